@@ -1,0 +1,14 @@
+"""Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
+
+Importing this package registers the strategy with Lightning, and does nothing else.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from .handle import Handle, stream
+from .strategy import SuperpipelineStrategy
+
+__all__ = ["Handle", "SuperpipelineStrategy", "stream"]
+
+if "superpipeline" not in StrategyRegistry:
+    StrategyRegistry.register("superpipeline", SuperpipelineStrategy, description="Streams a model through one device")

@@ -1,0 +1,5 @@
+"""``python -m sp_lightning``"""
+
+from sp_lightning.cli import main
+
+main()

@@ -1,0 +1,136 @@
+"""What autograd saves inside a visit, and how it comes back.
+
+1. A saved tensor that lies in a streamed unit's buffer is replaced by its place there. To be unpacked it makes the unit
+   resident: the safety net under every way in which backward may reach a unit.
+2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
+   tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
+3. A weight that was written between its use and its backward is an error, as in a plain run, wherever it was written.
+4. ``recompute`` is torch's own non-reentrant checkpoint around a unit's forward: it keeps the random state and autocast,
+   and composes with Rule 2. Buffers that forward updates are set back to what they were while it runs again, and
+   afterwards to what they are: they are updated once.
+5. ``offload`` sends what autograd saved to page-locked memory, each tensor once however often it was saved, at the same
+   offset from an aligned address (kernels are chosen by alignment). The device tensor is kept until the copy is done:
+   dropped early, its memory would be given away while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .engine import StreamedUnit
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+_hooks = torch._C._autograd
+
+
+class SavedWeight:
+    """The place of a saved tensor in a unit's buffer (Rule 1)."""
+
+    __slots__ = ("build", "device_version", "dtype", "host_version", "index", "offset", "outer", "shape", "stride", "unit")
+
+    def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
+        self.unit = unit
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.index = unit.store.field_at(self.offset * tensor.element_size())
+        self.host_version = unit.store.params[self.index]._version
+        self.device_version = unit.binding.outputs[self.index]._version
+        self.build = unit.binding.build
+        self.outer: Any = None
+
+    def tensor(self) -> Tensor:
+        """The same view of the unit's buffer, which must be resident."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.unit.store.storage.device)
+        return empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+    def check(self) -> None:
+        """Rule 3."""
+        store, binding = self.unit.store, self.unit.binding
+        host = store.params[self.index]._version
+        device = binding.outputs[self.index]._version if binding.build == self.build else self.device_version
+        if host != self.host_version or device != self.device_version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{store.names[self.index]} is at version {host}; expected version {self.host_version} instead"
+            )
+
+
+class SavedTensors:
+    """The pair of hooks in force during an outermost visit."""
+
+    def __init__(
+        self,
+        owner: Callable[[int], StreamedUnit | None],
+        require: Callable[[StreamedUnit], None],
+    ) -> None:
+        self._owner = owner  # of a storage
+        self._require = require
+
+    def push(self) -> None:
+        """Begins to see what autograd saves, in front of whoever saw it so far (Rule 2)."""
+        outer = _hooks._top_saved_tensors_default_hooks(False)
+        hooks = (self._pack, self._unpack) if outer is None else self._composed(*outer)
+        _hooks._push_saved_tensors_default_hooks(*hooks)
+
+    def pop(self) -> None:
+        """Ends it."""
+        _hooks._pop_saved_tensors_default_hooks()
+
+    @staticmethod
+    def enabled() -> bool:
+        """Whether the calling code admits saved-tensor hooks; without them, what is saved holds its unit on the device."""
+        return bool(_hooks._saved_tensors_hooks_is_enabled())
+
+    def _pack(self, tensor: Tensor) -> Any:
+        unit = self._owner(tensor.untyped_storage()._cdata)
+        return tensor if unit is None else SavedWeight(unit, tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not SavedWeight:
+            return saved  # type: ignore[no-any-return]
+        saved.check()
+        self._require(saved.unit)
+        return saved.tensor()
+
+    def _composed(self, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
+        def pack(tensor: Tensor) -> Any:
+            saved = self._pack(tensor)
+            if type(saved) is not SavedWeight:
+                return None, outer_pack(tensor)
+            return saved, outer_pack(tensor)
+
+        def unpack(pair: Any) -> Tensor:
+            saved, packed = pair
+            if saved is not None:
+                saved.check()
+                self._require(saved.unit)
+            return outer_unpack(packed)
+
+        return pack, unpack
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, in whatever containers: sequences, mappings, dataclasses, plain objects' attributes."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (str, bytes, int, float, bool, type(None), type, torch.nn.Module)) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack.extend(item.values())
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                stack.extend(item)
+            elif hasattr(item, "__dict__"):
+                stack.extend(vars(item).values())

@@ -1,0 +1,128 @@
+"""Stand-ins in the places of host parameters, for the time of a visit.
+
+1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute that
+   holds it once more. A slot that holds something else by now is left alone: it is the user's.
+2. Stand-ins stand in the slots only while the unit is resident, and never outlive it there.
+3. The link is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
+4. A write that model code made to a stand-in goes down to the host at the end of the visit: seen by the version counter,
+   or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a plain leaf.
+5. A stand-in that somebody still refers to keeps its unit resident (store.py, Rule 5).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import ExactnessError
+from .gradients import Gradients, link
+from .parameters import stand_in, true_data
+from .store import UnitStore
+from .units import Slot
+
+
+class Binding:
+    """What stands in for one unit's parameters, and where."""
+
+    def __init__(
+        self,
+        store: UnitStore,
+        slots: Sequence[tuple[int, Slot]],
+        receive: Callable[[Gradients], Gradients],
+    ) -> None:
+        self.store = store
+        self.slots = slots  # each with the index of its parameter
+        self.receive = receive
+        self.bound = False
+        self.build = -1  # how often the stand-ins were made anew
+        self.outputs: list[Tensor] = []
+        self.taken = [False]
+        self._bound_slots = 0
+        self._trainable: list[bool] = []
+        self._versions: list[int] = []
+        self._baseline: tuple[int, int] = (0, 0)
+
+    def refresh(self) -> None:
+        """Makes the stand-ins, if they are missing or lead to the wrong parameters (Rule 3)."""
+        trainable = [parameter.requires_grad for parameter in self.store.params]
+        if trainable == self._trainable and self.outputs:
+            return
+        assert not self.bound
+        self.outputs = [stand_in(output, self.taken) for output in link(self.store, self.receive)]
+        self._trainable = trainable
+        self.build += 1
+        self._versions = self.versions()
+        self._baseline = (self.store.aliases(), self._references())
+
+    def bind(self) -> None:
+        """Stand-ins into the slots; the unit is resident (Rule 2)."""
+        if self.bound:
+            return
+        for index, slot in self.slots:
+            if slot.get() is self.store.params[index]:
+                slot.set(self.outputs[index])
+                self._bound_slots += 1
+        self.bound = True
+
+    def unbind(self) -> None:
+        """Host parameters back into the slots."""
+        if not self.bound:
+            return
+        for index, slot in self.slots:
+            if slot.get() is self.outputs[index]:
+                slot.set(self.store.params[index])
+        self._bound_slots = 0
+        self.bound = False
+
+    def versions(self) -> list[int]:
+        """The stand-ins' version counters."""
+        return [output._version for output in self.outputs]
+
+    def collect_writes(self) -> None:
+        """Takes down what model code wrote (Rule 4)."""
+        versions = self.versions()
+        if versions == self._versions and not self.taken[0]:
+            return
+        for index, (now, before) in enumerate(zip(versions, self._versions)):
+            if now != before:
+                self._check_recorded(index)
+                self.store.write_back(index)
+            elif self.taken[0]:
+                self._write_back_if_differs(index)
+        self._versions = versions
+        self.taken[0] = False
+
+    def in_use(self) -> bool:
+        """Whether somebody but us refers to the device bytes (Rule 5)."""
+        if not self.outputs:
+            return False
+        aliases, references = self._baseline
+        return self.store.aliases() > aliases or self._references() > references + self._bound_slots
+
+    def _references(self) -> int:
+        """From Python, and from C++, to the stand-ins themselves."""
+        return sum(map(sys.getrefcount, self.outputs)) + sum(output._use_count() for output in self.outputs)
+
+    def _check_recorded(self, index: int) -> None:
+        output, name = self.outputs[index], self.store.names[index]
+        if output.requires_grad and not self._is_link(output):
+            raise ExactnessError(
+                f"{name} was written in place while autograd recorded; a leaf that requires grad can not be: "
+                "write to it under torch.no_grad()"
+            )
+
+    def _is_link(self, output: Tensor) -> bool:
+        return output.grad_fn is not None and output.grad_fn.name() == "LinkBackward"
+
+    def _write_back_if_differs(self, index: int) -> None:
+        host, field = true_data(self.store.params[index]), self.store.layout.fields[index]
+        now = self.store.layout.view(self.store.storage, field).cpu()
+        if not torch.equal(_bytes(now), _bytes(host.to(now.dtype))):
+            self.store.write_back(index)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

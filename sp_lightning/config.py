@@ -1,0 +1,130 @@
+"""The user's options, validated and normalised once, at the edge; everything inside trusts them.
+
+Values arrive from Python, from YAML and from a command line: text that means a number or a truth value is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Count: TypeAlias = int | Literal["auto"]
+UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
+
+ACTIVATIONS = ("keep", "recompute", "offload")
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
+    name.lower(): 1000**power for power, name in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is streamed. Creating one checks every value; `parse` is for values of any origin."""
+
+    window: Count = "auto"  # units on the device at once
+    transfer: Count = "auto"  # units exchanged at a time
+    memory_budget: int | None = None  # device bytes
+    units: Literal["auto"] | tuple[str, ...] | UnitFinder = "auto"
+    activations: Literal["keep", "recompute", "offload"] = "keep"
+    fused_optimizer: bool = False
+    master_weights: bool = False
+
+    @classmethod
+    def parse(cls, **given: Any) -> Options:
+        """Options from values of any origin; an unknown name is refused like a wrong value."""
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise OptionError(argument="an option", found=name, allowed="one of " + ", ".join(names))
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        self._normalise("window", _count("window", self.window))
+        self._normalise("transfer", _count("transfer", self.transfer))
+        if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
+            raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
+        self._normalise("memory_budget", _memory_budget(self.memory_budget))
+        self._normalise("units", _units(self.units))
+        if self.activations not in ACTIVATIONS:
+            allowed = "one of " + ", ".join(map(repr, ACTIVATIONS))
+            raise OptionError(argument="activations", found=self.activations, allowed=allowed)
+        self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
+        self._normalise("master_weights", _truth("master_weights", self.master_weights))
+
+    def _normalise(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the one moment at which a frozen instance may still change
+
+
+def parse_bytes(text: str, argument: str = "a size") -> int:
+    """Bytes from text such as "10GiB" (powers of 1024), "10 GB" (powers of 1000) or "1024"."""
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None:
+        raise OptionError(argument=argument, found=text, allowed='bytes such as 1073741824, "10GiB" or "10 GB"')
+    return int(Decimal(match[1]) * factor)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes for a reader: "1.31 GiB"."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    value, power = nbytes / 1024, 1
+    while round(abs(value), 2) >= 1024 and power < len(_BINARY) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.2f} {_BINARY[power]}"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _count(argument: str, value: object) -> Count:
+    if value == "auto":
+        return "auto"
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    if isinstance(number, int) and _is_int(number) and number >= 1:
+        return number
+    raise OptionError(argument=argument, found=value, allowed="an int >= 1 or 'auto'")
+
+
+def _memory_budget(value: object) -> int | None:
+    if value is None:
+        return None
+    nbytes = parse_bytes(value, "memory_budget") if isinstance(value, str) else value
+    if isinstance(nbytes, int) and _is_int(nbytes) and nbytes > 0:
+        return nbytes
+    allowed = 'None or bytes > 0, an int or text such as "10GiB" or "10 GB"'
+    raise OptionError(argument="memory_budget", found=value, allowed=allowed)
+
+
+def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
+    if value == "auto":
+        return "auto"
+    # A class is callable too, but calling it would build a module instead of finding some.
+    if callable(value) and not isinstance(value, type):
+        finder: UnitFinder = value
+        return finder
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) and name.strip() for name in names):
+        return tuple(name.strip() for name in names)
+    allowed = "'auto', a list of class names or a callable(module) -> list of modules"
+    raise OptionError(argument="units", found=value, allowed=allowed)
+
+
+def _truth(argument: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise OptionError(argument=argument, found=value, allowed="True or False")

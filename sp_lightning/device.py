@@ -1,0 +1,116 @@
+"""The only place that knows an accelerator API exists: streams, events, pinned memory, memory figures.
+
+Every backend that ``torch.accelerator`` serves is used through it; the CPU is a device whose streams are always idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError
+
+
+class _IdleEvent:
+    """What an idle stream has recorded: always reached."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _IdleStream(contextlib.nullcontext[None]):
+    """The CPU's stream: work is done when it is issued, so every order holds by itself."""
+
+    def record_event(self) -> _IdleEvent:
+        return _IdleEvent()
+
+    def wait_event(self, event: _IdleEvent) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class Device:
+    """A compute device with a stream for copies up, one for copies down, and the caller's own for compute."""
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
+        if found.type == "mps":
+            raise UnsupportedError(
+                "device 'mps' shares its memory with the host, so there is nothing to stream; "
+                "use Lightning's default strategy (strategy='auto')"
+            )
+        if found.type == "meta":
+            raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
+        self.is_host = found.type == "cpu"
+        if not self.is_host and found.index is None:
+            found = torch.device(found.type, torch.accelerator.current_device_index())
+        self.torch_device = found
+        self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
+        self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
+        self._idle = _IdleStream()
+        self._streamed_nbytes = 0
+        self._streamed_peak = 0
+
+    @property
+    def compute(self) -> Any:
+        """The stream on which the calling thread launches kernels."""
+        return self._idle if self.is_host else torch.accelerator.current_stream(self.torch_device)
+
+    # ---- memory
+
+    def host_bytes(self, nbytes: int, pinned: bool = True) -> torch.Tensor:
+        """A flat host buffer, page-locked where the device copies from it asynchronously."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and not self.is_host)
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        """A flat device buffer of which, for now, only the description exists: its storage is empty."""
+        with torch.inference_mode(False):
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        flat.untyped_storage().resize_(0)
+        return flat
+
+    def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Gives an empty storage its memory, on the current stream."""
+        storage.resize_(nbytes)
+        self._streamed_nbytes += nbytes
+        self._streamed_peak = max(self._streamed_peak, self._streamed_nbytes)
+
+    def shrink(self, storage: torch.UntypedStorage) -> None:
+        """Frees a storage's memory, on the current stream; whoever aliases it must not touch it until it grows."""
+        self._streamed_nbytes -= storage.nbytes()
+        storage.resize_(0)
+
+    def memory_peak(self) -> int:
+        """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
+        return self._streamed_peak if self.is_host else torch.accelerator.max_memory_allocated(self.torch_device)
+
+    def memory_free(self) -> int | None:
+        """Bytes that an allocation may still take; None where the device is the host."""
+        if self.is_host:
+            return None
+        free, _total = torch.accelerator.get_memory_info(self.torch_device)
+        cached = torch.accelerator.memory_reserved(self.torch_device)
+        return free + max(0, cached - torch.accelerator.memory_allocated(self.torch_device))
+
+    def reset_memory_peak(self) -> None:
+        """The peak counts from here on."""
+        self._streamed_peak = self._streamed_nbytes
+        if not self.is_host:
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        """The host waits for all that is queued on the device."""
+        if not self.is_host:
+            torch.accelerator.synchronize(self.torch_device)
+
+
+def _accelerator_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        raise UnsupportedError("a device index was given, but this machine has no accelerator; pass 'cpu'")
+    return accelerator.type

@@ -1,0 +1,372 @@
+"""One step's choreography: which unit is on the device when, what stands in for its parameters, what comes back.
+
+1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident, orders the caller's
+   stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost one of a unit
+   acts. Nothing is freed by leaving: the schedule says at later visits what has to go.
+2. A *pass* is all visits from the opening of the outermost scope (a forward of the root, a Lightning step) to the opening
+   of the next one, backward included. The order of a pass is recorded and predicts the next of its kind: learned, never
+   trusted. A unit that is not there when it is visited is fetched.
+3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever the
+   way in). It is bound as well, as code that recomputes may read weights below every hook of ours, and unbound when its
+   gradients are done, when it has to go, or when backward ends.
+4. Where a scope ends user code may write to weights: fills that still read them are waited for.
+5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights are
+   the truth and are only ever written by write-backs and by the user's optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activations import SavedTensors
+from .binding import Binding
+from .config import Options
+from .device import Device
+from .gradients import Downlink, Gradients
+from .reads import OutsideReads
+from .schedule import Schedule
+from .store import Residency, UnitStore
+from .telemetry import Counters
+from .units import Slot, Unit
+
+log = logging.getLogger(__name__)
+
+
+class StreamedUnit:
+    """A unit at run time: its bytes, its stand-ins and how deep we are inside it."""
+
+    def __init__(self, unit: Unit, store: UnitStore, slots: list[tuple[int, Slot]], engine: Engine) -> None:
+        self.unit = unit
+        self.name = unit.name
+        self.index = unit.index
+        self.store = store
+        self.visits = 0
+        self.reads_outside = False  # whether code of it was seen to read other units' weights
+        self._seen: set[tuple[bool, ...]] = set()  # in which modes of running it was visited
+
+        def receive(grads: Gradients) -> Gradients:
+            return engine.gradients_ready(self, grads)
+
+        self.binding = Binding(store, slots, receive)
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        """The device tensor for one of its host parameters."""
+        return self.binding.outputs[self.store.index_of[id(parameter)]]
+
+    def knows_reads(self, grad: bool) -> bool:
+        """Whether its code was seen in this mode of running, and reads no weight of others (reads.py, Rule 3)."""
+        mode = (grad, *(module.training for _, module in self.unit.modules))
+        if mode in self._seen:
+            return not self.reads_outside
+        self._seen.add(mode)
+        return False
+
+    @property
+    def movable(self) -> bool:
+        """Whether its bytes may leave the device now."""
+        return not self.visits and not self.binding.in_use()
+
+
+class Engine:
+    """Streams the units of one module. Use it through ``sp_lightning.stream`` or the strategy."""
+
+    def __init__(self, units: list[Unit], slots: dict[nn.Parameter, list[Slot]], device: Device, options: Options) -> None:
+        self.device = device
+        self.options = options
+        self.counters = Counters()
+        self.downlink = Downlink(device, self.counters)
+        self.units = [self._streamed(unit, slots) for unit in units]
+        self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
+        self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
+        self.saved = SavedTensors(self._by_storage.get, self.require)
+        streamed = [unit for unit in self.units if not unit.unit.resident]
+        window, transfer = _sizes(options, [unit.store.layout.nbytes for unit in streamed], device)
+        self.schedule = Schedule([unit.store.layout.nbytes for unit in self.units], window, transfer)
+        self._scopes = 0
+        self._open: list[StreamedUnit] = []  # visited now, in order of entering
+        self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
+        self._backward = False  # whether a backward visited units and has not ended
+        self._bound_in_backward: list[StreamedUnit] = []
+        self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 2)
+        self._recorded: list[int] = []
+        self._kind: Any = None
+        self._last: StreamedUnit | None = None  # the unit required last
+        self._reads = OutsideReads(self)
+        self._watching = False  # whether they are seen
+        self.optimizing = False
+
+    def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
+        store = UnitStore(unit, self.device, self.counters, self.apparent_device, self._device_dtype)
+        own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
+        return StreamedUnit(unit, store, own, self)
+
+    def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    # ---- scopes and passes
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a step of the managed module is running."""
+        return self._scopes > 0
+
+    def apparent_device(self) -> torch.device | None:
+        """What ``parameter.device`` tells inside a step: the device on which the plain run has it."""
+        return self.device.torch_device if self._scopes and not self.optimizing else None
+
+    def open_scope(self, kind: Any) -> None:
+        """A step, or a forward outside of any step, begins (Rule 2)."""
+        self._scopes += 1
+        if self._scopes > 1:
+            return
+        if self._open or self._backward:
+            self.reset()  # of an interrupted step
+            self._scopes = 1
+        self._orders[self._kind] = self._recorded
+        self._recorded = []
+        self._kind = (kind, torch.is_grad_enabled())
+        self._last = None
+        self.optimizing = False
+        self._drop_stale()
+        self._watch_reads()
+        self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
+
+    def close_scope(self) -> None:
+        """It ends: user code runs next (Rule 4)."""
+        self._scopes = max(0, self._scopes - 1)
+        if not self._scopes:
+            self._ignore_reads()
+            self.settle()
+
+    def settle(self) -> None:
+        """Host weights may be written from here on."""
+        for unit in self.units:
+            if unit.store.residency is Residency.DEVICE:
+                unit.store.settle()
+
+    def _drop_stale(self) -> None:
+        """Units whose host bytes changed have to come up again: better planned than at their visit."""
+        for index in self.schedule.resident:
+            unit = self.units[index]
+            if unit.store.stale() and unit.movable:
+                self.schedule.invalidate([index])
+                self._evict(unit)
+
+    # ---- reads outside visits (reads.py)
+
+    def _watch_reads(self) -> None:
+        if not self._watching:
+            _push_mode(self._reads)
+            self._watching = True
+
+    def _ignore_reads(self) -> None:
+        if self._watching and _top_mode() is self._reads:
+            _pop_mode()
+            self._watching = False
+
+    def read_outside(self) -> None:
+        """The unit visited now read a weight of another one."""
+        if self._open:
+            self._open[-1].reads_outside = True
+
+    # ---- visits
+
+    @property
+    def depth(self) -> int:
+        """How many visits are open."""
+        return len(self._open)
+
+    def enter_all(self, units: list[StreamedUnit]) -> int:
+        """Enters several units; returns the depth to leave to."""
+        depth = len(self._open)
+        for unit in units:
+            if not unit.visits:
+                self.enter(unit)
+        return depth
+
+    def enter(self, unit: StreamedUnit) -> None:
+        """Code that belongs to this unit is about to run (Rule 1)."""
+        if not unit.visits:
+            self.require(unit)
+            unit.binding.bind()
+        unit.visits += 1
+        outermost = not self._open
+        self._open.append(unit)
+        hook = outermost and torch.is_grad_enabled() and self.saved.enabled()
+        self._hooked.append(hook)
+        if hook:
+            self.saved.push()
+        if outermost and self._watching and unit.knows_reads(torch.is_grad_enabled()):
+            self._ignore_reads()
+
+    def leave_to(self, depth: int) -> None:
+        """Leaves the visits that were entered since, also those that an exception left open."""
+        while len(self._open) > depth:
+            unit = self._open.pop()
+            if self._hooked.pop():
+                self.saved.pop()
+            unit.visits -= 1
+            if not unit.visits:
+                unit.binding.collect_writes()
+                if not _in_backward():
+                    unit.binding.unbind()
+        if not self._open and self._scopes:
+            self._watch_reads()
+
+    def require(self, unit: StreamedUnit) -> None:
+        """The unit is resident, and the caller's stream is ordered after its bytes."""
+        in_backward = _in_backward()
+        store = unit.store
+        if self._backward and not in_backward and not self._open:
+            self._backward_done()  # of a backward that failed
+        if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
+            store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
+        if unit.unit.resident:
+            if store.residency is Residency.HOST:
+                store.load()
+        elif unit is not self._last or store.residency is Residency.HOST:
+            self._visit(unit)
+        store.wait_load()
+        if not unit.binding.bound:
+            unit.binding.refresh()
+        if in_backward:
+            self._bind_in_backward(unit)
+
+    def _visit(self, unit: StreamedUnit) -> None:
+        """Does what the schedule says."""
+        held = {index for index in self.schedule.resident if not self.units[index].movable}
+        decision = self.schedule.visit(unit.index, held)
+        self.counters.surprises += decision.surprise
+        self.counters.extra_held += len(held - {unit.index}) > 0 and len(self.schedule.resident) > self.schedule.window
+        for index in decision.evict:
+            self._evict(self.units[index])
+        for index in decision.load:
+            loaded = self.units[index]
+            if loaded.store.residency is Residency.HOST:
+                loaded.store.load()
+        self._last = unit
+        self._recorded.append(unit.index)
+
+    def _evict(self, unit: StreamedUnit) -> None:
+        unit.binding.collect_writes()
+        unit.binding.unbind()
+        unit.store.free()
+
+    def suspect(self, parameters: Iterable[Tensor]) -> None:
+        """These parameters were, or are about to be, written by an optimizer or someone like it."""
+        for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
+            unit.store.settle()
+            unit.store.suspect()
+
+    def owner(self, parameter: Tensor) -> StreamedUnit | None:
+        """The unit of a host parameter."""
+        return self._by_parameter.get(id(parameter))
+
+    def holder(self, tensor: Tensor) -> StreamedUnit | None:
+        """The unit in whose device buffer a tensor lies."""
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    # ---- backward
+
+    def before_backward(self, unit: StreamedUnit) -> None:
+        """Gradients of what the unit gave are there (Rule 3)."""
+        self.require(unit)
+
+    def gradients_ready(self, unit: StreamedUnit, grads: Gradients) -> Gradients:
+        """All uses of the unit's weights in this backward are done."""
+        host = self.downlink.fetch(grads, unit.store.params)
+        if not unit.visits and unit in self._bound_in_backward:
+            self._bound_in_backward.remove(unit)
+            unit.binding.unbind()
+        return host
+
+    def _bind_in_backward(self, unit: StreamedUnit) -> None:
+        if not self._backward:
+            self._backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        if not unit.binding.bound:
+            unit.binding.bind()
+            self._bound_in_backward.append(unit)
+
+    def _backward_done(self) -> None:
+        self._backward = False
+        for unit in self._bound_in_backward:
+            if not unit.visits:
+                unit.binding.unbind()
+        self._bound_in_backward.clear()
+        self.settle()
+
+    # ---- ends
+
+    def reset(self) -> None:
+        """Takes everything of ours out of the module, wherever an exception left it (Rule 5)."""
+        while self._open:
+            if self._hooked.pop():
+                self.saved.pop()
+            self._open.pop().visits = 0
+        self._backward = False
+        self._bound_in_backward.clear()
+        for unit in self.units:
+            unit.visits = 0
+            unit.binding.unbind()
+        self._scopes = 0
+        self._ignore_reads()
+        self._last = None
+        self.optimizing = False
+
+    def close(self) -> None:
+        """The parameters are plain again; nothing is left on the device."""
+        self.reset()
+        self.device.synchronize()
+        for unit in self.units:
+            unit.store.release()
+
+    # ---- figures
+
+    def stats(self) -> dict[str, Any]:
+        """What happened since the start."""
+        return {
+            **self.counters.snapshot(),
+            "window": self.schedule.window,
+            "transfer": self.schedule.transfer,
+            "units": sum(not unit.unit.resident for unit in self.units),
+            "resident_root_bytes": sum(unit.store.layout.nbytes for unit in self.units if unit.unit.resident),
+            "device_peak": self.device.memory_peak(),
+            "host_bytes": sum(unit.store.slab.numel() for unit in self.units),
+        }
+
+    @property
+    def order(self) -> list[int]:
+        """The visits of the pass so far, as unit indices."""
+        return list(self._recorded)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _sizes(options: Options, nbytes: list[int], device: Device) -> tuple[int, int]:
+    """Window and transfer, as far as they are known before the first step."""
+    count = max(1, len(nbytes))
+    window = 2 if options.window == "auto" else options.window
+    window = min(window, count)
+    transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
+    return window, transfer
+
+
+def _top_mode() -> Any:
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
+
+
+def _push_mode(mode: OutsideReads) -> None:
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def _pop_mode() -> None:
+    torch._C._pop_torch_function_stack()

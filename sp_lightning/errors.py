@@ -1,0 +1,41 @@
+"""What goes wrong, by kind: each error says what was found, what is allowed and what to try next."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+
+class SuperpipelineError(Exception):
+    """Everything that this package raises on purpose."""
+
+
+class OptionError(SuperpipelineError, ValueError):
+    """An option has a value that it cannot have."""
+
+    def __init__(self, *, argument: str, found: object, allowed: str) -> None:
+        self.argument = argument
+        # The text, not the value: an option may be anything, and an error must travel between processes.
+        self.found = repr(found)
+        self.allowed = allowed
+        super().__init__(f"{argument} must be {allowed}, got {self.found}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt from their positional arguments, and this one takes none.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class PartitionError(SuperpipelineError, ValueError):
+    """The model cannot be cut into units as asked."""
+
+
+class MemoryBudgetError(SuperpipelineError, RuntimeError):
+    """What must be on the device at once does not fit into the memory budget."""
+
+
+class UnsupportedError(SuperpipelineError, RuntimeError):
+    """A device or a feature cannot be served; the message says what to do instead."""
+
+
+class ExactnessError(SuperpipelineError, RuntimeError):
+    """The run stops because its result could differ from plain training; the message names the module."""

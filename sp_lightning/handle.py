@@ -1,0 +1,186 @@
+"""``sp_lightning.stream``: the engine in a module, without Lightning, and the way back out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .config import Options
+from .device import Device
+from .engine import Engine
+from .errors import PartitionError
+from .hooks import Entry, Part, Scope, UnitRoot
+from .units import Unit, partition, slots
+
+log = logging.getLogger(__name__)
+
+
+class Handle:
+    """A module whose weights live on the host and visit the device, unit by unit.
+
+    Costs a page-locked copy of the weights while it is made (unit by unit), and an entry in front of the forward of
+    each module that owns parameters. A context manager: leaving it closes it.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str, options: Options) -> None:
+        self.module = module
+        self.device = Device(device)
+        self.options = options
+        self.closed = False
+        self._hooks: list[RemovableHandle] = []
+        self._attach()
+        self._hooks += [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    # ---- what is there
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in order; the resident rest, if there is any, last."""
+        return [streamed.unit for streamed in self.engine.units]
+
+    @property
+    def managed(self) -> list[str]:
+        """The names of all streamed parameters, as ``named_parameters()`` has them."""
+        return [name for streamed in self.engine.units for name in streamed.store.names]
+
+    def stats(self) -> dict[str, Any]:
+        """What was fetched, sent, waited for and held since streaming began."""
+        return self.engine.stats()
+
+    # ---- steps
+
+    def open_scope(self, kind: Any) -> None:
+        """A step of the module begins. Anything between its end and the next one counts as user code."""
+        if not self.engine.in_scope and self._changed():
+            log.info("superpipeline: the module's parameters changed; its units are made anew")
+            self._detach()
+            self._attach()
+        self.engine.open_scope(kind)
+
+    def close_scope(self) -> None:
+        """It ends."""
+        self.engine.close_scope()
+
+    # ---- ends
+
+    def close(self) -> None:
+        """The module is plain again, on the host, with its trained weights. Safe twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self._detach()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- details
+
+    def _attach(self) -> None:
+        units = partition(self.module, self.options.units)
+        if not units:
+            raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
+        _materialize(self.module)
+        move_buffers(self.module, self.device.torch_device)
+        self._places = slots(self.module)
+        self.engine = Engine(units, self._places, self.device, self.options)
+        self._entries: list[Entry] = [*self._parts(), Scope(self.module, self)]  # the last one is the outermost
+        self._structure = _structure(self.module)
+
+    def _detach(self) -> None:
+        for entry in reversed(self._entries):
+            entry.remove()
+        self.engine.close()
+        move_buffers(self.module, torch.device("cpu"))
+
+    def _parts(self) -> Iterator[Part]:
+        """A hook for each module that owns parameters directly, and for each unit's root."""
+        roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
+        for module in self.module.modules():
+            own = list(dict.fromkeys(self.engine.owner(p) for p in module._parameters.values() if p is not None))
+            owners = [streamed for streamed in own if streamed is not None]
+            root = roots.get(module)
+            if root is not None:
+                yield UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
+            elif owners:
+                yield Part(module, self.engine, owners)
+
+    def _changed(self) -> bool:
+        """Whether parameters were replaced, added, removed or retyped since."""
+        return self._structure != _structure(self.module)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.engine.optimizing = True
+        self._after_step_of(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.engine.optimizing = False
+        self._after_step_of(optimizer)
+
+    def _after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        self.engine.suspect(p for group in optimizer.param_groups for p in group["params"])
+
+
+def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
+    """Stream this module's weights through a window on ``device``; train it in your own loop.
+
+    Its parameters move into page-locked host memory (where the device has it), its buffers onto the device. Forward and
+    backward run on the device; gradients arrive in the parameters' ``.grad`` on the host, where any optimizer steps.
+
+    Args:
+        module: Any module. Its parameters stay the objects they are.
+        device: Where it computes, such as "cuda".
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ...
+    """
+    return Handle(module, device, Options.parse(**options))
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers live on the device; shared ones stay shared."""
+    made: dict[int, torch.Tensor] = {}
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                with torch.inference_mode(False):
+                    moved = made.setdefault(id(buffer), buffer.to(device))
+                child._buffers[name] = moved
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """What tells whether the table of slots still holds."""
+    return [
+        (id(p), p.shape, p.dtype) if p is not None else None
+        for child in module.modules()
+        for p in child._parameters.values()
+    ]
+
+
+def _materialize(module: nn.Module) -> None:
+    """Gives parameters on the meta device their memory, on the host, and their modules' own initial values."""
+    for name, child in module.named_modules():
+        own = [*child._parameters.values(), *child._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            raise PartitionError(
+                f"{name or type(child).__name__} has parameters on the meta device and no reset_parameters(); "
+                "load its weights before training, or build it under trainer.init_module()"
+            )
+        child.to_empty(device="cpu", recurse=False)
+        reset()

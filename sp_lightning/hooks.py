@@ -1,0 +1,124 @@
+"""What stands in front of the user's ``forward`` methods: entries that translate and delegate to the engine.
+
+1. An entry replaces ``forward`` on the instance. Forward hooks would do, but torch's evaluation fast paths and other code
+   ask whether a module has any and then run other kernels; and a hook is not called when the user presses Ctrl-C.
+2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
+3. A unit's forward may run once more in backward, for recomputation: the entry calls it, user's hooks around it are not
+   called again.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .activations import tensors_in
+from .device import Device
+from .engine import Engine, StreamedUnit
+
+
+class Entry:
+    """Stands in front of one module's forward (Rule 1)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self._own = module.__dict__.get("forward")  # set on the instance by someone before us
+        functools.update_wrapper(self, self.forward)  # its signature is asked for
+        module.forward = self
+
+    def remove(self) -> None:
+        """The module's own forward again; where somebody wrapped this entry, it only passes on."""
+        if self.module.__dict__.get("forward") is not self:
+            self.__class__ = Entry  # type: ignore[assignment]
+        elif self._own is None:
+            del self.module.forward
+        else:
+            self.module.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.module), self.module)
+        return types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")  # resolved before the copy has any attributes: its class's
+
+
+class Part(Entry):
+    """Enters the units that own a module's direct parameters."""
+
+    def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.units = units
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        depth = self.engine.enter_all(self.units)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.engine.leave_to(depth)
+
+
+class UnitRoot(Part):
+    """A part that is a unit as a whole: its outputs lead into the unit's backward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
+        output = super().__call__(*args, **kwargs)
+        if torch.is_grad_enabled():
+            announce(self.engine, self.units[0], output)
+        return output
+
+
+class Steps(Protocol):
+    """Who knows where steps begin and end."""
+
+    device: Device
+
+    def open_scope(self, kind: Any) -> None: ...
+
+    def close_scope(self) -> None: ...
+
+
+class Scope(Entry):
+    """The managed module itself: a forward of it outside of any step is a step of its own."""
+
+    def __init__(self, module: nn.Module, steps: Steps) -> None:
+        super().__init__(module)
+        self.steps = steps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps.open_scope(("forward", self.module.training))
+        try:
+            args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
+            return self.forward(*args, **kwargs)
+        finally:
+            self.steps.close_scope()
+
+
+def announce(engine: Engine, unit: StreamedUnit, output: Any) -> None:
+    """Has the unit fetched as soon as backward arrives at any of its outputs."""
+    nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(lambda _grads: engine.before_backward(unit))
+
+
+def moved(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments on the device, if none of their tensors is there yet; else they are as the caller wants them."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors or any(tensor.device == device for tensor in tensors):
+        return args, kwargs
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return tuple(map(move, args)), {key: move(value) for key, value in kwargs.items()}

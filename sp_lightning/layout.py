@@ -1,0 +1,94 @@
+"""Where each tensor of a unit lies in one flat byte buffer, and typed tensors over those bytes.
+
+1. Every field begins at a multiple of `ALIGNMENT` bytes, as a separate allocation would: vector and BLAS kernels are
+   chosen by the alignment of pointers, and another kernel means other bits.
+2. A tensor without gaps and overlaps keeps its strides (channels_last stays); any other becomes contiguous.
+3. The same layout serves the host slab and the device buffer, so that a unit travels as one run of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+
+
+def aligned(nbytes: int) -> int:
+    """The smallest multiple of `ALIGNMENT` that holds `nbytes`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor's place in the buffer: `offset` and `nbytes` in bytes, `stride` in elements."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of several tensors in one buffer of `nbytes` bytes."""
+
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+        """Lay the tensors out one after the other, in the order given. Reads no data, copies nothing."""
+        fields, end = [], 0
+        for name, tensor in named_tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            fields.append(Field(name, tensor.dtype, tuple(tensor.shape), _stride_in_buffer(tensor), end, nbytes))
+            end += aligned(nbytes)
+        return cls(tuple(fields), end)
+
+    @staticmethod
+    def view(storage: torch.UntypedStorage, field: Field) -> Tensor:
+        """A tensor over the field's bytes that shares `storage`, with a version counter of its own.
+
+        As views of one tensor the fields would share one counter, and an in-place write to one weight would
+        invalidate what autograd saved of the others.
+        """
+        return _tensor_over(storage, field, field.offset)
+
+    @staticmethod
+    def own_view(storage: torch.UntypedStorage, field: Field) -> Tensor:
+        """A tensor over the field's bytes whose storage is that slice alone; it keeps the whole slab alive.
+
+        `torch.save` writes whole storages: over the slab's own storage, each saved parameter would write the slab.
+        """
+        return _tensor_over(storage[field.offset : field.offset + field.nbytes], field, 0)
+
+
+def _tensor_over(storage: torch.UntypedStorage, field: Field, offset: int) -> Tensor:
+    # Made in inference mode it would have no version counter, and autograd would refuse it ever after.
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=field.dtype, device=storage.device)
+        return empty.set_(storage, offset // field.dtype.itemsize, field.shape, field.stride)
+
+
+def _stride_in_buffer(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.numel() == 0 or _is_dense(tensor):
+        return tensor.stride()
+    return tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each its own place; dimensions of size 1 may have any stride."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

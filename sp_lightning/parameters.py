@@ -1,0 +1,115 @@
+"""The two faces of a streamed parameter: the host one that the user holds, and its stand-in on the device.
+
+1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
+   subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
+2. Inside a running step ``p.device`` answers with the compute device, as it does in a plain run, so that tensors which
+   model code makes "where the weights are" arrive there. The bytes stay on the host.
+3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
+   It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
+4. Copies (deepcopy, pickle) are plain parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_data = torch.Tensor.data  # type: ignore[attr-defined]
+_device = torch.Tensor.device
+
+
+class Watcher(Protocol):
+    """Who manages a host parameter."""
+
+    def data_taken(self) -> None:
+        """The host bytes may be written from here on, unseen by any version counter."""
+
+    def apparent_device(self) -> torch.device | None:
+        """The device that ``p.device`` tells, or None for the true one."""
+
+
+_watchers: dict[int, Watcher] = {}  # by id of the parameter, which lives at least as long as it is watched
+
+
+class HostParameter(nn.Parameter):
+    """A managed parameter as the user sees it (Rules 1 and 2)."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        _watchers[id(self)].data_taken()
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _watchers[id(self)].data_taken()
+        _data.__set__(self, value)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _watchers[id(self)].apparent_device() or _device.__get__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]
+
+
+class DeviceParameter(nn.Parameter):
+    """The stand-in of a host parameter inside a visit (Rule 3)."""
+
+    taken: list[bool]  # shared by the stand-ins of a unit: [True] once any of them gave its data away
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.taken[0] = True
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Another tensor under a stand-in would part it from the unit's buffer: its bytes are taken over instead.
+        self.taken[0] = True
+        _data.__get__(self).copy_(value)
+
+
+def true_data(parameter: nn.Parameter) -> torch.Tensor:
+    """``parameter.data``, unnoticed."""
+    return _data.__get__(parameter)
+
+
+def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """``parameter.data = value``, unnoticed."""
+    _data.__set__(parameter, value)
+
+
+def true_device(tensor: torch.Tensor) -> torch.device:
+    """Where the bytes are."""
+    return _device.__get__(tensor)
+
+
+def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
+    """Begins Rule 1. Subclasses of nn.Parameter keep their class: theirs may mean something."""
+    _watchers[id(parameter)] = watcher
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = HostParameter
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Ends Rule 1."""
+    if type(parameter) is HostParameter:
+        parameter.__class__ = nn.Parameter
+    _watchers.pop(id(parameter), None)
+
+
+def watched(parameter: torch.Tensor) -> Watcher | None:
+    """Who manages this tensor, if it is a managed host parameter."""
+    return _watchers.get(id(parameter)) if isinstance(parameter, nn.Parameter) else None
+
+
+def stand_in(output: torch.Tensor, taken: list[bool]) -> DeviceParameter:
+    """Makes an output of the link look like the parameter that it stands for."""
+    output.__class__ = DeviceParameter
+    output.taken = taken  # type: ignore[attr-defined]
+    return output  # type: ignore[return-value]

@@ -1,0 +1,207 @@
+"""One unit's bytes: the host slab that its parameters alias, and the device buffer that is filled from it.
+
+1. The host is the truth. Each parameter's data is a tensor of its own over a slice of the slab, so the optimizer, the
+   user and checkpoints work on it as on any other; eviction from the device is a free, never a copy.
+2. The device buffer's storage object lives as long as the unit: it is freed and re-allocated in place, so all that
+   aliases it (the stand-ins, what autograd saved) sees the refilled bytes.
+3. It is allocated, filled and freed under the up stream. ``ready`` is recorded there after the fill, and whoever reads
+   the bytes waits for it; before it is freed, the up stream waits for the last reader's event. So memory is never given
+   to another unit while a kernel still reads it.
+4. The host bytes may not be written while a fill reads them: ``settle`` waits for it.
+5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute) is
+   in use, and is not freed: reading a freed buffer would end the process.
+6. Resident bytes are stale once a parameter's version or address moved, its ``.data`` was taken, or an optimizer that
+   holds it stepped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .device import Device
+from .errors import ExactnessError
+from .layout import ALIGNMENT, Field, Layout
+from .parameters import set_true_data, true_data, unwatch, watch
+from .telemetry import Counters
+from .units import Unit
+
+
+class Residency(enum.Enum):
+    """Where a unit's bytes are beside the host."""
+
+    HOST = "host"
+    DEVICE = "device"  # or on the way up: ``ready`` tells
+
+
+class UnitStore:
+    """Host slab and device buffer of one unit."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: Device,
+        counters: Counters,
+        apparent_device: Callable[[], torch.device | None],
+        device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    ) -> None:
+        self.unit = unit
+        self.device = device
+        self.counters = counters
+        self.params: list[nn.Parameter] = [parameter for _, parameter in unit.params]
+        self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
+        self.names = [name for name, _ in unit.params]
+        self.apparent_device = apparent_device
+        self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
+        self.layout = _converted(self.host_layout, device_dtype)
+        self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
+        self.slab = device.host_bytes(max(self.host_layout.nbytes, ALIGNMENT))
+        self.wire = self.slab if self.layout == self.host_layout else device.host_bytes(self.nbytes)
+        self.flat = device.device_bytes(self.nbytes)
+        self.storage = self.flat.untyped_storage()
+        self._offsets = [field.offset for field in self.layout.fields]
+        self.residency = Residency.HOST
+        self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
+        self._suspect = False
+        self._slab_addresses = self._adopt()
+        self._addresses: list[int] = []  # and versions, of what the device buffer holds
+        self._versions: list[int] = []
+
+    # ---- the host side
+
+    def _adopt(self) -> list[int]:
+        """Moves the parameters' bytes into the slab and watches them."""
+        storage = self.slab.untyped_storage()
+        for parameter, field in zip(self.params, self.host_layout.fields):
+            with torch.inference_mode(False), torch.no_grad():
+                view = self.host_layout.own_view(storage, field)
+                view.copy_(true_data(parameter))
+            set_true_data(parameter, view)
+            watch(parameter, self)
+        return self._current_addresses()
+
+    def release(self) -> None:
+        """The parameters are plain again, with the bytes they have; nothing is left on the device."""
+        self.settle()
+        if self.residency is Residency.DEVICE:
+            self.free()
+        for parameter in self.params:
+            unwatch(parameter)
+
+    def data_taken(self) -> None:
+        """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
+        self._suspect = True
+        self.settle()
+
+    def suspect(self) -> None:
+        """Rule 6, by an optimizer that stepped or any other writer that says so."""
+        self._suspect = True
+
+    def settle(self) -> None:
+        """Waits until no fill reads the host bytes any more (Rule 4)."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+    def stale(self) -> bool:
+        """Whether the resident bytes may differ from the host's (Rule 6)."""
+        return (
+            self._suspect
+            or self._versions != [parameter._version for parameter in self.params]
+            or self._addresses != self._current_addresses()
+        )
+
+    # ---- the device side
+
+    def load(self) -> None:
+        """Starts the way up (Rule 3)."""
+        self._check_shapes()
+        self._addresses = self._current_addresses()
+        self._versions = [parameter._version for parameter in self.params]
+        self._suspect = False
+        self._fill_wire()
+        if self.residency is Residency.DEVICE:  # filled again in place, once its last reader is done
+            self.device.up.wait_event(self.device.compute.record_event())
+        with self.device.up, torch.no_grad():
+            if self.residency is Residency.HOST:
+                self.device.grow(self.storage, self.nbytes)
+            self.flat.copy_(self.wire, non_blocking=True)
+            for index in self._moved():
+                field = self.layout.fields[index]
+                self.layout.view(self.storage, field).copy_(true_data(self.params[index]))
+            self.ready = self.device.up.record_event()
+        self.residency = Residency.DEVICE
+        self.counters.fetches += 1
+        self.counters.bytes_up += self.nbytes
+
+    def wait_load(self) -> None:
+        """Orders the caller's stream after the fill."""
+        self.device.compute.wait_event(self.ready)
+
+    def free(self) -> None:
+        """Drops the device bytes once what is queued on the caller's stream has read them (Rule 3)."""
+        self.device.up.wait_event(self.device.compute.record_event())
+        with self.device.up:
+            self.device.shrink(self.storage)
+        self.residency = Residency.HOST
+        self.counters.evictions += 1
+
+    def write_back(self, index: int) -> None:
+        """Model code changed this weight on the device: so does the host. Blocks until it has."""
+        parameter, field = self.params[index], self.layout.fields[index]
+        self.settle()
+        view = self.layout.view(self.storage, field)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+            true_data(parameter).copy_(view)
+        self.counters.writebacks += 1
+        self.counters.bytes_written_back += field.nbytes
+
+    def device_views(self) -> list[torch.Tensor]:
+        """A tensor per parameter over the device buffer, each with a version counter of its own."""
+        return [self.layout.view(self.storage, field) for field in self.layout.fields]
+
+    def field_at(self, offset: int) -> int:
+        """The parameter in whose bytes an offset lies."""
+        return bisect.bisect_right(self._offsets, offset) - 1
+
+    def aliases(self) -> int:
+        """How many tensors refer to the device buffer (Rule 5)."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    # ---- details
+
+    def _current_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.params]
+
+    def _moved(self) -> list[int]:
+        """Parameters whose data the user replaced: their bytes are no longer in the slab."""
+        return [i for i, (now, then) in enumerate(zip(self._addresses, self._slab_addresses)) if now != then]
+
+    def _fill_wire(self) -> None:
+        """Converts what travels, where that is not the slab itself."""
+        if self.wire is self.slab:
+            return
+        self.settle()
+        storage = self.wire.untyped_storage()
+        with torch.no_grad():
+            for parameter, field in zip(self.params, self.layout.fields):
+                self.layout.view(storage, field).copy_(true_data(parameter))
+
+    def _check_shapes(self) -> None:
+        for name, parameter, field in zip(self.names, self.params, self.host_layout.fields):
+            if parameter.shape != field.shape or parameter.dtype != field.dtype:
+                raise ExactnessError(
+                    f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
+                    f"{parameter.dtype} {tuple(parameter.shape)}; change it before fit(), or close() the handle first"
+                )
+
+
+def _converted(layout: Layout, device_dtype: Callable[[torch.dtype], torch.dtype]) -> Layout:
+    def described(field: Field) -> torch.Tensor:
+        return torch.empty_strided(field.shape, field.stride, dtype=device_dtype(field.dtype), device="meta")
+
+    return Layout.of([(field.name, described(field)) for field in layout.fields])

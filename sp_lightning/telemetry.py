@@ -1,0 +1,69 @@
+"""What happened, in numbers: counters that only grow, and the latest few of a measured quantity."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """Everything counted since the start. Take a `snapshot` and ask `since` for what a step added."""
+
+    fetches: int = 0  # units brought up
+    bytes_up: int = 0
+    bytes_down: int = 0
+    writebacks: int = 0  # units that model code changed in place on the device
+    bytes_written_back: int = 0
+    evictions: int = 0
+    extra_held: int = 0  # visits that held a unit beyond the window
+    surprises: int = 0  # visits that were not the predicted one
+    stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
+
+    @contextlib.contextmanager
+    def stall(self, cause: str) -> Iterator[None]:
+        """Times a wait of the host."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_ms[cause] += (time.perf_counter() - begin) * 1e3
+
+    def snapshot(self) -> dict[str, Any]:
+        """The values now, in a dictionary that later counting does not change."""
+        return {**vars(self), "stall_ms": dict(self.stall_ms)}
+
+    def since(self, previous: Mapping[str, Any]) -> dict[str, Any]:
+        """What was added after `previous`, an earlier snapshot of these counters."""
+        now = self.snapshot()
+        stalls_before = previous["stall_ms"]
+        added = {name: value - previous[name] for name, value in now.items() if name != "stall_ms"}
+        added["stall_ms"] = {cause: ms - stalls_before.get(cause, 0.0) for cause, ms in now["stall_ms"].items()}
+        return added
+
+
+class Rolling:
+    """The last `size` values of a measured quantity; NaN stands for "nothing measured yet"."""
+
+    def __init__(self, size: int) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._values) if self._values else math.nan
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self._values) if self._values else math.nan

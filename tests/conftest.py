@@ -1,0 +1,95 @@
+"""What holds for every test: one thread, its own directory, and a simulated accelerator that starts clean and ends
+without a race. In the default run nothing is taken from, or left in, the repository."""
+
+import gc
+import importlib.abc
+import os
+import sys
+import tempfile
+
+import hypothesis
+import hypothesis.configuration
+import pytest
+import torch
+
+torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
+
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}  # of tools that may run beside the suite
+
+hypothesis.configuration.set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "hypothesis"))
+hypothesis.settings.register_profile("suite", database=None, deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("suite")
+
+
+class SimgpuUnavailable(importlib.abc.MetaPathFinder):
+    """Stands in the way of ``import simgpu``: the importing test is skipped with the reason, or fails.
+
+    Only a missing tool skips, and only outside CI: sources that do not compile are a failure everywhere.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = str(error)
+        self.skips = isinstance(error, ImportError) and os.environ.get("CI") != "true"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "simgpu":
+            self.stop()
+
+    def stop(self):
+        if self.skips:
+            pytest.skip(self.reason, allow_module_level=True)
+        pytest.fail(self.reason, pytrace=False)
+
+
+simgpu = unavailable = None
+try:
+    import simgpu  # before any backward pass: the autograd engine makes its device threads once
+except (ImportError, RuntimeError) as error:
+    unavailable = SimgpuUnavailable(error)
+    sys.meta_path.insert(0, unavailable)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # else each gc.collect() goes through all that was imported
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(pytestconfig):
+    """The suite leaves no file in the repository's root."""
+    before = set(os.listdir(pytestconfig.rootpath))
+    yield
+    new = set(os.listdir(pytestconfig.rootpath)) - before - CACHES
+    assert not new, f"a test left {sorted(new)} in {pytestconfig.rootpath}"
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """Relative paths, Trainer's ``default_root_dir`` among them, lead into the test's own directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def clean_simgpu(request):
+    """Each test starts with an idle device and clean counters, and fails at its end if the checker saw a race.
+
+    A test that provokes races takes them, and asserts on them, with ``simgpu.races()``: what was taken is not held
+    against it.
+    """
+    if unavailable and request.node.get_closest_marker("simgpu"):
+        unavailable.stop()
+    if simgpu is None:
+        yield
+        return
+    gc.collect()  # an earlier test's garbage would be freed, and counted, during this one
+    simgpu.reset()
+    yield
+    try:
+        torch.accelerator.synchronize()  # whose error is this test's
+        races = simgpu.races()
+    finally:
+        simgpu.reset()
+    assert not races, "\n".join(races)

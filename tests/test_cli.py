@@ -1,0 +1,139 @@
+"""``python -m sp_lightning``: what it offers, what it says when it cannot, and that its commands use the strategy."""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from sp_lightning.cli import main
+
+TOY = """
+    import lightning as L
+    import torch
+
+
+    class Toy(L.LightningModule):
+        def __init__(self, width: int = 4):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
+
+        def loader(self):
+            return torch.utils.data.DataLoader(torch.ones(4, self.net[0].in_features), batch_size=2)
+
+        train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+        def training_step(self, batch, index):
+            return self.net(batch).mean()
+
+        def validation_step(self, batch, index):
+            self.net(batch)
+
+        test_step = predict_step = validation_step
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def setup(self, stage):
+            print(stage.value, "with", type(self.trainer.strategy).__name__)
+"""
+CONFIG = """
+    seed_everything: false
+    model:
+      class_path: toy.Toy
+    trainer:
+      accelerator: cpu
+      devices: 1
+      logger: false
+      enable_checkpointing: false
+      enable_progress_bar: false
+      enable_model_summary: false
+      fast_dev_run: true
+"""
+BY_NAME = """
+      strategy: superpipeline
+"""
+BY_CLASS = """
+      strategy:
+        class_path: sp_lightning.SuperpipelineStrategy
+        init_args:
+          window: 2
+          transfer: 1
+"""
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Writes a module and its configuration where the test runs; gives the arguments that name them."""
+
+    def write(strategy):
+        pathlib.Path("toy.py").write_text(textwrap.dedent(TOY))
+        pathlib.Path("config.yaml").write_text(textwrap.dedent(CONFIG + strategy))
+        return ["--config", "config.yaml"]
+
+    monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.setattr(sys, "argv", ["sp_lightning"])  # else LightningCLI warns that it was given two command lines
+    yield write
+    sys.modules.pop("toy", None)
+
+
+def test_help_lists_the_four_commands_and_nothing_else(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = capsys.readouterr().out.split("  command\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == ["fit", "validate", "test", "predict"]
+
+
+def test_version_is_the_installed_one(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == importlib.metadata.version("sp-lightning")
+
+
+@pytest.mark.parametrize(
+    "arguments, said", [([], "the following arguments are required: command"), (["train"], "invalid choice: 'train'")]
+)
+def test_a_wrong_command_is_refused_by_name(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_without_jsonargparse_the_error_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit"])
+    needed = "fit needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'"
+    assert needed in capsys.readouterr().err
+
+
+def test_as_a_program_it_trains(toy):
+    command = [sys.executable, "-m", "sp_lightning", "fit", *toy("")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "fit with SuperpipelineStrategy" in done.stdout and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_each_command_uses_the_strategy_by_default(command, toy, capsys):
+    main([command, *toy("")])
+    assert f"{command} with SuperpipelineStrategy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", [BY_NAME, BY_CLASS], ids=["name", "class"])
+def test_yaml_names_the_strategy_or_its_class(strategy, toy, capsys):
+    main(["fit", *toy(strategy)])
+    assert "fit with SuperpipelineStrategy" in capsys.readouterr().out
+
+
+def test_the_strategys_arguments_are_checked(toy):
+    with pytest.raises(ValueError, match=r"transfer must be at most window \(2\), got 3"):
+        main(["fit", *toy(BY_CLASS.replace("transfer: 1", "transfer: 3"))])
+
+
+def test_another_strategy_can_be_named(toy, capsys):
+    main(["fit", *toy("\n      strategy: auto\n")])
+    assert "fit with SingleDeviceStrategy" in capsys.readouterr().out

@@ -1,0 +1,174 @@
+import dataclasses
+import re
+
+import pytest
+from torch import nn
+
+from sp_lightning.config import Options, format_bytes, parse_bytes
+from sp_lightning.errors import OptionError
+
+
+def find_blocks(module):
+    return [child for child in module.children() if isinstance(child, nn.Linear)]
+
+
+def refused(match, **given):
+    with pytest.raises(OptionError, match=match):
+        Options.parse(**given)
+
+
+def test_the_defaults_are_valid_and_normal():
+    options = Options()
+    assert dataclasses.asdict(options) == {
+        "window": "auto",
+        "transfer": "auto",
+        "memory_budget": None,
+        "units": "auto",
+        "activations": "keep",
+        "fused_optimizer": False,
+        "master_weights": False,
+    }
+
+
+def test_options_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().window = 3
+
+
+def test_options_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        Options(3)
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones():
+    refused("an option must be one of window, transfer, .*, got 'windw'", windw=3)
+
+
+@pytest.mark.parametrize("name", ["window", "transfer"])
+@pytest.mark.parametrize(("value", "expected"), [(1, 1), (7, 7), ("7", 7), ("auto", "auto")])
+def test_a_count_is_an_int_or_auto(name, value, expected):
+    assert getattr(Options.parse(**{name: value}), name) == expected
+
+
+@pytest.mark.parametrize("name", ["window", "transfer"])
+@pytest.mark.parametrize("value", [0, -1, True, False, 2.0, "0", "-1", "2.0", "many", "", "²", None, [2]])
+def test_any_other_count_is_refused(name, value):
+    refused(re.escape(f"{name} must be an int >= 1 or 'auto', got {value!r}"), **{name: value})
+
+
+def test_transfer_may_be_as_large_as_window():
+    assert Options.parse(window="3", transfer="3").transfer == 3
+
+
+def test_transfer_larger_than_window_is_refused():
+    refused(r"transfer must be at most window \(3\), got 4", window="3", transfer=4)
+
+
+@pytest.mark.parametrize("given", [{"window": 1}, {"transfer": 9}])
+def test_one_count_alone_goes_with_auto(given):
+    assert Options.parse(**given) == Options(**given)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (1, 1), ("1024", 1024), ("10GiB", 10 * 2**30), ("10 GB", 10**10), ("512MiB", 2**29)],
+)
+def test_a_memory_budget_is_bytes(value, expected):
+    assert Options.parse(memory_budget=value).memory_budget == expected
+
+
+@pytest.mark.parametrize("value", [0, -5, True, 1.5, "0", "0GiB", "0.1B", b"10GiB"])
+def test_a_budget_without_bytes_is_refused(value):
+    refused("memory_budget must be None or bytes > 0" + ".*, got " + re.escape(repr(value)), memory_budget=value)
+
+
+def test_a_budget_that_is_no_size_is_refused():
+    refused("memory_budget must be bytes such as .*, got '10 gigs'", memory_budget="10 gigs")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", "auto"),
+        ("Block", ("Block",)),
+        (" Block ", ("Block",)),
+        (["Block", "Head"], ("Block", "Head")),
+        (("Block",), ("Block",)),
+        (find_blocks, find_blocks),
+    ],
+)
+def test_units_are_auto_or_class_names_or_a_callable(value, expected):
+    assert Options.parse(units=value).units == expected
+
+
+@pytest.mark.parametrize("value", ["", " ", [], (), [""], ["Block", 3], [nn.Linear], nn.Linear, 3, None, {"Block"}])
+def test_any_other_units_are_refused(value):
+    refused("units must be 'auto', a list of class names or a callable.*, got " + re.escape(repr(value)), units=value)
+
+
+@pytest.mark.parametrize("value", ["keep", "recompute", "offload"])
+def test_the_activation_policies(value):
+    assert Options.parse(activations=value).activations == value
+
+
+@pytest.mark.parametrize("value", ["drop", "Keep", None, True, ["keep"]])
+def test_any_other_activation_policy_is_refused(value):
+    match = re.escape(f"activations must be one of 'keep', 'recompute', 'offload', got {value!r}")
+    refused(match, activations=value)
+
+
+@pytest.mark.parametrize("name", ["fused_optimizer", "master_weights"])
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), ("true", True), ("False", False)])
+def test_a_switch_is_a_truth_value(name, value, expected):
+    assert getattr(Options.parse(**{name: value}), name) is expected
+
+
+@pytest.mark.parametrize("name", ["fused_optimizer", "master_weights"])
+@pytest.mark.parametrize("value", [0, 1, "yes", "", None])
+def test_any_other_switch_is_refused(name, value):
+    refused(re.escape(f"{name} must be True or False, got {value!r}"), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("17B", 17),
+        ("1KiB", 1024),
+        ("1kb", 1000),
+        ("1.5 MiB", 3 * 2**19),
+        ("0.1 GB", 10**8),
+        (" 2TiB ", 2 * 2**40),
+        ("3 PB", 3 * 10**15),
+    ],
+)
+def test_text_means_bytes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1G", "1 2 GiB", "1e3", "1,5GiB", ".5GiB", "nan"])
+def test_text_that_means_no_bytes_is_refused(text):
+    with pytest.raises(
+        OptionError, match=re.escape(f'a size must be bytes such as 1073741824, "10GiB" or "10 GB", got {text!r}')
+    ):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (1_406_600_000, "1.31 GiB"),
+        (-(2**30), "-1.00 GiB"),
+        (2**60, "1024.00 PiB"),
+    ],
+)
+def test_bytes_are_written_for_a_reader(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+def test_what_is_written_for_a_reader_can_be_read_again():
+    assert parse_bytes(format_bytes(3 * 2**29)) == 3 * 2**29

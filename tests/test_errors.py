@@ -1,0 +1,45 @@
+import pickle
+
+import pytest
+
+from sp_lightning import errors
+
+
+def test_an_option_error_names_argument_found_and_allowed():
+    error = errors.OptionError(argument="window", found=0, allowed="an int >= 1 or 'auto'")
+    assert str(error) == "window must be an int >= 1 or 'auto', got 0"
+
+
+def test_an_option_error_quotes_text_that_was_found():
+    error = errors.OptionError(argument="window", found="big", allowed="an int")
+    assert str(error) == "window must be an int, got 'big'"
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_option_error_survives_pickling_whatever_was_found(protocol):
+    error = errors.OptionError(argument="units", found=lambda module: [], allowed="names")
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert type(again) is errors.OptionError
+    assert (str(again), again.argument, again.found, again.allowed) == (str(error), "units", error.found, "names")
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.PartitionError, ValueError),
+        (errors.MemoryBudgetError, RuntimeError),
+        (errors.UnsupportedError, RuntimeError),
+        (errors.ExactnessError, RuntimeError),
+    ],
+)
+def test_every_error_is_ours_and_a_builtin_and_survives_pickling(kind, builtin):
+    again = pickle.loads(pickle.dumps(kind("in layers.3: why")))
+    assert type(again) is kind
+    assert isinstance(again, errors.SuperpipelineError)
+    assert isinstance(again, builtin)
+    assert str(again) == "in layers.3: why"
+
+
+def test_an_option_error_is_ours_and_a_value_error():
+    assert issubclass(errors.OptionError, errors.SuperpipelineError)
+    assert issubclass(errors.OptionError, ValueError)

@@ -1,0 +1,593 @@
+"""The harness catches wrong runs, each by name, and finds nothing wrong with right ones."""
+
+import itertools
+import math
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+import parity
+from models import Case, ZooModule, case
+from parity import Difference, Entry, Record, compare, pairwise, record
+
+ACCELERATORS = ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)]
+
+
+class TraitNet(nn.Module):
+    """Small, with one of each: a buffer that forward updates, dropout, an unused parameter, rows without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(8, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, rows):
+        return self.head(self.drop(self.norm(self.embedding(rows))))
+
+
+def trait_batch(index):
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(1, 9, (6,), generator=generator), torch.randint(3, (6,), generator=generator)
+
+
+TRAITS = Case(
+    "traits",
+    TraitNet,
+    trait_batch,
+    lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
+    lambda net, batch: net(batch[0]),
+)
+
+
+class LineSearching(ZooModule):
+    """Its optimizer calls the closure, and with it training_step, several times per batch."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def run(kind=SingleDeviceStrategy, accelerator="cpu", make=TRAITS, optimizer="adamw", **options):
+    strategy = kind(device=parity.device_of(accelerator))
+    return record(lambda: ZooModule(make, optimizer=optimizer), strategy, accelerator=accelerator, **options)
+
+
+def difference_of(kind, **options):
+    with pytest.raises(Difference) as caught:
+        compare(run(**options), run(kind, **options))
+    return str(caught.value)
+
+
+def tampering(**overrides):
+    """A SingleDeviceStrategy that does something wrong: `method=function(strategy, proceed)`.
+
+    `proceed()` is plain Lightning's method; the function returns what the method returns.
+    """
+
+    def method(name, tamper):
+        def wrong(self, *args, **kwargs):
+            return tamper(self, lambda: getattr(SingleDeviceStrategy, name)(self, *args, **kwargs))
+
+        return wrong
+
+    return type(
+        "Tampering", (SingleDeviceStrategy,), {name: method(name, tamper) for name, tamper in overrides.items()}
+    )
+
+
+def batch_of(strategy):
+    return strategy.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def parameter_of(strategy, name):
+    return strategy.lightning_module.get_parameter(name)
+
+
+# --- Right runs
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"see": "backward", "epochs": 2, "batches": 2},
+        {"accumulate": 2, "clip": ("norm", 0.1)},
+        {"clip": ("value", 0.01), "optimizer": "sgd"},
+        {"optimizer": "two"},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+def test_two_plain_runs_are_equal(accelerator, options):
+    compare(run(accelerator=accelerator, **options), run(accelerator=accelerator, **options))
+
+
+@pytest.mark.simgpu
+def test_plain_runs_on_cpu_and_simulated_accelerator_compute_the_same_losses():
+    mlp = case("mlp")
+    on_cpu, on_simgpu = run(make=mlp), run(make=mlp, accelerator="simgpu")
+    for index in range(4):
+        assert torch.equal(on_cpu[f"batch {index}", "loss"], on_simgpu[f"batch {index}", "loss"])
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2, "clip": ("norm", 0.1)}, {"optimizer": "two"}, {"precision": "16-mixed"}],
+    ids=str,
+)
+def test_stepping_on_the_host_equals_stepping_on_the_device_where_kernels_are_the_same(options):
+    compare(run(accelerator="simgpu", **options), run(parity.HostOptimizerStrategy, accelerator="simgpu", **options))
+
+
+@pytest.mark.simgpu
+def test_stepping_on_the_host_keeps_optimizer_state_on_the_host_and_parameters_on_the_device():
+    class Devices(L.Callback):
+        seen = set()
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            parameters = [("parameter", p) for p in pl_module.parameters()]
+            states = [("state", s["exp_avg"]) for s in trainer.optimizers[0].state.values()]
+            self.seen |= {(what, tensor.device.type) for what, tensor in parameters + states}
+
+    run(parity.HostOptimizerStrategy, accelerator="simgpu", callbacks=[Devices()])
+    assert Devices.seen == {("parameter", "simgpu"), ("state", "cpu")}
+
+
+def test_a_run_is_recorded_in_time_order():
+    entries = run(batches=2, accumulate=2).entries
+    assert list(dict.fromkeys(entry.where for entry in entries)) == [
+        "validation batch 0",
+        "validation batch 1",
+        "validation 0",
+        "batch 0",
+        "batch 1",
+        "validation batch 2",
+        "validation batch 3",
+        "validation 1",
+        "after fit",
+        "prediction 0",
+        "prediction 1",
+    ]
+    kinds = [entry.what.split(" ")[0] for entry in entries if entry.where == "batch 0"]
+    order = ["RNG", "loss", "buffer", "RNG", "gradient", "parameter"]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == order
+    after = {entry.what.split(" ")[0] for entry in entries if entry.where == "after fit"}
+    assert after == {"parameter", "buffer", "optimizer", "RNG"}
+
+
+def test_every_batch_has_its_own_gradients_and_parameters():
+    seen = run(batches=3)
+    for what in ("gradient of net.head.weight", "parameter net.head.weight"):
+        first, second, third = (seen[f"batch {index}", what] for index in range(3))
+        assert not first.equal(second) and not second.equal(third)
+    assert seen["batch 2", "parameter net.head.weight"].equal(seen["after fit", "parameter net.head.weight"])
+
+
+@pytest.mark.simgpu
+def test_every_call_of_a_closure_has_its_own_record_also_when_stepping_on_the_host():
+    def search(kind):
+        strategy = kind(device=parity.device_of("simgpu"))
+        return record(lambda: LineSearching(case("mlp")), strategy, accelerator="simgpu", batches=2)
+
+    expected = search(SingleDeviceStrategy)
+    name = "gradient of net.head.weight"
+    assert not expected["batch 1", name].equal(expected["batch 1, call 2", name])
+    compare(expected, search(parity.HostOptimizerStrategy))
+
+
+def test_each_micro_batch_shows_what_has_accumulated_so_far():
+    alone, accumulated = run(batches=1, optimizer="sgd"), run(batches=2, accumulate=2, optimizer="sgd")
+    name = "gradient of net.head.bias"
+    assert torch.equal(accumulated["batch 0", name], alone["batch 0", name] / 2)
+    assert not torch.equal(accumulated["batch 1", name], accumulated["batch 0", name])
+
+
+def test_gradients_after_backward_are_those_before_clipping():
+    seen = run(see="backward", clip=("norm", 1e-3), batches=1)
+    name = "of net.head.weight"
+    assert seen["batch 0", f"gradient after backward {name}"].norm() > 0.01 > seen["batch 0", f"gradient {name}"].norm()
+
+
+def test_parameters_without_gradient_are_recorded_as_none():
+    assert run(batches=1)["batch 0", "gradient of net.unused"] is None
+
+
+def test_observing_adds_no_callback():
+    class Callbacks(SingleDeviceStrategy):
+        seen = None
+
+        def on_train_start(self):
+            callbacks = self.lightning_module.trainer.callbacks
+            Callbacks.seen = [type(c) for c in callbacks if type(c).__module__ == parity.__name__]
+
+    run(Callbacks)
+    assert Callbacks.seen == []
+    run(Callbacks, see="backward")
+    assert Callbacks.seen == [parity.GradientsAfterBackward]
+
+
+def test_observing_leaves_torch_as_it_was():
+    before = torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+    run(batches=1)
+    assert before == (
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.optim.Optimizer.zero_grad,
+        nn.Module.zero_grad,
+    )
+
+
+@pytest.mark.simgpu
+def test_what_is_on_the_device_is_kept_without_waiting_for_it():
+    import simgpu
+
+    tensor = torch.ones(4, device="simgpu")
+    parity.keep(tensor + tensor)  # the first call of an operator always waits
+    with simgpu.hold():
+        kept = parity.keep(tensor + tensor)  # a wait would never end
+    assert kept.cpu().equal(torch.full((4,), 2.0))
+
+
+# --- Wrong runs
+
+
+def test_a_dropped_gradient_is_named():
+    def drop(strategy, proceed):
+        result = proceed()
+        if batch_of(strategy) == 1:
+            parameter_of(strategy, "net.head.weight").grad = None
+        return result
+
+    found = difference_of(tampering(backward=drop))
+    assert found == "batch 1: gradient of net.head.weight: a tensor of shape (3, 8) != None"
+
+
+def test_a_gradient_dropped_in_the_last_batch_is_named():
+    def drop(strategy, proceed):
+        result = proceed()
+        if batch_of(strategy) == 3:
+            parameter_of(strategy, "net.norm.bias").grad = None
+        return result
+
+    found = difference_of(tampering(backward=drop))
+    assert found == "batch 3: gradient of net.norm.bias: a tensor of shape (8,) != None"
+
+
+def test_a_stale_weight_is_named():
+    def lose_update(strategy, proceed):
+        weight = parameter_of(strategy, "net.head.bias")
+        before = weight.detach().clone()
+        result = proceed()
+        if batch_of(strategy) == 2:
+            weight.data.copy_(before)
+        return result
+
+    found = difference_of(tampering(optimizer_step=lose_update))
+    assert found.startswith("batch 2: parameter net.head.bias: 3 of 3 elements differ, first at (0,): ")
+
+
+def test_an_overwritten_accumulation_is_named():
+    def overwrite(strategy, proceed):
+        if batch_of(strategy) == 3:
+            parameter_of(strategy, "net.norm.weight").grad = None
+        return proceed()
+
+    found = difference_of(tampering(backward=overwrite), accumulate=2)
+    assert found.startswith("batch 3: gradient of net.norm.weight: 8 of 8 elements differ, first at (0,): ")
+
+
+@pytest.mark.parametrize(
+    "name, draw",
+    [
+        ("torch", lambda: torch.rand(1)),
+        ("python", lambda: parity.random.random()),
+        ("numpy", lambda: parity.numpy.random.rand()),
+    ],
+)
+def test_one_random_number_too_many_is_named(name, draw):
+    def draw_too_many(strategy, proceed):
+        if batch_of(strategy) == 1:
+            draw()
+        return proceed()
+
+    found = difference_of(tampering(backward=draw_too_many))
+    assert found.startswith(f"batch 1: RNG state at the end of {name}: ")
+
+
+def test_a_random_number_drawn_in_forward_is_named_before_the_loss_it_changes():
+    def draw_too_many(strategy, proceed):
+        torch.rand(1)
+        return proceed()
+
+    found = difference_of(tampering(training_step=draw_too_many))
+    assert found.startswith("batch 0: RNG state after training_step of torch: ")
+
+
+@pytest.mark.simgpu
+def test_one_random_number_too_many_on_the_device_is_named():
+    def draw_too_many(strategy, proceed):
+        if batch_of(strategy) == 3:
+            torch.rand(1, device="simgpu")
+        return proceed()
+
+    found = difference_of(tampering(optimizer_step=draw_too_many), accelerator="simgpu", make=case("mlp"))
+    assert found.startswith("after fit: RNG state of simgpu: ")
+
+
+def test_a_buffer_updated_twice_is_named():
+    def update_twice(strategy, proceed):
+        result = proceed()
+        if batch_of(strategy) == 2:
+            strategy.lightning_module.net.norm.running_mean.mul_(0.9)
+        return result
+
+    found = difference_of(tampering(backward=update_twice))
+    assert found.startswith("batch 2: buffer net.norm.running_mean: 8 of 8 elements differ, first at (0,): ")
+
+
+def test_a_buffer_changed_by_validation_is_not_blamed_on_the_batch_before():
+    def change(strategy, proceed):
+        result = proceed()
+        strategy.lightning_module.net.norm.running_var.mul_(2)
+        return result
+
+    found = difference_of(tampering(validation_step=change), num_sanity_val_steps=0, optimizer="sgd")
+    assert found.startswith("validation 0: metric val_loss: ")
+
+
+def test_zeroed_optimizer_state_is_named():
+    def zero(strategy, proceed):
+        strategy.optimizers[0].state[parameter_of(strategy, "net.embedding.weight")]["exp_avg"].zero_()
+        return proceed()
+
+    found = difference_of(tampering(on_train_end=zero))
+    assert found.startswith("after fit: optimizer 0: exp_avg of net.embedding.weight: ")
+
+
+def test_a_flag_left_in_an_optimizer_group_is_named():
+    def leave(strategy, proceed):
+        strategy.optimizers[0].param_groups[0]["streamed"] = True
+        return proceed()
+
+    assert difference_of(tampering(on_train_end=leave)) == "after fit: optimizer 0: group.0.streamed: not expected"
+
+
+def test_a_prediction_off_by_one_representable_number_is_named():
+    def shift(strategy, proceed):
+        output = proceed()
+        output[4, 1] = torch.nextafter(output[4, 1], torch.tensor(torch.inf))
+        return output
+
+    found = difference_of(tampering(predict_step=shift))
+    assert found.startswith("prediction 0: output: 1 of 18 elements differ, first at (4, 1): ")
+    assert found.endswith(" (ulp 1)")
+
+
+def test_a_wrong_validation_loss_is_named():
+    def shift(strategy, proceed):
+        mean = strategy.lightning_module.net.norm.running_mean
+        before = mean.clone()
+        mean.add_(1)
+        result = proceed()
+        mean.copy_(before)
+        return result
+
+    found = difference_of(tampering(validation_step=shift), num_sanity_val_steps=0)
+    assert found.startswith("validation 0: metric val_loss: ")
+
+
+def test_a_zero_gradient_instead_of_none_is_named():
+    def fill(strategy, proceed):
+        result = proceed()
+        unused = parameter_of(strategy, "net.unused")
+        unused.grad = torch.zeros_like(unused)
+        return result
+
+    found = difference_of(tampering(backward=fill))
+    assert found == "batch 0: gradient of net.unused: None != a tensor of shape (2,)"
+
+
+def test_a_negative_zero_is_named():
+    def negate(strategy, proceed):
+        result = proceed()
+        parameter_of(strategy, "net.embedding.weight").grad[0, 5].neg_()  # a row that no batch looks up
+        return result
+
+    found = difference_of(tampering(backward=negate))
+    assert found == (
+        "batch 0: gradient of net.embedding.weight: 1 of 72 elements differ, first at (0, 5): 0 != -0 (ulp 0)"
+    )
+
+
+@pytest.mark.simgpu
+def test_a_wrong_run_on_the_simulated_accelerator_is_named():
+    def scale(strategy, proceed):
+        result = proceed()
+        if batch_of(strategy) == 1:
+            parameter_of(strategy, "net.blocks.1.down.weight").grad.mul_(1.5)
+        return result
+
+    found = difference_of(tampering(backward=scale), accelerator="simgpu", make=case("mlp"))
+    assert found.startswith("batch 1: gradient of net.blocks.1.down.weight: ")
+
+
+def test_of_two_wrong_batches_the_earlier_is_named():
+    def scale(strategy, proceed):
+        result = proceed()
+        names = {1: "net.head.bias", 2: "net.embedding.weight"}
+        if batch_of(strategy) in names:
+            parameter_of(strategy, names[batch_of(strategy)]).grad.mul_(2)
+        return result
+
+    found = difference_of(tampering(backward=scale))
+    assert found.startswith("batch 1: gradient of net.head.bias: ")
+
+
+def test_within_a_batch_a_gradient_is_named_before_the_weight_it_changes():
+    def scale(strategy, proceed):
+        result = proceed()
+        parameter_of(strategy, "net.head.bias").grad.neg_()
+        return result
+
+    wrong = run(tampering(backward=scale), optimizer="sgd")
+    right = run(optimizer="sgd")
+    assert not right["batch 0", "parameter net.head.bias"].equal(wrong["batch 0", "parameter net.head.bias"])
+    with pytest.raises(Difference, match=r"^batch 0: gradient of net.head.bias: "):
+        compare(right, wrong)
+
+
+# --- check
+
+
+def test_check_compares_plain_with_streaming_and_returns_its_telemetry(monkeypatch):
+    class Handle:
+        def stats(self):
+            return {"fetches": 12}
+
+    class Streaming(SingleDeviceStrategy):
+        handle = Handle()
+
+    made = []
+
+    def streaming_strategy(accelerator, **options):
+        made.append((accelerator, options))
+        return Streaming(device=parity.device_of(accelerator))
+
+    monkeypatch.setattr(parity, "streaming_strategy", streaming_strategy)
+    assert parity.check(TRAITS, {"window": 2}, accumulate=2) == {"fetches": 12}
+    assert made == [("cpu", {"window": 2})]
+
+
+def test_check_raises_where_the_streaming_run_differs(monkeypatch):
+    def scale(strategy, proceed):
+        return proceed() * 2
+
+    monkeypatch.setattr(parity, "streaming_strategy", lambda accelerator: tampering(training_step=scale)(device="cpu"))
+    with pytest.raises(Difference, match=r"^batch 0: loss: "):
+        parity.check(TRAITS, {})
+
+
+# --- compare
+
+
+def one(value, where="batch 0", what="x"):
+    return Record([Entry(where, what, value)])
+
+
+def bit_pattern(integer, dtype=torch.float32):
+    signed = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return torch.tensor([integer - 2 ** (8 * dtype.itemsize)], dtype=signed).view(dtype)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([math.nan, math.inf, -0.0]),
+        torch.tensor([], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.float8_e4m3fn),
+        math.nan,
+        None,
+        "text",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_equal_values_are_equal(value, bitwise):
+    compare(one(value), one(value.clone() if isinstance(value, torch.Tensor) else value), bitwise=bitwise)
+
+
+@pytest.mark.parametrize(
+    "expected, actual, message",
+    [
+        (torch.ones(2), torch.ones(2).bfloat16(), "dtype torch.float32 != torch.bfloat16"),
+        (torch.ones(2), torch.ones(1, 2), r"shape \(2,\) != \(1, 2\)"),
+        (torch.eye(2), torch.eye(2).to_sparse(), "layout torch.strided != torch.sparse_coo"),
+        (torch.eye(2).to_sparse(), torch.eye(2).mul(2).to_sparse(), r"2 of 2 elements differ, first at \(0,\): 1 != 2"),
+        (torch.tensor(1.0), torch.tensor(1.0 + 2**-22), r"1 != 1\.00000024 \(ulp 2\)"),
+        (torch.tensor(-(2**-149)), torch.tensor(2**-149), r"-1\.40129846e-45 != 1\.40129846e-45 \(ulp 2\)"),
+        (bit_pattern(0xFFC00000), bit_pattern(0xFFFFFFFF), r"nan != nan \(bits 0xffc00000 != 0xffffffff\)"),
+        (bit_pattern(0xFF80, torch.bfloat16), torch.ones(1).bfloat16(), r"-inf != 1 \(bits 0xff80 != 0x3f80\)"),
+        (torch.tensor([1, 2]), torch.tensor([1, 5]), r"1 of 2 elements differ, first at \(1,\): 2 != 5 \(off by 3\)"),
+        (torch.tensor([True]), torch.tensor([False]), r"True != False \(off by -1\)"),
+        (torch.tensor(1 + 2j), torch.tensor(1 + 3j), r"1 of 2 elements differ, first at \(1,\): 2 != 3"),
+        (0.0, -0.0, r"0\.0 != -0\.0"),
+        (1, 1.0, r"1 != 1\.0"),
+        (None, torch.zeros(1), r"None != a tensor of shape \(1,\)"),
+    ],
+)
+def test_what_differs_is_described(expected, actual, message):
+    with pytest.raises(Difference, match=r"^batch 0: x: " + message):
+        compare(one(expected), one(actual))
+
+
+def test_missing_unexpected_and_reordered_values_are_told_apart():
+    first, second = Entry("batch 0", "a", 1), Entry("batch 1", "b", 2)
+    with pytest.raises(Difference, match=r"^batch 0: a: missing$"):
+        compare(Record([first, second]), Record([second]))
+    with pytest.raises(Difference, match=r"^batch 1: b: missing$"):
+        compare(Record([first, second]), Record([first]))
+    with pytest.raises(Difference, match=r"^batch 0: a: not expected$"):
+        compare(Record([second]), Record([first, second]))
+    with pytest.raises(Difference, match=r"^batch 0: a: another order, found batch 1: b$"):
+        compare(Record([first, second]), Record([second, first]))
+    with pytest.raises(Difference, match=r"^batch 0: a: another order, found batch 0: a$"):
+        compare(Record([first]), Record([first, first]))
+
+
+def test_rounding_is_relative_to_the_largest_element():
+    expected = torch.tensor([1000.0, 1e-3])
+    compare(one(expected), one(expected + 0.3), bitwise=False)
+    with pytest.raises(Difference, match=r"^batch 0: x: 2 of 2 elements differ, .*, more than 0\.345$"):
+        compare(one(expected), one(expected + 0.4), bitwise=False)
+    with pytest.raises(Difference, match="2 of 2 elements differ"):
+        compare(one(expected), one(expected + 0.3))
+
+
+@pytest.mark.parametrize(
+    "expected, actual",
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 3])),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0])),
+        (torch.tensor([1.0, 1.0]), torch.tensor([1.0, math.nan])),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf])),
+        (torch.zeros(2), torch.tensor([0.0, 1e-30])),
+        (1.0, 1.01),
+    ],
+)
+def test_rounding_forgives_nothing_else(expected, actual):
+    with pytest.raises(Difference):
+        compare(one(expected), one(actual), bitwise=False)
+
+
+# --- pairwise
+
+AXES = {"window": [1, 2, "auto"], "clip": [None, ("norm", 0.1)], "units": [["A"], {}], "see": list("abcd"), "one": [0]}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_pairwise_covers_every_pair(count):
+    axes = dict(list(AXES.items())[:count])
+    rows = pairwise(**axes)
+    for (one_name, one_values), (other_name, other_values) in itertools.combinations(axes.items(), 2):
+        for pair in itertools.product(one_values, other_values):
+            assert any((row[one_name], row[other_name]) == pair for row in rows)
+    for name, values in axes.items():
+        assert all(any(row[name] == value for row in rows) for value in values)
+    assert all(list(row) == list(axes) for row in rows)
+
+
+def test_pairwise_is_small_and_always_the_same():
+    axes = {str(axis): range(3) for axis in range(6)}  # 729 combinations; no cover has fewer than 9 rows
+    assert len(pairwise(**axes)) <= 20
+    assert pairwise(**axes) == pairwise(**axes)
