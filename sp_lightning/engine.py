@@ -7,8 +7,7 @@
    of the next one, backward included. The order of a pass is recorded and predicts the next of its kind: learned, never
    trusted. A unit that is not there when it is visited is fetched.
 3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever the
-   way in). It is bound as well, as code that recomputes may read weights below every hook of ours, and unbound when its
-   gradients are done, when it has to go, or when backward ends.
+   way in). Code that recomputes enters units as forward does, or reads their weights outside of visits (reads.py).
 4. Where a scope ends user code may write to weights: fills that still read them are waited for.
 5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights are
    the truth and are only ever written by write-backs and by the user's optimizer.
@@ -16,19 +15,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import reads
 from .activations import SavedTensors
 from .binding import Binding
 from .config import Options
 from .device import Device
 from .gradients import Downlink, Gradients
-from .reads import OutsideReads
 from .schedule import Schedule
 from .store import Residency, UnitStore
 from .telemetry import Counters
@@ -46,8 +46,6 @@ class StreamedUnit:
         self.index = unit.index
         self.store = store
         self.visits = 0
-        self.reads_outside = False  # whether code of it was seen to read other units' weights
-        self._seen: set[tuple[bool, ...]] = set()  # in which modes of running it was visited
 
         def receive(grads: Gradients) -> Gradients:
             return engine.gradients_ready(self, grads)
@@ -57,14 +55,6 @@ class StreamedUnit:
     def stand_in(self, parameter: Tensor) -> Tensor:
         """The device tensor for one of its host parameters."""
         return self.binding.outputs[self.store.index_of[id(parameter)]]
-
-    def knows_reads(self, grad: bool) -> bool:
-        """Whether its code was seen in this mode of running, and reads no weight of others (reads.py, Rule 3)."""
-        mode = (grad, *(module.training for _, module in self.unit.modules))
-        if mode in self._seen:
-            return not self.reads_outside
-        self._seen.add(mode)
-        return False
 
     @property
     def movable(self) -> bool:
@@ -90,18 +80,16 @@ class Engine:
         self._scopes = 0
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
-        self._backward = False  # whether a backward visited units and has not ended
-        self._bound_in_backward: list[StreamedUnit] = []
+        self._backward = False  # whether a backward visits units; still so after one that failed
         self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 2)
         self._recorded: list[int] = []
         self._kind: Any = None
         self._last: StreamedUnit | None = None  # the unit required last
-        self._reads = OutsideReads(self)
-        self._watching = False  # whether they are seen
+        self._listening = False
         self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        store = UnitStore(unit, self.device, self.counters, self.apparent_device, self._device_dtype)
+        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
         return StreamedUnit(unit, store, own, self)
 
@@ -133,14 +121,14 @@ class Engine:
         self._last = None
         self.optimizing = False
         self._drop_stale()
-        self._watch_reads()
+        self._listen()
         self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
 
     def close_scope(self) -> None:
         """It ends: user code runs next (Rule 4)."""
         self._scopes = max(0, self._scopes - 1)
         if not self._scopes:
-            self._ignore_reads()
+            self._ignore()
             self.settle()
 
     def settle(self) -> None:
@@ -159,27 +147,33 @@ class Engine:
 
     # ---- reads outside visits (reads.py)
 
-    def _watch_reads(self) -> None:
-        if not self._watching:
-            _push_mode(self._reads)
-            self._watching = True
+    @property
+    def serving(self) -> bool:
+        """Whether reads of host parameters are answered with their stand-ins."""
+        return self._listening and not self.optimizing
 
-    def _ignore_reads(self) -> None:
-        if self._watching and _top_mode() is self._reads:
-            _pop_mode()
-            self._watching = False
+    @contextlib.contextmanager
+    def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """The stand-in of a host parameter; a visit of its unit."""
+        unit = self._by_parameter[id(parameter)]
+        depth = len(self._open)
+        self.enter(unit)
+        try:
+            yield unit.stand_in(parameter)
+        finally:
+            self.leave_to(depth)
 
-    def read_outside(self) -> None:
-        """The unit visited now read a weight of another one."""
-        if self._open:
-            self._open[-1].reads_outside = True
+    def _listen(self) -> None:
+        if not self._listening:
+            self._listening = True
+            reads.listen()
+
+    def _ignore(self) -> None:
+        if self._listening and not self._scopes and not self._backward:
+            self._listening = False
+            reads.ignore()
 
     # ---- visits
-
-    @property
-    def depth(self) -> int:
-        """How many visits are open."""
-        return len(self._open)
 
     def enter_all(self, units: list[StreamedUnit]) -> int:
         """Enters several units; returns the depth to leave to."""
@@ -195,14 +189,11 @@ class Engine:
             self.require(unit)
             unit.binding.bind()
         unit.visits += 1
-        outermost = not self._open
+        hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
         self._open.append(unit)
-        hook = outermost and torch.is_grad_enabled() and self.saved.enabled()
         self._hooked.append(hook)
         if hook:
             self.saved.push()
-        if outermost and self._watching and unit.knows_reads(torch.is_grad_enabled()):
-            self._ignore_reads()
 
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
@@ -213,17 +204,16 @@ class Engine:
             unit.visits -= 1
             if not unit.visits:
                 unit.binding.collect_writes()
-                if not _in_backward():
-                    unit.binding.unbind()
-        if not self._open and self._scopes:
-            self._watch_reads()
+                unit.binding.unbind()
 
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
         in_backward = _in_backward()
         store = unit.store
-        if self._backward and not in_backward and not self._open:
-            self._backward_done()  # of a backward that failed
+        if in_backward and not self._backward:
+            self._backward = True
+            self._listen()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
         if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
             store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
         if unit.unit.resident:
@@ -234,8 +224,6 @@ class Engine:
         store.wait_load()
         if not unit.binding.bound:
             unit.binding.refresh()
-        if in_backward:
-            self._bind_in_backward(unit)
 
     def _visit(self, unit: StreamedUnit) -> None:
         """Does what the schedule says."""
@@ -263,13 +251,14 @@ class Engine:
             unit.store.settle()
             unit.store.suspect()
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the units compute."""
+        return self.device.torch_device
+
     def owner(self, parameter: Tensor) -> StreamedUnit | None:
         """The unit of a host parameter."""
         return self._by_parameter.get(id(parameter))
-
-    def holder(self, tensor: Tensor) -> StreamedUnit | None:
-        """The unit in whose device buffer a tensor lies."""
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     # ---- backward
 
@@ -279,26 +268,11 @@ class Engine:
 
     def gradients_ready(self, unit: StreamedUnit, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""
-        host = self.downlink.fetch(grads, unit.store.params)
-        if not unit.visits and unit in self._bound_in_backward:
-            self._bound_in_backward.remove(unit)
-            unit.binding.unbind()
-        return host
-
-    def _bind_in_backward(self, unit: StreamedUnit) -> None:
-        if not self._backward:
-            self._backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-        if not unit.binding.bound:
-            unit.binding.bind()
-            self._bound_in_backward.append(unit)
+        return self.downlink.fetch(grads, unit.store.params)
 
     def _backward_done(self) -> None:
         self._backward = False
-        for unit in self._bound_in_backward:
-            if not unit.visits:
-                unit.binding.unbind()
-        self._bound_in_backward.clear()
+        self._ignore()
         self.settle()
 
     # ---- ends
@@ -310,12 +284,11 @@ class Engine:
                 self.saved.pop()
             self._open.pop().visits = 0
         self._backward = False
-        self._bound_in_backward.clear()
         for unit in self.units:
             unit.visits = 0
             unit.binding.unbind()
         self._scopes = 0
-        self._ignore_reads()
+        self._ignore()
         self._last = None
         self.optimizing = False
 
@@ -357,16 +330,3 @@ def _sizes(options: Options, nbytes: list[int], device: Device) -> tuple[int, in
     window = min(window, count)
     transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
     return window, transfer
-
-
-def _top_mode() -> Any:
-    depth = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(depth - 1) if depth else None
-
-
-def _push_mode(mode: OutsideReads) -> None:
-    torch._C._push_on_torch_function_stack(mode)
-
-
-def _pop_mode() -> None:
-    torch._C._pop_torch_function_stack()

@@ -11,23 +11,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _data = torch.Tensor.data  # type: ignore[attr-defined]
 _device = torch.Tensor.device
 
 
-class Watcher(Protocol):
-    """Who manages a host parameter."""
+class Keeper(Protocol):
+    """Who streams the parameters of a module."""
 
-    def data_taken(self) -> None:
-        """The host bytes may be written from here on, unseen by any version counter."""
+    @property
+    def serving(self) -> bool:
+        """Whether reads of host parameters are answered with their stand-ins now."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where it computes."""
 
     def apparent_device(self) -> torch.device | None:
         """The device that ``p.device`` tells, or None for the true one."""
+
+    def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
+        """The parameter's stand-in, for the time of a call."""
+
+    def suspect(self, parameters: Iterable[Tensor]) -> None:
+        """These are about to be written."""
+
+
+class Watcher(Protocol):
+    """Who holds a host parameter's bytes."""
+
+    keeper: Keeper
+
+    def data_taken(self) -> None:
+        """The host bytes may be written from here on, unseen by any version counter."""
 
 
 _watchers: dict[int, Watcher] = {}  # by id of the parameter, which lives at least as long as it is watched
@@ -35,6 +57,8 @@ _watchers: dict[int, Watcher] = {}  # by id of the parameter, which lives at lea
 
 class HostParameter(nn.Parameter):
     """A managed parameter as the user sees it (Rules 1 and 2)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # but see reads.py
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -48,7 +72,7 @@ class HostParameter(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return _watchers[id(self)].apparent_device() or _device.__get__(self)
+        return keeper_of(self).apparent_device() or _device.__get__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -103,9 +127,9 @@ def unwatch(parameter: nn.Parameter) -> None:
     _watchers.pop(id(parameter), None)
 
 
-def watched(parameter: torch.Tensor) -> Watcher | None:
-    """Who manages this tensor, if it is a managed host parameter."""
-    return _watchers.get(id(parameter)) if isinstance(parameter, nn.Parameter) else None
+def keeper_of(parameter: Tensor) -> Keeper:
+    """Who streams this managed host parameter."""
+    return _watchers[id(parameter)].keeper
 
 
 def stand_in(output: torch.Tensor, taken: list[bool]) -> DeviceParameter:

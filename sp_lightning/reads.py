@@ -1,27 +1,24 @@
-"""Weights that are read outside their unit: ``F.linear(x, self.embedding.weight)``, a regulariser, an evaluation fast path.
+"""Weights that are read outside their unit: ``F.linear(x, self.embedding.weight)``, a regulariser, a fast path.
 
-1. Inside a step, and outside the visits of units, every torch function that is handed host parameters gets their
-   stand-ins, for which their units are visited for the time of the call: the same kernels on the same device as in a
-   plain run, and the same way of gradients.
+1. While a step or its backward runs, every torch function that is handed host parameters gets their stand-ins, for which
+   their units are visited for the time of the call: the same kernels on the same device as in a plain run, and the same
+   way of gradients.
 2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
    other host tensors, and while an optimizer steps: that is about the host parameter.
-3. Within visits the mode costs too much to be on always. It is on at the first visit of a unit in each mode of running,
-   and stays on for units that were seen to read weights of others.
+3. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
+   mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run other kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from .parameters import HostParameter, true_device
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .parameters import HostParameter, keeper_of, true_device
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others only tell
 _ABOUT = frozenset(
@@ -35,46 +32,48 @@ _ABOUT = frozenset(
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
+_listeners = 0
 
 
-class OutsideReads(TorchFunctionMode):
-    """In force inside a step, outside visits (Rules 1 and 3)."""
+def listen() -> None:
+    """Begins Rule 1."""
+    global _listeners
+    _listeners += 1
+    HostParameter.__torch_function__ = _serve  # type: ignore[method-assign, assignment]
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine = engine
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
-        if not hosts or self.engine.optimizing:
+def ignore() -> None:
+    """Ends it, once as often as ``listen`` began it."""
+    global _listeners
+    _listeners -= 1
+    if not _listeners:
+        HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[method-assign]
+
+
+@classmethod  # type: ignore[misc]
+def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
+        if _only_tells(func):
+            return func(*args, **kwargs)
+        hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
+        if not hosts:
             return func(*args, **kwargs)
         if _writes(func, args, kwargs):
-            self.engine.suspect(hosts)
-            return func(*args, **kwargs)
-        if _only_tells(func) or self._about_host(args, kwargs):
-            return func(*args, **kwargs)
-        return self._with_stand_ins(func, hosts, args, kwargs)
-
-    def _about_host(self, args: Any, kwargs: Any) -> bool:
-        device = self.engine.device.torch_device
-        others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-        return any(other.dim() and true_device(other) != device for other in others)
-
-    def _with_stand_ins(self, func: Callable[..., Any], hosts: list[HostParameter], args: Any, kwargs: Any) -> Any:
-        engine = self.engine
-        depth = engine.depth
-        engine.read_outside()
-        try:
-            stand_ins = {}
             for host in hosts:
-                unit = engine.owner(host)
-                assert unit is not None
-                engine.enter(unit)
-                stand_ins[id(host)] = unit.stand_in(host)
+                keeper_of(host).suspect([host])
+            return func(*args, **kwargs)
+        if _about_host(args, kwargs, keeper_of(hosts[0]).torch_device):
+            return func(*args, **kwargs)
+        with contextlib.ExitStack() as visits:
+            stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
             return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
-        finally:
-            engine.leave_to(depth)
+
+
+def _about_host(args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether the other tensors are on the host: then that is where the caller computes."""
+    others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
+    return any(other.dim() and true_device(other) != device for other in others)
 
 
 def _flat(*values: Any) -> Iterator[Any]:
@@ -89,7 +88,7 @@ def _flat(*values: Any) -> Iterator[Any]:
 
 def _replaced(value: Any, stand_ins: dict[int, Tensor]) -> Any:
     if type(value) is HostParameter:
-        return stand_ins[id(value)]
+        return stand_ins.get(id(value), value)
     if isinstance(value, (tuple, list)):
         made = [_replaced(item, stand_ins) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -105,7 +104,6 @@ def _name(func: Any) -> str:
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     name = _name(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
-    in_place = in_place and name not in _ABOUT
     written = (args[0] if in_place and args else None, kwargs.get("out"))
     return any(type(value) is HostParameter for value in _flat(written))
 

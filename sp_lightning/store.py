@@ -27,7 +27,7 @@ from torch import nn
 from .device import Device
 from .errors import ExactnessError
 from .layout import ALIGNMENT, Field, Layout
-from .parameters import set_true_data, true_data, unwatch, watch
+from .parameters import Keeper, set_true_data, true_data, unwatch, watch
 from .telemetry import Counters
 from .units import Unit
 
@@ -47,7 +47,7 @@ class UnitStore:
         unit: Unit,
         device: Device,
         counters: Counters,
-        apparent_device: Callable[[], torch.device | None],
+        keeper: Keeper,
         device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
         self.unit = unit
@@ -56,7 +56,7 @@ class UnitStore:
         self.params: list[nn.Parameter] = [parameter for _, parameter in unit.params]
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
         self.names = [name for name, _ in unit.params]
-        self.apparent_device = apparent_device
+        self.keeper = keeper
         self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
         self.layout = _converted(self.host_layout, device_dtype)
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty

@@ -1,0 +1,750 @@
+"""Where the model is cut: literal units for literal trees, and what holds for every tree."""
+
+import time
+from collections import namedtuple
+from itertools import pairwise
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sp_lightning.errors import PartitionError
+from sp_lightning.units import partition, slots
+
+
+def names(units):
+    return [unit.name for unit in units]
+
+
+def root_names(unit):
+    return [name for name, _ in unit.modules]
+
+
+def numbered(prefix, *counts):
+    """ "a.0", "a.1", ...; with two counts "a.0.0", "a.0.1", ..., one list of children for each."""
+    if len(counts) == 1:
+        return [f"{prefix}.{index}" for index in range(counts[0])]
+    return [name for index, count in enumerate(counts) for name in numbered(f"{prefix}.{index}", count)]
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+class Holder(nn.Module):
+    """Any tree, from keyword arguments; its forward is its own."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class Block(Holder):
+    def __init__(self, width=16):
+        super().__init__(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))
+
+
+class Expert(Block):
+    pass
+
+
+class ExpertBlock(Holder):
+    def __init__(self, experts=4, width=16):
+        super().__init__(
+            attention=nn.Linear(width, width),
+            experts=nn.ModuleList(Expert(width) for _ in range(experts)),
+            norm=nn.LayerNorm(width),
+        )
+
+
+class Methods(nn.Module):
+    """Has no forward: others call its methods or its children."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+def blocks(count, width=16):
+    return nn.ModuleList(Block(width) for _ in range(count))
+
+
+def check_partition(root, units):
+    """What holds for every partition of every tree."""
+    assert [unit.index for unit in units] == list(range(len(units)))
+    assert len(set(names(units))) == len(units)
+    assert not any(unit.resident for unit in units[:-1])
+    assert all(bool(unit.modules) != unit.resident for unit in units)
+    assert all(unit.params for unit in units)
+    modules, parameters = dict(root.named_modules()), dict(root.named_parameters())
+    cut = [named for unit in units for named in unit.params]
+    assert sorted(name for name, _ in cut) == sorted(parameters)
+    assert all(parameters[name] is parameter for name, parameter in cut)
+    order = {name: index for index, name in enumerate(parameters)}
+    for unit in units:
+        places = [order[name] for name, _ in unit.params]
+        assert places == sorted(places)
+    roots = [(name, module) for unit in units for name, module in unit.modules]
+    assert all(modules[name] is module for name, module in roots)
+    assert all(type(module).forward is not nn.Module.forward for _, module in roots)
+    for first, second in pairwise(sorted(f"{name}." for name, _ in roots)):
+        assert not second.startswith(first)
+    return units
+
+
+# --- hand-made trees, "auto" -----------------------------------------------------------------------------------------
+
+
+def test_elements_of_a_module_list_are_units_and_the_small_rest_is_resident():
+    model = Holder(stem=nn.Linear(2, 16), layers=blocks(4), norm=nn.LayerNorm(16))
+    assert names(check_partition(model, partition(model))) == [*numbered("layers", 4), "(root)"]
+
+
+def test_the_elements_of_nested_lists_are_units_and_none_is_passed_over():
+    model = Holder(stages=nn.ModuleList([nn.ModuleList([Block(), None, Block()]), blocks(2)]))
+    units = check_partition(model, partition(model))
+    assert names(units) == ["stages.0.0", "stages.0.2", "stages.1.0", "stages.1.1"]
+
+
+def test_a_list_of_unlike_modules_is_one_unit_that_any_of_them_enters():
+    layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), Block(), ExpertBlock()]) for _ in range(3))
+    units = check_partition(layers, partition(layers))
+    assert names(units) == ["0", "1", "2"]
+    assert root_names(units[1]) == ["1.0", "1.1", "1.2"]
+
+
+def test_a_block_in_several_places_is_one_unit_with_its_first_name():
+    shared = Block()
+    model = Holder(layers=nn.ModuleList([shared, Block(), shared]), again=shared)
+    assert names(check_partition(model, partition(model))) == ["layers.0", "layers.1"]
+
+
+def test_a_shared_module_belongs_where_it_is_first_in_registration_order_not_where_it_is_highest():
+    shared = Block()
+    model = Holder(layers=nn.ModuleList([Holder(inner=shared), Holder(inner=Block())]), inner=shared)
+    units = check_partition(model, partition(model))
+    assert names(units) == ["layers.0", "layers.1"]
+    assert units[0].params[0][0] == "layers.0.inner.up.weight"
+
+
+def test_a_tied_weight_is_owned_by_the_first_module_and_the_other_is_listed_nowhere():
+    embedding, head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+    head.weight = embedding.weight
+    model = Holder(embedding=embedding, layers=blocks(3), head=head)
+    assert names(check_partition(model, partition(model))) == ["embedding", *numbered("layers", 3)]
+
+
+def test_a_head_tied_to_the_embedding_keeps_only_its_bias_and_is_resident():
+    embedding, head = nn.Embedding(50, 16), nn.Linear(16, 50)
+    head.weight = embedding.weight
+    model = Holder(embedding=embedding, layers=blocks(3), head=head)
+    units = check_partition(model, partition(model))
+    assert [name for name, _ in units[-1].params] == ["head.bias"]
+
+
+def test_three_attributes_of_one_class_are_blocks():
+    model = Holder(stem=nn.Linear(2, 16), block1=Block(), block2=Block(), block3=Block(), head=nn.Linear(16, 2))
+    assert names(check_partition(model, partition(model))) == ["block1", "block2", "block3", "(root)"]
+
+
+def test_two_towers_of_one_class_are_cut_into_their_blocks():
+    model = Holder(left=Holder(layers=blocks(2)), right=Holder(layers=blocks(2)))
+    assert names(partition(model)) == [*numbered("left.layers", 2), *numbered("right.layers", 2)]
+
+
+def test_three_towers_of_one_class_are_cut_into_their_blocks():
+    model = Holder(a=Holder(layers=blocks(2)), b=Holder(layers=blocks(2)), c=Holder(layers=blocks(2)))
+    assert names(partition(model)) == [f"{tower}.layers.{index}" for tower in "abc" for index in range(2)]
+
+
+def test_towers_in_a_list_are_cut_into_their_blocks():
+    model = Holder(towers=nn.ModuleList([Holder(layers=blocks(3)), Holder(layers=blocks(2))]))
+    assert names(partition(model)) == [*numbered("towers.0.layers", 3), *numbered("towers.1.layers", 2)]
+
+
+def test_a_single_block_in_a_list_is_a_unit():
+    model = Holder(layers=blocks(1), head=nn.Linear(16, 2))
+    assert names(partition(model)) == ["layers.0", "(root)"]
+
+
+def test_a_sequential_of_linear_layers_is_cut_into_its_layers():
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    assert names(check_partition(model, partition(model))) == ["0", "2", "4"]
+
+
+def test_many_small_layers_are_packed_with_their_neighbours():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(512)))
+    units = check_partition(model, partition(model))
+    assert [len(unit.params) for unit in units] == [8] * 64  # the resident rest is one of them: 1/64 of the model
+    assert root_names(units[0]) == [str(index) for index in range(8, 16)]
+
+
+def test_a_sequential_of_sequentials_of_blocks_is_cut_into_the_blocks():
+    stages = [nn.Sequential(*blocks(2, width)) for width in (16, 32, 64)]
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 16), nn.LayerNorm(16)), *stages)
+    assert names(partition(model)) == [f"{stage}.{block}" for stage in (1, 2, 3) for block in (0, 1)] + ["(root)"]
+
+
+def test_a_sequential_without_blocks_inside_is_a_block_among_its_like():
+    model = Holder(net=nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(4))))
+    assert names(partition(model)) == numbered("net", 4)
+
+
+def test_heavy_stages_of_a_class_of_their_own_are_cut_into_their_blocks_and_light_ones_stay():
+    stages = nn.ModuleList(Holder(blocks=blocks(2, width)) for width in (16, 64, 128))
+    assert names(partition(Holder(stages=stages))) == [
+        "stages.0",
+        *numbered("stages.1.blocks", 2)[:0],
+        "stages.1",
+        *numbered("stages.2.blocks", 2),
+    ]
+
+
+def test_blocks_in_a_module_dict_are_units():
+    model = Holder(experts=nn.ModuleDict({"cat": Block(), "dog": Block()}))
+    assert names(partition(model)) == ["experts.cat", "experts.dog"]
+
+
+def test_a_class_that_the_model_declares_is_not_split():
+    model = Holder(encoder=Holder(one=Expert(), two=Holder(a=nn.Linear(16, 64), b=nn.Linear(64, 16))))
+    assert names(partition(model)) == ["encoder.one.up", "encoder.one.down", "encoder.two.a", "encoder.two.b"]
+    model._no_split_modules = ["Expert"]
+    assert names(partition(model)) == ["encoder.one", "encoder.two.a", "encoder.two.b"]
+
+
+def test_of_nested_declared_classes_the_outermost_is_the_unit():
+    model = Holder(layers=nn.ModuleList(Holder(mixer=Block()) for _ in range(3)))
+    model._no_split_modules = {"Block", "Holder"}
+    assert names(partition(model)) == numbered("layers", 3)
+
+
+def test_a_large_leaf_is_a_unit_and_a_small_one_is_resident():
+    # A block weighs 9728 bytes, a quarter of it is 2432: 16 x 38 floats and more are large.
+    model = Holder(embedding=nn.Embedding(48, 16), layers=blocks(3), position=nn.Embedding(32, 16))
+    units = partition(model)
+    assert [units[1].nbytes, units[0].nbytes, units[-1].nbytes] == [9728, 3072, 2048]
+    assert names(units) == ["embedding", *numbered("layers", 3), "(root)"]
+
+
+def test_the_resident_rest_is_at_most_one_typical_unit():
+    adapters = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(12))  # 2048 bytes each, a block is 9728
+    model = Holder(layers=blocks(3), adapters=adapters)
+    units = check_partition(model, partition(model))
+    assert units[-1].resident and units[-1].nbytes == 4 * 2048
+    assert root_names(units[3]) == [f"adapters.{index}" for index in range(4, 8)]
+
+
+def test_direct_parameters_of_the_root_are_resident():
+    model = Holder(layers=blocks(2))
+    model.token = nn.Parameter(torch.zeros(16))
+    assert [name for name, _ in partition(model)[-1].params] == ["token"]
+
+
+def test_a_parameter_list_belongs_to_the_block_that_reads_it_and_else_to_the_rest():
+    model = Holder(layers=blocks(2), prompts=nn.ParameterList([torch.zeros(400)]))
+    model.layers[0].scales = nn.ParameterList([torch.zeros(16)])
+    units = check_partition(model, partition(model))
+    assert "layers.0.scales.0" in dict(units[0].params)
+    assert [name for name, _ in units[-1].params] == ["prompts.0"]
+
+
+def test_a_block_without_a_forward_is_entered_by_its_children_and_its_own_weights_are_resident():
+    model = Holder(layers=nn.ModuleList(Methods() for _ in range(2)))
+    units = check_partition(model, partition(model))
+    assert names(units) == ["layers.0", "layers.1", "(root)"]
+    assert root_names(units[0]) == ["layers.0.up", "layers.0.down"]
+    assert [name for name, _ in units[-1].params] == ["layers.0.scale", "layers.1.scale"]
+
+
+def test_torchs_own_modules_are_one_piece_whatever_they_weigh():
+    model = Holder(attention=nn.MultiheadAttention(16, 2), layer=nn.TransformerEncoderLayer(16, 2), rnn=nn.LSTM(16, 16))
+    assert names(partition(model, max_bytes=1024)) == ["attention", "layer", "rnn"]
+
+
+def test_a_subclass_of_a_torch_module_is_one_piece_too():
+    class MyAttention(nn.MultiheadAttention):
+        pass
+
+    assert names(partition(Holder(attention=MyAttention(16, 2), fill=nn.Linear(16, 16)))) == ["attention", "fill"]
+
+
+def test_torchs_transformer_is_cut_into_its_layers():
+    model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=3, dim_feedforward=32)
+    assert names(partition(model)) == [*numbered("encoder.layers", 2), *numbered("decoder.layers", 3), "(root)"]
+
+
+def test_a_parametrized_layer_is_one_piece():
+    layers = nn.ModuleList(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(3))
+    model = Holder(layers=layers)
+    units = check_partition(model, partition(model, max_bytes=512))
+    assert names(units) == numbered("layers", 3)
+
+
+def test_a_lightning_module_with_metrics_and_losses_is_a_root():
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.loss = nn.CrossEntropyLoss(weight=torch.ones(2))
+            self.accuracy = torchmetrics.Accuracy(task="binary")
+            self.net = Holder(layers=blocks(3), head=nn.Linear(16, 2))
+
+    model = Module()
+    assert names(check_partition(model, partition(model))) == [*numbered("net.layers", 3), "(root)"]
+
+
+def test_frozen_parameters_are_in_units_like_others_and_the_share_is_read_anew():
+    model = Holder(layers=blocks(2))
+    first, second = partition(model)
+    model.layers[0].up.requires_grad_(False)
+    assert (first.trainable, second.trainable) == (1040 / 2128, 1.0)
+
+
+def test_a_unit_counts_each_parameter_in_steps_of_512_bytes():
+    unit = partition(Holder(layers=blocks(2)))[0]
+    assert unit.numel == 16 * 64 + 64 + 64 * 16 + 16
+    assert unit.nbytes == 4096 + 512 + 4096 + 512 + 512 - 512
+    assert repr(unit) == "Unit(0: layers.0, Block, 0.01 MiB in 4 params, 100% trainable)"
+
+
+def test_buffers_belong_to_no_unit():
+    model = Holder(layers=nn.ModuleList(Holder(inner=nn.BatchNorm1d(16)) for _ in range(2)))
+    assert [name for name, _ in partition(model)[0].params] == ["layers.0.inner.weight", "layers.0.inner.bias"]
+
+
+@pytest.mark.parametrize("model", [nn.Identity(), Holder(act=nn.ReLU(), metric=torchmetrics.MeanMetric())])
+def test_a_module_without_parameters_has_no_units(model):
+    assert partition(model) == []
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.MultiheadAttention(8, 2), nn.LSTM(4, 4)])
+def test_a_root_of_one_piece_is_resident(model):
+    (unit,) = check_partition(model, partition(model))
+    assert (unit.name, unit.resident, unit.modules) == ("(root)", True, ())
+
+
+def test_lazy_parameters_are_refused_by_name():
+    with pytest.raises(PartitionError, match=r"net\.weight has no shape yet: run one batch"):
+        partition(Holder(net=nn.LazyLinear(4)))
+
+
+# --- cut by bytes ----------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_block_above_max_bytes_is_cut_into_experts_and_the_rest_of_it_travels_as_one():
+    model = Holder(layers=nn.ModuleList(ExpertBlock(experts=3, width=64) for _ in range(9)))
+    assert names(partition(model)) == numbered("layers", 9)
+    units = check_partition(model, partition(model, max_bytes=150_000))
+    assert names(units)[:4] == ["layers.0.attention", *numbered("layers.0.experts", 3)]
+    assert root_names(units[0]) == ["layers.0.attention", "layers.0.norm"]
+    assert len(units) == 9 * 4
+
+
+def test_a_few_expert_blocks_come_apart_without_max_bytes():
+    model = Holder(layers=nn.ModuleList(ExpertBlock() for _ in range(2)))
+    assert [name for name in names(partition(model)) if "experts" in name] == [
+        f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(4)
+    ]
+
+
+def test_a_tower_without_repeated_children_is_cut_when_it_is_far_larger_than_a_block():
+    tower = Holder(a=nn.Linear(16, 1024), b=nn.Linear(1024, 16), c=Holder(d=nn.Linear(16, 1024)))
+    model = Holder(layers=blocks(8), tower=tower)
+    assert names(partition(model)) == [*numbered("layers", 8), "tower.a", "tower.b", "tower.c"]
+
+
+def test_a_tower_of_the_size_of_a_few_blocks_is_one_unit():
+    tower = Holder(a=nn.Linear(16, 64), b=nn.Linear(64, 16))
+    assert names(partition(Holder(layers=blocks(8), tower=tower)))[-1] == "tower"
+
+
+def test_a_module_that_holds_much_of_its_bytes_itself_is_not_cut():
+    mixer = Block()
+    mixer.table = nn.Parameter(torch.zeros(16, 64))
+    assert names(partition(Holder(layers=nn.ModuleList([mixer, Block()])), max_bytes=5000)) == [
+        "layers.0", "layers.1.up", "layers.1.down",
+    ]  # fmt: skip
+
+
+def test_a_single_leaf_above_max_bytes_stays_whole():
+    model = Holder(embedding=nn.Embedding(1000, 16), layers=blocks(2))
+    assert names(partition(model, max_bytes=20_000)) == ["embedding", "layers.0", "layers.1"]
+
+
+def test_units_keep_registration_order_when_leftovers_are_packed():
+    model = Holder(layers=nn.ModuleList(ExpertBlock(experts=3, width=64) for _ in range(2)))
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    first_params = [order[unit.params[0][0]] for unit in partition(model, max_bytes=150_000) if not unit.resident]
+    assert first_params == sorted(first_params)
+
+
+# --- class names and callables ---------------------------------------------------------------------------------------
+
+
+def test_named_classes_are_the_units_and_everything_else_is_resident():
+    model = Holder(embedding=nn.Embedding(500, 16), layers=blocks(3))
+    units = check_partition(model, partition(model, ["Block"]))
+    assert names(units) == [*numbered("layers", 3), "(root)"]
+    assert [name for name, _ in units[-1].params] == ["embedding.weight"]
+
+
+def test_of_nested_matches_the_outermost_is_taken():
+    model = Holder(head=nn.Linear(16, 16), layers=blocks(2))
+    assert names(partition(model, ["Linear", "Block"])) == ["head", "layers.0", "layers.1"]
+
+
+def test_one_class_name_may_be_a_plain_string():
+    assert names(partition(Holder(layers=blocks(2)), "Block")) == numbered("layers", 2)
+
+
+def test_named_units_are_not_cut_by_max_bytes():
+    assert names(partition(Holder(layers=blocks(2)), ["Block"], max_bytes=512)) == numbered("layers", 2)
+
+
+def test_an_unknown_class_name_lists_the_classes_that_exist_best_first():
+    model = Holder(embedding=nn.Embedding(50, 16), act=nn.ReLU(), layers=blocks(3))
+    expected = (
+        r"units names the class 'Blok', which is not in Holder; "
+        r"its modules are: Block \(3\), Embedding \(1\), ModuleList \(1\), Linear \(6\)$"
+    )
+    with pytest.raises(PartitionError, match=expected):
+        partition(model, ["Block", "Blok"])
+
+
+def test_a_long_list_of_classes_is_shortened():
+    model = nn.Sequential(*(type(f"Class{index}", (Block,), {})() for index in range(30)))
+    with pytest.raises(PartitionError, match=r"Class\d+ \(1\), .* and 15 more$"):
+        partition(model, ["LlamaDecoderLayer"])
+
+
+def test_the_roots_own_class_name_is_unknown():
+    with pytest.raises(PartitionError, match="units names the class 'Block', which is not in Block"):
+        partition(Block(), ["Block"])
+
+
+def test_class_names_without_parameters_are_refused():
+    with pytest.raises(PartitionError, match=r"units chose 1 modules of Holder, none of which can be entered and owns"):
+        partition(Holder(act=nn.ReLU(), net=nn.Linear(2, 2)), ["ReLU"])
+
+
+def test_a_callable_chooses_the_units():
+    model = Holder(layers=blocks(3), head=nn.Linear(16, 2))
+    units = check_partition(model, partition(model, lambda root: root.layers[1:]))
+    assert names(units) == ["layers.1", "layers.2", "(root)"]
+
+
+def test_a_callable_may_return_a_generator_with_repeats_in_any_order():
+    model = Holder(layers=blocks(3))
+    chosen = partition(model, lambda root: (root.layers[index] for index in (2, 0, 2)))
+    assert names(chosen) == ["layers.0", "layers.2", "(root)"]
+
+
+def test_a_callable_that_returns_nested_modules_gets_the_outermost():
+    model = Holder(layers=blocks(2))
+    assert names(partition(model, lambda root: [root.layers[0].up, root.layers[0]])) == ["layers.0", "(root)"]
+
+
+def test_a_chosen_list_is_one_unit_that_each_element_enters():
+    model = Holder(layers=blocks(3), head=nn.Linear(16, 2))
+    units = check_partition(model, partition(model, lambda root: [root.layers]))
+    assert names(units) == ["layers", "(root)"]
+    assert root_names(units[0]) == numbered("layers", 3)
+
+
+@pytest.mark.parametrize(
+    ("choose", "message"),
+    [
+        (lambda root: [Block()], "inside Holder, got a Block, which is not one of them"),
+        (lambda root: ["layers.0"], "inside Holder, got 'layers.0', which is not one of them"),
+        (lambda root: None, "inside Holder, got None, which is not one of them"),
+        (lambda root: [root], "inside Holder, got the root itself"),
+        (lambda root: [], "units chose 0 modules of Holder"),
+    ],
+)
+def test_a_callable_that_returns_anything_else_is_refused(choose, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(Holder(layers=blocks(2)), choose)
+
+
+# --- transformers and torchvision, on the meta device ----------------------------------------------------------------
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 999}
+T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 999}
+WHISPER = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 999, "max_source_positions": 20, "pad_token_id": 0,
+    "max_target_positions": 20, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP = {
+    "text_config": TOWER | {"vocab_size": 999, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    "vision_config": TOWER | {"image_size": 8, "patch_size": 4},
+    "projection_dim": 8,
+}
+SWIN_STAGES = {"depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "embed_dim": 96}
+
+TRANSFORMERS = {
+    "Llama": (
+        "LlamaForCausalLM", TINY | {"num_key_value_heads": 2},
+        ["model.embed_tokens", *numbered("model.layers", 3), "lm_head", "(root)"],
+    ),
+    "Qwen2": (
+        "Qwen2ForCausalLM", TINY | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        ["model.embed_tokens", *numbered("model.layers", 3), "(root)"],
+    ),
+    "GPT2": (
+        "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 999, "n_positions": 64},
+        ["transformer.wte", *numbered("transformer.h", 3), "(root)"],
+    ),
+    "T5": (
+        "T5ForConditionalGeneration", T5,
+        ["shared", *numbered("encoder.block", 2), *numbered("decoder.block", 2), "(root)"],
+    ),
+    "ViT": (
+        "ViTForImageClassification", TOWER | {"image_size": 8, "patch_size": 4},
+        None,
+    ),
+    "CLIP": (
+        "CLIPModel", CLIP,
+        ["text_model.embeddings", *numbered("text_model.encoder.layers", 2),
+         *numbered("vision_model.encoder.layers", 2), "(root)"],
+    ),
+    "Mixtral": (
+        "MixtralForCausalLM", TINY | {"num_key_value_heads": 2, "num_local_experts": 2},
+        ["model.embed_tokens", *numbered("model.layers", 3), "lm_head", "(root)"],
+    ),
+    "Bert": ("BertForMaskedLM", TINY, ["bert.embeddings", *numbered("bert.encoder.layer", 3), "(root)"]),
+    "Albert": (
+        "AlbertForMaskedLM", TINY | {"embedding_size": 16},
+        ["albert.embeddings.word_embeddings", "albert.encoder.albert_layer_groups.0", "(root)"],
+    ),
+    "Whisper": (
+        "WhisperForConditionalGeneration", WHISPER,
+        None,
+    ),
+    "Mamba": (
+        "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 999, "state_size": 4},
+        ["backbone.embeddings", *numbered("backbone.layers", 3), "(root)"],
+    ),
+    "Swin": (
+        "SwinForImageClassification", SWIN_STAGES,
+        ["swin.encoder.layers.0", "swin.encoder.layers.1", *numbered("swin.encoder.layers.2.blocks", 6),
+         *numbered("swin.encoder.layers.3.blocks", 2), "(root)"],
+    ),
+}  # fmt: skip
+
+
+def transformers_model(family, class_name, settings):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**settings)
+    return on_meta(lambda: getattr(transformers, class_name)(config))
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_units_of_transformers_models(family):
+    class_name, settings, expected = TRANSFORMERS[family]
+    model = transformers_model(family, class_name, settings)
+    assert names(check_partition(model, partition(model))) == expected
+
+
+RESNET18 = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
+DENSENET = [
+    name
+    for stage, layers in enumerate((6, 12, 24, 16), start=1)
+    for name in (
+        *(f"features.denseblock{stage}.denselayer{layer}" for layer in range(1, layers + 1)),
+        f"features.transition{stage}",
+    )
+][:-1]
+TORCHVISION = {
+    "resnet18": [*RESNET18, "(root)"],
+    "vit_b_16": [*(f"encoder.layers.encoder_layer_{index}" for index in range(12)), "(root)"],
+    "swin_t": [
+        *numbered("features.1", 2), "features.2", *numbered("features.3", 2), "features.4", *numbered("features.5", 6),
+        "features.6", *numbered("features.7", 2), "(root)",
+    ],
+    "convnext_tiny": [
+        *numbered("features.1", 3), "features.2", *numbered("features.3", 3), "features.4", *numbered("features.5", 9),
+        "features.6", *numbered("features.7", 3), "(root)",
+    ],
+    "densenet121": [*DENSENET, "classifier", "(root)"],
+    "alexnet": ["features", "classifier.1", "classifier.4", "classifier.6"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_units_of_torchvision_models(name):
+    models = pytest.importorskip("torchvision.models")
+    model = on_meta(getattr(models, name))
+    assert names(check_partition(model, partition(model))) == TORCHVISION[name]
+
+
+def test_a_model_of_70_billion_parameters_is_cut_in_less_than_a_second():
+    settings = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    model = transformers_model("Llama", "LlamaForCausalLM", settings | {"num_key_value_heads": 8, "vocab_size": 128256})
+    start = time.process_time()
+    units = partition(model)
+    assert time.process_time() - start < 1
+    assert len(units) == 83
+    assert sum(unit.numel for unit in units) == 70_553_706_496
+
+
+# --- any tree --------------------------------------------------------------------------------------------------------
+
+LEAVES = {
+    "linear": lambda: nn.Linear(16, 16),
+    "wide": lambda: nn.Linear(16, 256),
+    "norm": lambda: nn.LayerNorm(16),
+    "act": lambda: nn.ReLU(),
+    "block": lambda: Block(),
+    "attention": lambda: nn.MultiheadAttention(16, 2),
+    "methods": lambda: Methods(),
+    "prompts": lambda: nn.ParameterList([torch.zeros(16)]),
+}
+PARENTS = {
+    "list": nn.ModuleList,
+    "sequential": lambda children: nn.Sequential(*children),
+    "dict": lambda children: nn.ModuleDict({f"key{index}": child for index, child in enumerate(children)}),
+    "holder": lambda children: Holder(**{f"child{index}": child for index, child in enumerate(children)}),
+}
+PLANS = st.recursive(
+    st.sampled_from([*LEAVES, "shared", "tied"]),
+    lambda plans: st.tuples(st.sampled_from([*PARENTS]), st.lists(plans, max_size=4)),
+    max_leaves=30,
+)
+
+
+def build(plan, shared, weight):
+    if plan == "shared":
+        return shared
+    if plan == "tied":
+        tied = nn.Linear(16, 16)
+        tied.weight = weight
+        return tied
+    if isinstance(plan, str):
+        return LEAVES[plan]()
+    kind, children = plan
+    return PARENTS[kind]([build(child, shared, weight) for child in children])
+
+
+@given(plan=PLANS, max_bytes=st.sampled_from([None, 512, 4096, 20_000, 10**6]))
+def test_every_tree_is_cut_so_that_each_parameter_is_in_exactly_one_unit(plan, max_bytes):
+    model = Holder(net=on_meta(lambda: build(plan, Block(), nn.Parameter(torch.zeros(16, 16)))))
+    check_partition(model, partition(model, max_bytes=max_bytes))
+
+
+OPEN_PLANS = st.recursive(
+    st.sampled_from(["linear", "wide", "norm", "act", "block"]),
+    lambda plans: st.tuples(st.sampled_from([*PARENTS]), st.lists(plans, max_size=4)),
+    max_leaves=30,
+)
+
+
+@given(plan=OPEN_PLANS, max_bytes=st.sampled_from([512, 4096, 20_000]))
+def test_only_single_leaves_are_larger_than_max_bytes(plan, max_bytes):
+    model = Holder(net=on_meta(lambda: build(plan, None, None)))
+    for unit in partition(model, max_bytes=max_bytes):
+        is_leaf = len(unit.modules) == 1 and not list(unit.modules[0][1].children())
+        assert unit.nbytes <= max_bytes or is_leaf
+
+
+@given(
+    plan=PLANS, kind=st.sampled_from(["Linear", "Block", "Methods", "ModuleList", "Sequential", "MultiheadAttention"])
+)
+def test_every_choice_by_name_cuts_or_says_why_not(plan, kind):
+    model = Holder(net=on_meta(lambda: build(plan, Block(), nn.Parameter(torch.zeros(16, 16)))))
+    try:
+        check_partition(model, partition(model, [kind]))
+    except PartitionError as error:
+        assert kind in str(error) or "units chose" in str(error)
+
+
+# --- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_has_a_slot_in_its_module():
+    layer = nn.Linear(2, 3)
+    found = slots(Holder(layer=layer))
+    assert list(found) == [layer.weight, layer.bias]
+    (slot,) = found[layer.weight]
+    assert (slot.holder, slot.key, slot.get()) == (layer._parameters, "weight", layer.weight)
+
+
+def test_a_tied_parameter_has_a_slot_in_each_module_and_a_shared_module_only_one():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    found = slots(Holder(first=first, second=second, again=first))
+    assert [slot.holder for slot in found[first.weight]] == [first._parameters, second._parameters]
+    assert len(found[first.bias]) == 1
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_hold_each_weight_a_second_time(kind):
+    layer = kind(2, 3, num_layers=2)
+    found = slots(Holder(layer=layer))
+    for index, parameter in enumerate(layer.parameters()):
+        registered, flat = found[parameter]
+        assert registered.holder is layer._parameters
+        assert (flat.holder, flat.key) == (layer._flat_weights, index)
+
+
+def test_setting_every_slot_makes_a_recurrent_layer_compute_with_the_new_weights():
+    layer, other = nn.LSTM(2, 3), nn.LSTM(2, 3)
+    places = slots(layer)
+    for parameter, replacement in zip(list(layer.parameters()), other.parameters(), strict=True):
+        for slot in places[parameter]:
+            slot.set(replacement)
+    x = torch.randn(4, 1, 2)
+    assert torch.equal(layer(x)[0], other(x)[0])
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "read"),
+    [
+        (lambda weight: [0, weight], lambda kept: kept[1]),
+        (lambda weight: {"w": weight, 1: 2}, lambda kept: kept["w"]),
+        (lambda weight: (weight, 0), lambda kept: kept[0]),
+        (lambda weight: Pair(0, weight), lambda kept: kept.right),
+    ],
+)
+def test_what_a_module_keeps_beside_the_registry_is_found_and_set(keep, read):
+    layer = nn.Linear(2, 2)
+    layer.kept = keep(layer.weight)
+    _, slot = slots(layer)[layer.weight]
+    assert slot.get() is layer.weight
+    value = torch.zeros(2, 2)
+    slot.set(value)
+    assert read(layer.kept) is value
+    assert type(layer.kept) is type(keep(0))
+
+
+def test_a_parameter_that_is_a_plain_attribute_of_another_module_is_found():
+    model = Holder(source=nn.Linear(2, 2), user=nn.ReLU())
+    model.user.__dict__["weight"] = model.source.weight
+    _, slot = slots(model)[model.source.weight]
+    slot.set(1)
+    assert model.user.weight == 1
+
+
+def test_a_list_that_two_modules_share_is_one_place():
+    model = Holder(a=nn.Linear(2, 2), b=nn.ReLU())
+    model.a.kept = model.b.kept = [model.a.weight]
+    assert len(slots(model)[model.a.weight]) == 2
+
+
+def test_a_parameter_that_is_not_registered_in_the_tree_has_no_slots():
+    model = nn.Linear(2, 2)
+    model.kept = [nn.Parameter(torch.zeros(1))]
+    assert list(slots(model)) == [model.weight, model.bias]
