@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from . import scaler
 from .config import Options
 from .device import Device
 from .engine import Engine
@@ -36,6 +37,7 @@ class Handle:
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
+        scaler.begin()
         self._hooks += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -79,6 +81,7 @@ class Handle:
             return
         self.closed = True
         self._detach()
+        scaler.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -7,8 +7,8 @@ memory. The update of these classes is elementwise, so the same loop over pieces
    whose groups hold pieces of the parameters. An exception in the middle leaves nothing to undo but the shadow.
 2. A piece is a flat view of the parameter; its gradient and its state are views of the same elements, updated in place. Scalar
    state (``step``) is the parameter's own for the first piece and a copy for the others: all pieces make the same of it.
-3. A parameter is cut only where rule 2 reaches all of its state: what has none yet takes its first step whole, so that torch
-   creates the state as it always does.
+3. A parameter is cut only where rule 2 reaches all of its state: what has none yet takes its step whole, so that torch
+   creates the state as it always does. (SGD without momentum never has any; its single pass would gain nothing.)
 4. Pieces are cut after the closure ran, because the closure makes the gradients.
 5. A vectorized kernel handles the last elements of a thread's share apart, and in half precision and for NaNs that changes bits.
    Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
@@ -45,6 +45,8 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 
 # ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
 GRAIN = 32768
+# A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
+FEWEST_PIECES = 4
 # Elements; a multiple of what every vectorized loop takes at once (64 at most: two AVX-512 registers of half precision).
 LINE = 256
 
@@ -110,7 +112,7 @@ class ShadowStep:
             args[:] = args.caller_args
 
 
-def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 16) -> ShadowStep | None:
+def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:
     """Step large host parameters in cache-sized pieces: the bits of torch's default loop, several times its speed.
 
     Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece.
@@ -137,14 +139,14 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
 
-    def cut(group: Group, param: Tensor) -> list[Tensor]:
+    def cut(param: Tensor) -> list[Tensor]:
         # A scalar that an earlier parameter updates too is not what it will be: copies of it would be too old.
         scalars = {id(value) for value in optimizer.state.get(param, {}).values() if _is_scalar(value)}
         shared = not scalars_seen.isdisjoint(scalars)
         scalars_seen.update(scalars)
-        if shared or param.numel() <= piece * threads:
+        if shared or param.numel() < FEWEST_PIECES * piece * threads:
             return [param]
-        param_state = _state_in_step(optimizer, group, param)
+        param_state = _state_in_step(optimizer, param)
         if param_state is None:
             return [param]
         pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, piece))
@@ -152,7 +154,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
         return list(pieces)
 
     groups = [
-        {**group, "params": [part for param in group["params"] for part in cut(group, param)]}
+        {**group, "params": [part for param in group["params"] for part in cut(param)]}
         if _takes_the_loop(group)
         else group
         for group in optimizer.param_groups
@@ -164,8 +166,8 @@ def _regroup_fused(optimizer: Optimizer) -> Regrouped:
     groups: list[Group] = []
     for group in optimizer.param_groups:
         fused: list[Tensor] = []
-        if _takes_the_loop(group) and group["foreach"] is None and group["fused"] is None:
-            fused = [param for param in group["params"] if _state_in_step(optimizer, group, param) is not None]
+        if _takes_the_loop(group) and group.get("foreach") is None and group.get("fused") is None:
+            fused = [param for param in group["params"] if _state_in_step(optimizer, param) is not None]
         chosen = {id(param) for param in fused}
         groups.append({**group, "params": [param for param in group["params"] if id(param) not in chosen]})
         groups.append({**group, "params": fused, "fused": True})
@@ -180,19 +182,14 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _state_in_step(optimizer: Optimizer, group: Group, param: Tensor) -> State | None:
+def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     """The state to update, if in flat memory each element of ``param`` meets its own gradient and state; else None."""
     grad, state = param.grad, optimizer.state.get(param, {})
     if type(param) not in (Tensor, torch.nn.Parameter) or type(grad) is not Tensor or grad.dtype != param.dtype:
         return None
-    if isinstance(optimizer, SGD):
-        if not group["momentum"]:
-            state = {}
-        elif state.get("momentum_buffer") is None:
-            return None
-    elif not state:
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
         return None
-    if not all(isinstance(value, Tensor) for value in state.values()):
+    if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
         return None
     partners = [grad, *(value for value in state.values() if not _is_scalar(value))]
     in_step = _is_plain(param) and all(_is_plain(other) and _same_order(param, other) for other in partners)

@@ -11,10 +11,10 @@ A unit is what travels as one: usually a block. `units="auto"` follows these rul
    module if it weighs more than an eighth of the model and the blocks in its containers hold three quarters of it: too
    few units would be left to stream. Small expert models come apart into experts that way.
 4. The typical unit is the block that holds the median byte, but at least 1/64 of the model. What weighs more than four
-   of them, or more than `max_bytes`, is cut into its children, and so is a tree without blocks.
-5. The class decides what is one piece: torch.nn's own modules but its containers, because MultiheadAttention and
-   TransformerEncoderLayer read their children's weights; and a module that itself holds over an eighth of its bytes,
-   because they could not travel without it.
+   of them and more than an eighth of the model, or more than `max_bytes`, is cut into its children.
+5. Never cut are torch.nn's own modules except its containers, because MultiheadAttention and TransformerEncoderLayer
+   read their children's weights; a module that itself holds over an eighth of its bytes, because these could not travel
+   without it; and one that would come apart into a single piece.
 6. Small is a block below 1/128 of the typical unit, and anything else below a quarter of it. The small parts of a block
    that was cut travel as one: an attention and its norms beside experts that became units.
 7. What is small stays on the device, smallest first, up to the bytes of one typical unit: but for rule 8, the resident
@@ -207,9 +207,9 @@ class _Auto:
         self.declared = self._declared()
         self.wholes = (self.declared | self.blocks) - self._stages()
         self.holds_whole = self._holders(self.wholes)
-        block_bytes = [tree.nbytes[block] for block in self._outermost(tree.root) if block in self.blocks]
+        block_bytes = [tree.nbytes[block] for block in self._outermost(tree.root)]
         self.typical = max(_median_byte_size(block_bytes), self.total // 64)
-        self.limit = 4 * self.typical if max_bytes is None else max_bytes
+        self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
         self.typical = min(self.typical, self.limit)
 
     def pieces(self) -> list[_Piece]:
@@ -292,17 +292,16 @@ class _Auto:
         return [_Piece.packed(run, is_block=is_block) for run in _runs(pieces, self.typical)]
 
     def _pieces_of(self, module: nn.Module) -> list[_Piece]:
-        is_whole = module in self.wholes or (module not in self.holds_whole and _has_forward(module))
-        fits = self.tree.nbytes[module] <= self.limit or not self._can_be_cut(module)
-        if is_whole and fits and self.tree.entries(module):
-            return [_Piece.of(self.tree, module, is_block=module in self.blocks)]
-        return self._cut(module)
+        stands = module in self.wholes or (module not in self.holds_whole and _has_forward(module))
+        whole = _Piece.of(self.tree, module, is_block=module in self.blocks)
+        if stands and whole.roots and whole.nbytes <= self.limit:
+            return [whole]
+        pieces = self._cut(module)
+        return [whole] if stands and _has_forward(module) and not self._comes_apart(module, pieces) else pieces
 
-    def _can_be_cut(self, module: nn.Module) -> bool:
+    def _comes_apart(self, module: nn.Module, pieces: Sequence[_Piece]) -> bool:
         """Rule 5."""
-        if not _has_forward(module):
-            return True
-        return bool(self._inside(module)) and 8 * self._held_alone(module) <= self.tree.nbytes[module]
+        return len(pieces) > 1 and 8 * self._held_alone(module) <= self.tree.nbytes[module]
 
     def _held_alone(self, module: nn.Module) -> int:
         """The bytes that only `module` itself can bring: its own, and those of children without a forward."""

@@ -32,7 +32,7 @@ TOY = """
         def validation_step(self, batch, index):
             self.net(batch)
 
-        test_step = predict_step = validation_step
+        test_step = predict_step = training_step
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
