@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import reads
-from .activations import SavedTensors
+from .activations import Offload, OnHost, Recompute, SavedTensors, Written, tensors_in
 from .binding import Binding
 from .config import Options
 from .device import Device
@@ -73,7 +73,10 @@ class Engine:
         self.units = [self._streamed(unit, slots) for unit in units]
         self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
-        self.saved = SavedTensors(self._by_storage.get, self.require)
+        self.offload = Offload(device, self.counters)
+        self.recompute = Recompute(device)
+        self.written = Written()
+        self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
         streamed = [unit for unit in self.units if not unit.unit.resident]
         window, transfer = _sizes(options, [unit.store.layout.nbytes for unit in streamed], device)
         self.schedule = Schedule([unit.store.layout.nbytes for unit in self.units], window, transfer)
@@ -128,6 +131,7 @@ class Engine:
         """It ends: user code runs next (Rule 4)."""
         self._scopes = max(0, self._scopes - 1)
         if not self._scopes:
+            self.offload.finish()
             self._ignore()
             self.settle()
 
@@ -187,6 +191,7 @@ class Engine:
         """Code that belongs to this unit is about to run (Rule 1)."""
         if not unit.visits:
             self.require(unit)
+            self._restore(unit)
             unit.binding.bind()
         unit.visits += 1
         hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
@@ -205,6 +210,44 @@ class Engine:
             if not unit.visits:
                 unit.binding.collect_writes()
                 unit.binding.unbind()
+
+    def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A forward of a unit's root that autograd records: as the ``activations`` option says."""
+        saved: list[OnHost] = []
+        if self.options.activations == "recompute":
+            output = self.recompute.run(call, root, self.written, args, kwargs)
+        elif self.options.activations == "offload" and not self._open and not _in_backward():
+            self.offload.begin()
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                saved = self.offload.end()
+        else:
+            output = call(*args, **kwargs)
+        self._announce(unit, saved, output)
+        return output
+
+    def _announce(self, unit: StreamedUnit, saved: list[OnHost], output: Any) -> None:
+        """Has the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
+
+        def before_backward(_grads: Any) -> None:
+            self.require(unit)
+            for tensor in saved:
+                self.offload.fetch(tensor)
+
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(before_backward)
+
+    def _restore(self, unit: StreamedUnit) -> None:
+        """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
+        for (store, index), before in self.written.restored.items():
+            if store is unit.store:
+                view = store.layout.view(store.storage, store.layout.fields[index])
+                view.copy_(before)
+
+    def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
+        """Model code wrote a weight whose host copy is still what it was."""
+        self.written.report((store, index), before)
 
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
@@ -261,10 +304,6 @@ class Engine:
         return self._by_parameter.get(id(parameter))
 
     # ---- backward
-
-    def before_backward(self, unit: StreamedUnit) -> None:
-        """Gradients of what the unit gave are there (Rule 3)."""
-        self.require(unit)
 
     def gradients_ready(self, unit: StreamedUnit, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""

@@ -167,9 +167,9 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def _structure(module: nn.Module) -> list[Any]:
     """What tells whether the table of slots still holds."""
     return [
-        (id(p), p.shape, p.dtype) if p is not None else None
+        (name, id(p), p.shape, p.dtype) if p is not None else name
         for child in module.modules()
-        for p in child._parameters.values()
+        for name, p in child._parameters.items()
     ]
 
 

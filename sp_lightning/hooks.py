@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .activations import tensors_in
 from .device import Device
 from .engine import Engine, StreamedUnit
 
@@ -73,10 +72,9 @@ class UnitRoot(Part):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
-        output = super().__call__(*args, **kwargs)
-        if torch.is_grad_enabled():
-            announce(self.engine, self.units[0], output)
-        return output
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        return self.engine.run(self.units[0], self.module, super().__call__, args, kwargs)
 
 
 class Steps(Protocol):
@@ -103,13 +101,6 @@ class Scope(Entry):
             return self.forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
-
-
-def announce(engine: Engine, unit: StreamedUnit, output: Any) -> None:
-    """Has the unit fetched as soon as backward arrives at any of its outputs."""
-    nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-    for node in nodes:
-        node.register_prehook(lambda _grads: engine.before_backward(unit))
 
 
 def moved(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,21 +1,21 @@
 """torch's own optimizers on the host, several times faster and with the same bits.
 
-The default loop of a torch optimizer runs a dozen passes over each tensor, and every pass of a large one comes from main
-memory. The update of these classes is elementwise, so the same loop over pieces that fit into the cache gives the same result.
+The default loop of a torch optimizer runs many passes over each tensor and allocates temporaries of its size. The
+update of these classes is elementwise: the same loop over pieces that fit into the cache has the same result.
 
-1. Nothing is written to the user's optimizer. ``step()`` runs on a *shadow*: an object of the same class with the same attributes,
-   whose groups hold pieces of the parameters. An exception in the middle leaves nothing to undo but the shadow.
-2. A piece is a flat view of the parameter; its gradient and its state are views of the same elements, updated in place. Scalar
-   state (``step``) is the parameter's own for the first piece and a copy for the others: all pieces make the same of it.
-3. A parameter is cut only where rule 2 reaches all of its state: what has none yet takes its step whole, so that torch
-   creates the state as it always does. (SGD without momentum never has any; its single pass would gain nothing.)
+1. Nothing is written to the user's optimizer. ``step()`` runs on a *shadow*, an object of the same class with the same
+   attributes, whose groups hold pieces of the parameters. After an exception there is nothing to undo: it is dropped.
+2. A piece is a flat view of the parameter; its gradient and its state are views of the same elements, updated in place.
+   Scalar state (``step``) is the parameter's own in the first piece and a copy in the others: all end up equal.
+3. A parameter is cut only where rule 2 reaches all of its state. One that has none yet takes its step whole, so that
+   torch creates the state as it always does. SGD without momentum never has any: its one pass would gain nothing.
 4. Pieces are cut after the closure ran, because the closure makes the gradients.
-5. A vectorized kernel handles the last elements of a thread's share apart, and in half precision and for NaNs that changes bits.
-   Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
+5. A vectorized kernel treats the last elements of a thread's share apart, and the bits differ in half precision and in
+   NaNs. Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 GRAIN = 32768
 # A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
 FEWEST_PIECES = 4
-# Elements; a multiple of what every vectorized loop takes at once (64 at most: two AVX-512 registers of half precision).
+# Elements: a multiple of what any vectorized loop takes at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
 
 
@@ -103,7 +103,7 @@ class ShadowStep:
             shadow.param_groups, shadow.state = self._regroup(optimizer)  # type: ignore[assignment]
             return loss
 
-        return tuple((StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}))
+        return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(args, StepArguments):
@@ -115,9 +115,13 @@ class ShadowStep:
 def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:
     """Step large host parameters in cache-sized pieces: the bits of torch's default loop, several times its speed.
 
-    Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece.
-    ``piece`` is in elements per thread, since each core has a cache of its own. Groups that ask for ``foreach``, ``fused``,
-    ``capturable`` or ``differentiable`` run as they are. None: the class is not known to be elementwise and runs as it is.
+    Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece. Groups
+    that ask for ``foreach``, ``fused``, ``capturable`` or ``differentiable`` run as they are. Returns None, and changes
+    nothing, where the class is not known to be elementwise.
+
+    Args:
+        optimizer: what to speed up until the handle is closed.
+        piece: elements of a piece for each thread, since each core has a cache of its own.
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
@@ -127,7 +131,8 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
 def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """Step host parameters with torch's fused kernels: faster still, but not the bits of the default loop.
 
-    Groups that set ``foreach`` or ``fused`` run as they are. None: the class has no fused kernel for the host.
+    Costs nothing; a parameter without state takes its first step in the default loop. Groups that set ``foreach`` or
+    ``fused`` run as they are. Returns None, and changes nothing, where the class has no fused kernel for the host.
     """
     if type(optimizer) not in FUSED:
         return None
@@ -229,7 +234,7 @@ def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     return list(tensor.detach().as_strided((tensor.numel(),), (1,)).split(lengths))  # type: ignore[no-untyped-call]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
     """Cut ``numel`` elements so that kernels treat each as in one pass over all of them (rule 5)."""
     share = _ceil_div(numel, min(threads, _ceil_div(numel, GRAIN)))

@@ -42,6 +42,9 @@ class Keeper(Protocol):
     def suspect(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written."""
 
+    def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
+        """Model code wrote a weight whose host copy is still what it was."""
+
 
 class Watcher(Protocol):
     """Who holds a host parameter's bytes."""

@@ -155,6 +155,7 @@ class UnitStore:
         parameter, field = self.params[index], self.layout.fields[index]
         self.settle()
         view = self.layout.view(self.storage, field)
+        self.keeper.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
             true_data(parameter).copy_(view)
         self.counters.writebacks += 1

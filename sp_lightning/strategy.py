@@ -33,6 +33,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto".
         units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable that
             takes the module and gives the submodules that are to be units.
+        activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute" keeps
+            the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -46,6 +48,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         window: int | Literal["auto"] = "auto",
         transfer: int | Literal["auto"] = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
+        activations: Literal["keep", "recompute", "offload"] = "keep",
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -57,7 +60,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.options = Options.parse(window=window, transfer=transfer, units=units)
+        self.options = Options.parse(window=window, transfer=transfer, units=units, activations=activations)
         self.handle: Handle | None = None
         self._parallel_devices: list[torch.device] | None = None
 

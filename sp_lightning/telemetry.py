@@ -19,6 +19,8 @@ class Counters:
     fetches: int = 0  # units brought up
     bytes_up: int = 0
     bytes_down: int = 0
+    bytes_offloaded: int = 0  # what autograd saved, on its way to the host
+    bytes_brought_back: int = 0
     writebacks: int = 0  # units that model code changed in place on the device
     bytes_written_back: int = 0
     evictions: int = 0

@@ -373,7 +373,7 @@ def _named(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
                 f"units names the class {class_name!r}, which is not in {type(tree.root).__name__}; "
                 f"its modules are: {_known_classes(tree, class_name)}"
             )
-    return [module for module in tree.names if type(module).__name__ in class_names and module is not tree.root]
+    return [module for module in tree.names if type(module).__name__ in class_names]
 
 
 def _known_classes(tree: _Tree, class_name: str) -> str:
@@ -434,8 +434,11 @@ class Slot:
     inside: int | None = None
 
     def get(self) -> Any:
-        held = self.holder[self.key]
-        return held if self.inside is None else held[self.inside]
+        try:
+            held = self.holder[self.key]
+            return held if self.inside is None else held[self.inside]
+        except (LookupError, TypeError):  # the user took the place away
+            return None
 
     def set(self, value: Any) -> None:
         if self.inside is not None:

@@ -209,6 +209,44 @@ def test_heavy_stages_of_a_class_of_their_own_are_cut_into_their_blocks_and_ligh
     ]
 
 
+def test_blocks_in_a_heavy_stage_are_not_cut_again_however_heavy():
+    def layer():
+        return Holder(parts=nn.Sequential(Block(), Block()))
+
+    stages = nn.ModuleList(Holder(layers=nn.ModuleList([layer(), layer()])) for _ in range(2))
+    expected = [*numbered("stages.0.layers", 2), *numbered("stages.1.layers", 2)]
+    assert names(partition(Holder(stages=stages))) == expected
+
+
+def test_a_stage_of_a_single_block_stays_whole():
+    single = Holder(parts=nn.Sequential(Block(), Block()))
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(single))
+    assert names(partition(model)) == ["0.0", "0.1", "1"]
+
+
+def test_heavy_stages_that_the_model_declares_are_cut_into_their_blocks():
+    model = Holder(first=ExpertBlock(), second=ExpertBlock())
+    model._no_split_modules = ["ExpertBlock"]
+    assert names(partition(model))[:4] == numbered("first.experts", 4)
+
+
+def test_small_attributes_of_one_class_are_not_blocks():
+    model = Holder(layers=blocks(4, 64), projector=Holder(a=Block(), b=Block(), c=Block()))
+    assert names(partition(model)) == [*numbered("layers", 4), "(root)"]
+
+
+def test_a_few_large_blocks_do_not_make_a_leaf_small():
+    # The median byte is in a block of 66560 bytes, not in the one of 263168: a quarter of it is 16640.
+    model = Holder(layers=blocks(10, 32), last=blocks(1, 64), embedding=nn.Embedding(320, 16))
+    assert names(partition(model))[-1] == "embedding"
+
+
+def test_many_small_blocks_do_not_make_a_leaf_large():
+    # The median byte is in a block of 1051136 bytes, not in one of 9216.
+    model = Holder(layers=blocks(20, 16), last=blocks(2, 128), embedding=nn.Embedding(1600, 16))
+    assert names(partition(model)) == [*numbered("layers", 20), *numbered("last", 2), "(root)"]
+
+
 def test_blocks_in_a_module_dict_are_units():
     model = Holder(experts=nn.ModuleDict({"cat": Block(), "dog": Block()}))
     assert names(partition(model)) == ["experts.cat", "experts.dog"]
@@ -263,6 +301,12 @@ def test_a_block_without_a_forward_is_entered_by_its_children_and_its_own_weight
     assert names(units) == ["layers.0", "layers.1", "(root)"]
     assert root_names(units[0]) == ["layers.0.up", "layers.0.down"]
     assert [name for name, _ in units[-1].params] == ["layers.0.scale", "layers.1.scale"]
+
+
+def test_a_forward_that_is_set_on_the_instance_is_an_entry():
+    model = Holder(layers=nn.ModuleList(Methods() for _ in range(2)))
+    model.layers[1].forward = lambda x: x
+    assert root_names(partition(model)[1]) == ["layers.1"]
 
 
 def test_torchs_own_modules_are_one_piece_whatever_they_weigh():
@@ -366,9 +410,10 @@ def test_a_tower_of_the_size_of_a_few_blocks_is_one_unit():
     assert names(partition(Holder(layers=blocks(8), tower=tower)))[-1] == "tower"
 
 
-def test_a_module_that_holds_much_of_its_bytes_itself_is_not_cut():
+@pytest.mark.parametrize("keep", [nn.Parameter, lambda table: nn.ParameterList([table])])
+def test_a_module_that_holds_much_of_its_bytes_itself_is_not_cut(keep):
     mixer = Block()
-    mixer.table = nn.Parameter(torch.zeros(16, 64))
+    mixer.table = keep(torch.zeros(16, 64))
     assert names(partition(Holder(layers=nn.ModuleList([mixer, Block()])), max_bytes=5000)) == [
         "layers.0", "layers.1.up", "layers.1.down",
     ]  # fmt: skip
@@ -467,11 +512,12 @@ def test_a_chosen_list_is_one_unit_that_each_element_enters():
         (lambda root: None, "inside Holder, got None, which is not one of them"),
         (lambda root: [root], "inside Holder, got the root itself"),
         (lambda root: [], "units chose 0 modules of Holder"),
+        (lambda root: [root.prompts], "units chose 1 modules of Holder, none of which can be entered and owns"),
     ],
 )
 def test_a_callable_that_returns_anything_else_is_refused(choose, message):
     with pytest.raises(PartitionError, match=message):
-        partition(Holder(layers=blocks(2)), choose)
+        partition(Holder(layers=blocks(2), prompts=nn.ParameterList([torch.zeros(1)])), choose)
 
 
 # --- transformers and torchvision, on the meta device ----------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""Runs the same code over a module twice, plainly and then streaming, and compares all that can be seen.
+
+`check(make, run, device)` calls `run(module, device)`, a generator, for both: what it yields, and parameters, gradients
+and buffers at its end, must be the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+import parity
+import sp_lightning
+
+Run = Callable[[nn.Module, torch.device], Any]
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("simgpu", 0), marks=pytest.mark.simgpu, id="simgpu")]
+on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
+
+blocks = models.stack_of(models.Block)  # a stem, four blocks, a head
+
+
+def check(make: Callable[[], nn.Module], run: Run, device: torch.device, **options: Any) -> dict[str, Any]:
+    """Compares a plain run with a streaming one, and returns the figures of the latter."""
+    expected, _ = observe(make, run, device, None)
+    actual, stats = observe(make, run, device, {"window": 1} | options)
+    parity.compare(expected, actual)
+    assert stats["bytes_up"] > 0
+    return stats
+
+
+def observe(
+    make: Callable[[], nn.Module], run: Run, device: torch.device, options: dict[str, Any] | None
+) -> tuple[parity.Record, dict[str, Any]]:
+    """One of the two runs; it streams if there are options."""
+    torch.manual_seed(0)
+    module = make()
+    handle = sp_lightning.stream(module, device, **options) if options is not None else None
+    if handle is None:
+        module.to(device)
+    torch.manual_seed(1)
+    entries: list[parity.Entry] = []
+
+    def see(where: str, value: Any) -> None:
+        entries.extend(parity.Entry(where, path, parity.keep(leaf)) for path, leaf in parity.leaves(value, "value "))
+
+    for index, value in enumerate(run(module, device) or ()):
+        see(f"yield {index}", value)
+    see("parameter", dict(module.named_parameters()))
+    see("gradient", {name: p.grad for name, p in module.named_parameters()})
+    stats = {}
+    if handle is not None:
+        stats = handle.stats()
+        handle.close()
+        assert_plain(module)
+    see("buffer", dict(module.named_buffers()))
+    entries = [e._replace(value=e.value.cpu() if isinstance(e.value, Tensor) else e.value) for e in entries]
+    return parity.Record(entries), stats
+
+
+def assert_plain(module: nn.Module) -> None:
+    """Nothing of ours is left in the module."""
+    for name, parameter in module.named_parameters():
+        assert type(parameter) is nn.Parameter and parameter.device.type == "cpu", name
+    for name, child in module.named_modules():
+        assert not type(vars(child).get("forward")).__module__.startswith("sp_lightning"), name
+
+
+def inputs(device: torch.device, count: int = 3) -> Iterator[Tensor]:
+    """The batches of the zoo's ordinary nets, without labels."""
+    for index in range(count):
+        yield models.vectors(index)[0].to(device)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Which has state, and the same implementation wherever the parameters are."""
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9, foreach=False)
+
+
+def squares(module: nn.Module, x: Tensor) -> Tensor:
+    """A loss."""
+    return module(x).square().mean()
+
+
+def training(
+    loss: Callable[[nn.Module, Tensor], Tensor] = squares,
+    before_step: Callable[[nn.Module], object] = lambda module: None,
+    between: Callable[[nn.Module], object] = lambda module: None,
+    steps: int = 3,
+) -> Run:
+    """Trains: `before_step` is called once the gradients are there, `between` after the optimizer's step."""
+
+    def run(module: nn.Module, device: torch.device) -> Iterator[Any]:
+        optimizer = sgd(module)
+        for x in inputs(device, steps):
+            optimizer.zero_grad()
+            value = loss(module, x)
+            value.backward()
+            yield value, [p.grad for p in module.parameters()]
+            before_step(module)
+            optimizer.step()
+            between(module)
+
+    return run

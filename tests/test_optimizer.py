@@ -1,0 +1,610 @@
+"""The host optimizer: the bits of torch's default loop, and nothing of it to be seen."""
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn, optim
+
+from sp_lightning import optimizer as host
+from sp_lightning.optimizer import fuse, step_in_pieces
+
+PIECE = 1 << 17
+SIZES = (5 * PIECE + 3, 4 * PIECE + 1, 4 * PIECE, 4 * PIECE - 1, PIECE - 1, 7)
+SMALL = 2 * host.LINE  # a piece for tests that are not about sizes
+
+# Each elementwise class of torch with the options that change which kernels run.
+CASES = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (optim.Adam, {"weight_decay": 0.1}),
+    (optim.Adam, {"amsgrad": True, "betas": (0.3, 0.99)}),
+    (optim.AdamW, {"lr": 0.01}),
+    (optim.AdamW, {"amsgrad": True, "maximize": True}),
+    (optim.AdamW, {"lr": torch.tensor(0.01)}),
+    (optim.AdamW, {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.9), torch.tensor(0.99))}),
+    (optim.NAdam, {}),
+    (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
+    (optim.RAdam, {"betas": (0.9, 0.8)}),
+    (optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (optim.Adamax, {"weight_decay": 0.1}),
+    (optim.Adadelta, {"weight_decay": 0.1}),
+    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}),
+    (optim.RMSprop, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    (optim.Rprop, {}),
+    (optim.ASGD, {"t0": 1, "weight_decay": 0.1}),
+]
+NEVER_CUT = [CASES[0]]
+
+
+def name_of(value):
+    return value.__name__ if isinstance(value, type) else ",".join(value)
+
+
+def wild(generator, size, dtype):
+    """Values over many magnitudes, with subnormals, zeros of both signs, infinities and NaNs."""
+    values = torch.randn(size, generator=generator, dtype=torch.float64)
+    values *= 10.0 ** torch.randint(-4, 4, (size,), generator=generator)
+    values[::97] *= torch.finfo(dtype).smallest_normal
+    for offset, special in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
+        values[offset + 11 :: 1009] = special
+    return values.to(dtype)
+
+
+def parameters(sizes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(wild(generator, size, dtype)) for size in sizes]
+
+
+def train(optimizer, steps=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = wild(generator, param.numel(), param.dtype).view_as(param)
+        optimizer.step()
+
+
+def saved(optimizer):
+    """Everything a checkpoint holds, and the weights, to the byte."""
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), [group["params"] for group in optimizer.param_groups]], file)
+    return file.getvalue()
+
+
+def both(make, attach, drive=train):
+    """The same training by the default loop, then with ``attach``; what each leaves behind."""
+    plain = make()
+    drive(plain)
+    attached = make()
+    handle = attach(attached)
+    drive(attached)
+    handle.close()
+    return saved(plain), saved(attached)
+
+
+def check_bits(cls, options, dtype=torch.float32, sizes=SIZES):
+    plain, pieces = both(lambda: cls(parameters(sizes, dtype), **copy.deepcopy(options)), step_in_pieces)
+    assert plain == pieces
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """The sizes of the parameters that were stepped in pieces."""
+    sizes = []
+
+    def cut(param, state, lengths):
+        sizes.append(param.numel())
+        return original(param, state, lengths)
+
+    original = host._cut
+    monkeypatch.setattr(host, "_cut", cut)
+    return sizes
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=name_of)
+def test_pieces_have_the_bits_of_the_default_loop(cls, options, cuts):
+    check_bits(cls, options)
+    expected = [] if (cls, options) in NEVER_CUT else [*SIZES[:3]] * 3  # the first step makes the state
+    assert cuts == ([*SIZES[:3]] * 4 if cls is optim.Adagrad else expected)
+
+
+def test_every_class_that_steps_in_pieces_is_proven():
+    assert {cls for cls, _ in CASES} == host.ELEMENTWISE
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("cls", "options"), [CASES[1], CASES[7], CASES[14], CASES[18]], ids=name_of)
+def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, options, dtype, cuts):
+    check_bits(cls, options, dtype, SIZES[:1])
+    assert cuts == [SIZES[0]] * 3
+
+
+def check_bits_with_threads(threads):
+    torch.set_num_threads(threads)
+    sizes = [threads * size + 1 for size in SIZES[:2]] + [threads * 4 * PIECE]
+    for dtype in (torch.float32, torch.bfloat16):
+        for cls, options in (CASES[1], CASES[7], CASES[14]):
+            check_bits(cls, options, dtype, sizes)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads):
+    # Half precision and NaNs show where a kernel split the work; the number of threads is the process's own.
+    code = f"import test_optimizer; test_optimizer.check_bits_with_threads({threads})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
+def ragged_ends(lengths, threads):
+    """(start, end) of what kernels treat apart: the last elements of each thread's share, short of a whole line."""
+    ends, offset = set(), 0
+    for length in lengths:
+        sharers = min(threads, -(-length // host.GRAIN))
+        share = -(-length // sharers)
+        for start in range(0, length, share):
+            end = min(start + share, length)
+            if (end - start) % host.LINE:
+                ends.add((offset + end - (end - start) % host.LINE, offset + end))
+        offset += length
+    return ends
+
+
+@given(st.integers(1, 1 << 25), st.integers(1, 128), st.sampled_from([1, 1000, SMALL, 1 << 15, PIECE]))
+def test_pieces_end_raggedly_where_the_whole_does(numel, threads, piece):
+    lengths = host._piece_lengths(numel, threads, max(piece, numel // 1000))
+    assert sum(lengths) == numel
+    assert ragged_ends(lengths, threads) == ragged_ends([numel], threads)
+
+
+def test_pieces_do_not_exceed_their_size():
+    assert host._piece_lengths(5 * PIECE + 3, 1, PIECE) == (*[PIECE] * 5, 3)
+    assert host._piece_lengths(6 * PIECE, 2, PIECE) == (2 * PIECE,) * 3
+    assert host._piece_lengths(2 * PIECE + 2 * 40_000 + 2, 2, PIECE) == (PIECE + 39_936, 65, PIECE + 39_936, 65)
+
+
+def small(cls=optim.AdamW, sizes=(8 * SMALL + 5, 3), **options):
+    return cls(parameters(sizes), **options)
+
+
+def in_small_pieces(optimizer):
+    return step_in_pieces(optimizer, SMALL)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+def test_other_classes_of_torch_run_as_they_are(name):
+    optimizer = getattr(optim, name)([nn.Parameter(torch.zeros(4, 4))])
+    assert step_in_pieces(optimizer) is None
+    assert fuse(optimizer) is None
+
+
+def test_a_subclass_runs_as_it_is():
+    class Mine(optim.AdamW):
+        pass
+
+    assert step_in_pieces(small(Mine)) is None
+    assert fuse(small(Mine)) is None
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused", "differentiable"])
+def test_a_group_with_a_flag_of_its_own_runs_as_it_is(flag, cuts):
+    def make():
+        first, second = parameters((8 * SMALL, 8 * SMALL + 1))
+        return optim.SGD([{"params": [first], flag: True}, {"params": [second]}], lr=0.1, momentum=0.9)
+
+    plain, pieces = both(make, in_small_pieces)
+    assert plain == pieces
+    assert cuts == [8 * SMALL + 1] * 3
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_a_flag_set_to_false_asks_for_the_loop(flag, cuts):
+    plain, pieces = both(lambda: small(**{flag: False}), in_small_pieces)
+    assert plain == pieces
+    assert cuts
+
+
+def test_a_differentiable_optimizer_runs_as_it_is(cuts):
+    optimizer = small(optim.SGD, sizes=[8 * SMALL], momentum=0.9, differentiable=True)
+    step_in_pieces(optimizer, SMALL)
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"] = [torch.ones(8 * SMALL)]
+    train(optimizer, 2)
+    assert not cuts
+
+
+def test_groups_keep_options_of_their_own(cuts):
+    def make():
+        first, second = parameters((8 * SMALL, 6 * SMALL))
+        groups = [{"params": [first], "lr": 0.5, "weight_decay": 0.0}, {"params": [second], "betas": (0.5, 0.6)}]
+        return optim.AdamW(groups)
+
+    plain, pieces = both(make, in_small_pieces)
+    assert plain == pieces
+    assert cuts == [8 * SMALL, 6 * SMALL] * 3
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed"])
+def test_a_dense_layout_is_stepped_in_memory_order(layout, cuts):
+    def arrange(tensor):
+        if layout == "transposed":
+            return tensor.view(32, -1).t()
+        return tensor.view(8, 4, 16, 16).contiguous(memory_format=torch.channels_last)
+
+    def make():
+        return optim.AdamW([nn.Parameter(arrange(parameters([8192])[0].detach()))])
+
+    def drive(optimizer):
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            (param,) = optimizer.param_groups[0]["params"]
+            param.grad = arrange(wild(generator, 8192, torch.float32))
+            optimizer.step()
+
+    plain, pieces = both(make, in_small_pieces, drive)
+    assert plain == pieces
+    assert cuts == [8192] * 2
+
+
+def gaps():
+    return nn.Parameter(torch.ones(64, 128)[:, ::2])
+
+
+def other_order():
+    param = nn.Parameter(torch.ones(64, 64))
+    param.grad = torch.arange(4096.0).view(64, 64).t()
+    return param
+
+
+def complex_numbers():
+    return nn.Parameter(torch.ones(4096, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("make_param", [gaps, other_order, complex_numbers])
+def test_what_has_no_common_memory_order_is_left_whole(make_param, cuts):
+    def drive(optimizer):
+        for _ in range(3):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param) if param.grad is None else param.grad * 2
+            optimizer.step()
+
+    plain, pieces = both(lambda: optim.AdamW([make_param()]), in_small_pieces, drive)
+    assert plain == pieces
+    assert not cuts
+
+
+def test_what_is_not_on_the_host_is_left_whole(cuts):
+    optimizer = optim.AdamW([nn.Parameter(torch.empty(8 * SMALL, device="meta"))])
+    step_in_pieces(optimizer, SMALL)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.empty_like(param)
+    optimizer.step()
+    optimizer.step()
+    assert not cuts
+
+
+def test_a_parameter_without_gradient_is_skipped(cuts):
+    def drive(optimizer):
+        train(optimizer, 2)
+        optimizer.param_groups[0]["params"][0].grad = None
+        optimizer.step()
+
+    plain, pieces = both(lambda: small(sizes=(8 * SMALL, 6 * SMALL)), in_small_pieces, drive)
+    assert plain == pieces
+    assert cuts == [8 * SMALL, 6 * SMALL, 6 * SMALL]
+
+
+def test_a_sparse_gradient_is_refused_in_torchs_words():
+    optimizer = small()
+    step_in_pieces(optimizer, SMALL)
+    train(optimizer, 2)
+    before = saved(optimizer)
+    optimizer.param_groups[0]["params"][1].grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        optimizer.step()
+    assert saved(optimizer) == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_step_count_shared_by_two_parameters_counts_as_in_the_loop(order):
+    def drive(optimizer):
+        train(optimizer, 1)
+        first, second = (optimizer.param_groups[0]["params"][i] for i in order)
+        optimizer.state[second]["step"] = optimizer.state[first]["step"]
+        train(optimizer, 3)
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+
+
+def test_state_that_is_no_tensor_is_kept_as_it_is(cuts):
+    def drive(optimizer):
+        train(optimizer, 1)
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["note"] = "mine"
+        train(optimizer, 2)
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+    assert not cuts
+
+
+def test_a_momentum_buffer_is_created_whole_beside_state_of_the_user(cuts):
+    def make():
+        optimizer = small(optim.SGD, sizes=[8 * SMALL], momentum=0.9)
+        (param,) = optimizer.param_groups[0]["params"]
+        optimizer.state[param]["mine"] = torch.zeros(8 * SMALL)
+        return optimizer
+
+    plain, pieces = both(make, in_small_pieces)
+    assert plain == pieces
+    assert cuts == [8 * SMALL] * 3
+
+
+def test_the_closure_runs_once_and_its_loss_is_returned():
+    def drive(optimizer):
+        losses = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = sum((param.nan_to_num(0, 0, 0) ** 2).mean() for param in optimizer.param_groups[0]["params"])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            losses += [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+        optimizer.param_groups[0]["losses"] = losses
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+
+
+def test_a_step_without_closure_returns_none():
+    optimizer = small()
+    step_in_pieces(optimizer, SMALL)
+    assert optimizer.step() is None
+
+
+def test_a_learning_rate_scheduler_works_as_before():
+    def drive(optimizer):
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for seed in range(3):
+            train(optimizer, 1, seed)
+            scheduler.step()
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+
+
+def test_a_grad_scaler_skips_infinite_gradients_as_before(cuts):
+    def drive(optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 2.0):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.full_like(param, factor)
+            scaler.step(optimizer)
+            scaler.update()
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+    assert len(cuts) == 1
+
+
+def test_hooks_of_the_user_see_the_optimizer_as_it_is(cuts):
+    seen = []
+    optimizer = small()
+    (large, _) = optimizer.param_groups[0]["params"]
+
+    def look(stage):
+        def hook(self, args, kwargs):
+            params = self.param_groups[0]["params"]
+            seen.append((stage, self is optimizer, params[0] is large, *args[1:], *kwargs.values()))
+            if stage == "after":
+                assert args[0] is optimizer
+
+        return hook
+
+    optimizer.register_step_pre_hook(look("before"))
+    optimizer.register_step_post_hook(look("after"))
+    step_in_pieces(optimizer, SMALL)
+    train(optimizer, 1)
+    optimizer.step(closure=dict)
+    optimizer.step(list)
+    assert seen == [
+        ("before", True, True),
+        ("after", True, True),
+        ("before", True, True, dict),
+        ("after", True, True, dict),
+        ("before", True, True, list),
+        ("after", True, True, list),
+    ]
+    assert len(cuts) == 2
+
+
+def test_a_pre_hook_registered_later_may_change_the_gradients():
+    def drive(optimizer):
+        def halve(optimizer, args, kwargs):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = param.grad / 2
+
+        optimizer.register_step_pre_hook(halve)
+        train(optimizer)
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+
+
+def test_hooks_on_parameters_do_not_fire_in_a_step():
+    optimizer = small()
+    fired = []
+    for param in optimizer.param_groups[0]["params"]:
+        param.register_hook(fired.append)
+        param.register_post_accumulate_grad_hook(fired.append)
+    step_in_pieces(optimizer, SMALL)
+    train(optimizer)
+    assert fired == []
+
+
+def test_autograd_sees_that_a_step_changed_a_weight():
+    optimizer = small(sizes=[8 * SMALL])
+    (param,) = optimizer.param_groups[0]["params"]
+    step_in_pieces(optimizer, SMALL)
+    train(optimizer, 1)
+    loss = (param * param).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_checkpoint_crosses_over_in_the_middle(cuts):
+    def drive(optimizer):
+        train(optimizer, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        train(optimizer, 1)
+        optimizer.load_state_dict(state)
+        train(optimizer, 2)
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+    assert len(cuts) == 4
+
+
+def test_a_group_added_later_is_stepped_in_pieces_too(cuts):
+    def drive(optimizer):
+        train(optimizer, 2)
+        optimizer.add_param_group({"params": parameters([6 * SMALL]), "lr": 0.5})
+        train(optimizer, 2)
+
+    plain, pieces = both(small, in_small_pieces, drive)
+    assert plain == pieces
+    assert cuts == [8 * SMALL + 5] * 3 + [6 * SMALL]
+
+
+@pytest.mark.parametrize("attach", [in_small_pieces, fuse])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_the_optimizer_is_plain(attach, copied, cuts):
+    optimizer = small()
+    attach(optimizer)
+    train(optimizer, 2)
+    cuts.clear()
+    twin = copied(optimizer)
+    train(twin, 2)
+    assert not cuts
+    assert list(twin.__dict__) == list(copied(small()).__dict__)
+
+
+@pytest.mark.parametrize("attach", [in_small_pieces, fuse])
+def test_close_leaves_the_optimizer_as_it_was(attach):
+    optimizer = small()
+    before = {name: copy.copy(value) for name, value in optimizer.__dict__.items()}
+    handle = attach(optimizer)
+    handle.close()
+    handle.close()
+    assert optimizer.__dict__ == before
+
+
+def test_attaching_twice_changes_nothing():
+    def twice(optimizer):
+        in_small_pieces(optimizer)
+        return in_small_pieces(optimizer)
+
+    plain, pieces = both(small, twice)
+    assert plain == pieces
+
+
+def test_an_exception_in_a_step_leaves_nothing_of_the_pieces_behind(monkeypatch, cuts):
+    optimizer = small()
+    params = optimizer.param_groups[0]["params"]
+    shapes = [{key: value.shape for key, value in state.items()} for state in optimizer.state.values()]
+    step_in_pieces(optimizer, SMALL)
+    train(optimizer, 2)
+    shapes = [{key: value.shape for key, value in state.items()} for state in optimizer.state.values()]
+    options = optimizer.param_groups[0]
+    options["eps"] = "not a number"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    options["eps"] = 1e-8
+    assert optimizer.param_groups == [options]
+    assert options["params"] is params
+    assert list(optimizer.state) == params
+    assert shapes == [{key: value.shape for key, value in state.items()} for state in optimizer.state.values()]
+    train(optimizer, 1)
+    assert len(cuts) == 3
+
+
+FUSED_CASES = [
+    (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {"lr": torch.tensor(0.01)}),
+    (optim.Adagrad, {}),
+]
+
+
+def train_fused_by_hand(optimizer):
+    """What ``fuse`` stands for: the first step, which makes the state, in the loop; the others fused."""
+    fused_from = 0 if isinstance(optimizer, optim.Adagrad) else 1
+    for seed in range(4):
+        for group in optimizer.param_groups:
+            group["fused"] = seed >= fused_from
+        train(optimizer, 1, seed)
+    for group in optimizer.param_groups:
+        group["fused"] = None
+
+
+def train_by_seeds(optimizer):
+    for seed in range(4):
+        train(optimizer, 1, seed)
+
+
+@pytest.mark.parametrize(("cls", "options"), FUSED_CASES, ids=name_of)
+def test_fuse_has_the_bits_of_the_fused_kernels_and_leaves_no_trace(cls, options):
+    by_hand = small(cls, **copy.deepcopy(options))
+    train_fused_by_hand(by_hand)
+    fused = small(cls, **copy.deepcopy(options))
+    handle = fuse(fused)
+    train_by_seeds(fused)
+    handle.close()
+    assert saved(fused) == saved(by_hand)
+
+
+def test_every_class_that_is_fused_is_proven():
+    assert {cls for cls, _ in FUSED_CASES} == host.FUSED
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": False}, {"foreach": True}])
+def test_fuse_leaves_groups_alone_that_chose(options):
+    plain, attached = both(lambda: small(**options), fuse)
+    assert plain == attached
+
+
+@pytest.mark.parametrize("make_param", [gaps, other_order, complex_numbers])
+def test_fuse_leaves_alone_what_the_kernels_would_misread(make_param):
+    def drive(optimizer):
+        for _ in range(3):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param) if param.grad is None else param.grad * 2
+            optimizer.step()
+
+    plain, attached = both(lambda: optim.AdamW([make_param()]), fuse, drive)
+    assert plain == attached
+
+
+def test_fuse_takes_on_a_parameter_whose_first_gradient_comes_late():
+    optimizer = small(optim.SGD, sizes=(9, 8), momentum=0.9)
+    fuse(optimizer)
+    first, second = optimizer.param_groups[0]["params"]
+    first.grad = torch.ones(9)
+    optimizer.step()
+    second.grad = torch.ones(8)
+    optimizer.step()
+    assert [list(optimizer.state[param]) for param in (first, second)] == [["momentum_buffer"]] * 2
+    assert optimizer.state[second]["momentum_buffer"].tolist() == [1.0] * 8
