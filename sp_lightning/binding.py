@@ -23,6 +23,8 @@ from .parameters import stand_in, true_data
 from .store import UnitStore
 from .units import Slot
 
+_hooks = torch._C._autograd
+
 
 class Binding:
     """What stands in for one unit's parameters, and where."""
@@ -81,8 +83,10 @@ class Binding:
         """The stand-ins' version counters."""
         return [output._version for output in self.outputs]
 
-    def collect_writes(self) -> None:
-        """Takes down what model code wrote (Rule 4)."""
+    def collect_writes(self, replayed: Sequence[int] = ()) -> None:
+        """Takes down what model code wrote (Rule 4); what it wrote again in a recomputation is there already."""
+        for index in replayed:
+            self._replay(index)
         versions = self.versions()
         if versions == self._versions and not self.taken[0]:
             return
@@ -94,6 +98,12 @@ class Binding:
                 self._write_back_if_differs(index)
         self._versions = versions
         self.taken[0] = False
+
+    def _replay(self, index: int) -> None:
+        """A weight is what it was after the first write: a recomputation may have stopped before it came to that."""
+        field = self.store.layout.fields[index]
+        self.store.layout.view(self.store.storage, field).copy_(true_data(self.store.params[index]))
+        _hooks._unsafe_set_version_counter((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
         """Whether somebody but us refers to the device bytes (Rule 5)."""

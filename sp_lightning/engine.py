@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from . import reads
-from .activations import Offload, OnHost, Recompute, SavedTensors, Written, tensors_in
+from .activations import SavedTensors, tensors_in
 from .binding import Binding
 from .config import Options
 from .device import Device
 from .gradients import Downlink, Gradients
+from .offload import Offload, OnHost
+from .recompute import Recompute, Written
 from .schedule import Schedule
 from .store import Residency, UnitStore
 from .telemetry import Counters
@@ -74,8 +76,8 @@ class Engine:
         self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
-        self.recompute = Recompute(device)
         self.written = Written()
+        self.recompute = Recompute(device, self.written)
         self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
         streamed = [unit for unit in self.units if not unit.unit.resident]
         window, transfer = _sizes(options, [unit.store.layout.nbytes for unit in streamed], device)
@@ -89,6 +91,7 @@ class Engine:
         self._kind: Any = None
         self._last: StreamedUnit | None = None  # the unit required last
         self._listening = False
+        self._told = False
         self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
@@ -132,7 +135,8 @@ class Engine:
         self._scopes = max(0, self._scopes - 1)
         if not self._scopes:
             self.offload.finish()
-            self._ignore()
+            if not torch.is_grad_enabled():
+                self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
             self.settle()
 
     def settle(self) -> None:
@@ -154,7 +158,18 @@ class Engine:
     @property
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins."""
-        return self._listening and not self.optimizing
+        return (self._scopes > 0 or self._backward) and not self.optimizing
+
+    def read_on_host(self, parameter: Tensor) -> None:
+        """Said once: of all that streaming does, only this can cost bits."""
+        if not self._told and not self.optimizing:
+            self._told = True
+            unit = self._by_parameter[id(parameter)]
+            log.info(
+                "superpipeline: %s was read on the host; if a loss depends on that, its gradient is summed in another "
+                "order and equals the plain run's to rounding. Inside the step such a read costs nothing",
+                unit.store.names[unit.store.index_of[id(parameter)]],
+            )
 
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
@@ -198,7 +213,7 @@ class Engine:
         self._open.append(unit)
         self._hooked.append(hook)
         if hook:
-            self.saved.push()
+            self.saved.push(unit.name)
 
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
@@ -208,14 +223,14 @@ class Engine:
                 self.saved.pop()
             unit.visits -= 1
             if not unit.visits:
-                unit.binding.collect_writes()
+                unit.binding.collect_writes(self._replayed(unit))
                 unit.binding.unbind()
 
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward of a unit's root that autograd records: as the ``activations`` option says."""
         saved: list[OnHost] = []
         if self.options.activations == "recompute":
-            output = self.recompute.run(call, root, self.written, args, kwargs)
+            output = self.recompute.run(call, unit.name, root, args, kwargs)
         elif self.options.activations == "offload" and not self._open and not _in_backward():
             self.offload.begin()
             try:
@@ -238,12 +253,15 @@ class Engine:
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
 
+    def _replayed(self, unit: StreamedUnit) -> list[int]:
+        """The weights that a forward which runs again writes once more."""
+        return [index for store, index in self.written.restored if store is unit.store]
+
     def _restore(self, unit: StreamedUnit) -> None:
         """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
-                view = store.layout.view(store.storage, store.layout.fields[index])
-                view.copy_(before)
+                store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
         """Model code wrote a weight whose host copy is still what it was."""

@@ -42,6 +42,9 @@ class Keeper(Protocol):
     def suspect(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written."""
 
+    def read_on_host(self, parameter: Tensor) -> None:
+        """Something was computed from a host parameter itself."""
+
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
         """Model code wrote a weight whose host copy is still what it was."""
 

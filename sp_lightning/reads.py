@@ -5,7 +5,9 @@
    way of gradients.
 2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
    other host tensors, and while an optimizer steps: that is about the host parameter.
-3. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
+3. Between a forward and its backward such a read is the user's, and on the host; it is reported: if the loss depends on
+   it, gradients from the host and from the device are summed there, in another order.
+4. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
    mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run other kernels.
 """
 
@@ -58,6 +60,7 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             return func(*args, **kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
         if not hosts:
+            _report(args, kwargs)
             return func(*args, **kwargs)
         if _writes(func, args, kwargs):
             for host in hosts:
@@ -68,6 +71,14 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         with contextlib.ExitStack() as visits:
             stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
             return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+
+
+def _report(args: Any, kwargs: Any) -> None:
+    """Rule 3."""
+    if torch.is_grad_enabled():
+        for value in _flat(args, kwargs):
+            if type(value) is HostParameter and value.requires_grad:
+                keeper_of(value).read_on_host(value)
 
 
 def _about_host(args: Any, kwargs: Any, device: torch.device) -> bool:

@@ -6,20 +6,49 @@ test_unusual_use.py, and references that outlive a visit are in test_kept_refere
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import warnings
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
+import torchmetrics
+from side_by_side import blocks, check, inputs, on_each_device, sgd, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
 import parity
 import sp_lightning
-from side_by_side import assert_plain, blocks, check, inputs, on_each_device, sgd, squares, training
+
+
+def fit(make, strategy, device, ckpt_path=None, **options):
+    """The module after a short fit, plain if there is no strategy; with the list `losses` for it to fill."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    torch.manual_seed(0)
+    module = make()
+    module.losses = []
+    batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(4)], batch_size=None)
+    make_trainer(strategy, device, **options).fit(module, batches, ckpt_path=ckpt_path)
+    return module
+
+
+def make_trainer(strategy, device, **options):
+    """A quiet Trainer, of the plain strategy if there is none."""
+    return L.Trainer(
+        strategy=strategy or parity.plain_strategy(device.type),
+        accelerator=device.type,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_steps": 4} | options),
+    )
+
 
 # --- Saved-tensor hooks and recomputation
 
@@ -51,7 +80,8 @@ def test_saved_tensor_hooks_of_the_user_see_what_they_see_in_the_plain_run(devic
         for x in inputs(device):
             packed, unpacked = [], []
             with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: packed.append(tuple(t.shape)) or t.cpu(), lambda t: unpacked.append(tuple(t.shape)) or t.to(device)
+                lambda t: packed.append(tuple(t.shape)) or t.cpu(),
+                lambda t: unpacked.append(tuple(t.shape)) or t.to(device),
             ):
                 loss = squares(net, x)
             loss.backward()
@@ -382,22 +412,504 @@ def test_a_regulariser_on_the_host_is_equal_to_rounding_with_one_log_line(device
     assert sum("read on the host" in message for message in caplog.messages) == 1
 
 
-def fit(make, strategy, device, **options):
-    """The module after a short fit, plain if there is no strategy; with the list `losses` for it to fill."""
-    if device.type == "simgpu":
-        import simgpu.lightning  # noqa: F401
-    torch.manual_seed(0)
-    module = make()
-    module.losses = []
-    trainer = L.Trainer(
-        strategy=strategy or parity.plain_strategy(device.type),
-        accelerator=device.type,
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_steps": 4} | options),
-    )
-    trainer.fit(module, torch.utils.data.DataLoader([models.vectors(i) for i in range(4)], batch_size=None))
-    return module
+# --- Where things are
+
+
+class Located(L.LightningModule):
+    """Makes tensors where it thinks it is, in all the ways that people write."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = models.stack_of(models.NormedBatchBlock)()
+        self.metric = torchmetrics.MeanMetric()
+        self.register_buffer("shift", torch.full((models.FEATURES,), 0.1))
+
+    def training_step(self, batch, batch_index):
+        x = batch[0] - self.shift + torch.ones(models.FEATURES, device=self.device)
+        x = x * torch.full_like(x, 2.0, device=next(self.parameters()).device)
+        x = x + torch.arange(models.FEATURES).to(self.net.blocks[0].linear.weight.device)
+        loss = squares(self.net, x)
+        self.log("seen", self.metric(x.mean()))
+        self.losses.append((loss.item(), self.metric.compute().item()))
+        self.devices = {self.device, self.shift.device, self.metric.mean_value.device, x.device}
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+@on_each_device
+def test_buffers_metrics_and_tensors_made_where_the_module_says_it_is_are_on_the_device(device):
+    plain = fit(Located, None, device)
+    streamed = fit(Located, sp_lightning.SuperpipelineStrategy(window=1, device=device), device)
+    assert streamed.losses == plain.losses
+    assert streamed.devices == {device}
+    assert streamed.device.type == "cpu" and {b.device.type for b in streamed.buffers()} == {"cpu"}
+
+
+@on_each_device
+def test_tensors_made_where_a_transformers_model_says_it_is(device):
+    pytest.importorskip("transformers")
+
+    def run(net, device):
+        def double(layer, args):
+            return (args[0] * torch.full((), 2.0, device=net.device, dtype=net.dtype), *args[1:])
+
+        net.model.layers[1].register_forward_pre_hook(double)
+        logits = net(models.tokens(0)["input_ids"].to(device)).logits
+        logits.square().mean().backward()
+        yield logits
+
+    check(models.checkpointing_llama(False), run, device)
+
+
+@on_each_device
+def test_a_batch_on_the_host_moves_with_the_call(device):
+    net, x = blocks(), models.vectors(0)[0]
+    with sp_lightning.stream(net, device, window=1):
+        output = net(x)
+        hidden = net.blocks[0](net.stem(x))
+    assert output.device == device and hidden.device == device
+    assert torch.equal(output.cpu(), net.to(device)(x.to(device)).cpu())
+
+
+# --- Compiled code
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_blocks(backend, when):
+    def compiled(net):
+        for block in net.blocks:
+            block.compile(backend=backend)
+        return net
+
+    def run(net, device):
+        if when == "after":
+            compiled(net)
+        yield from training()(net, device)
+
+    torch.compiler.reset()
+    check(lambda: compiled(blocks()) if when == "before" else blocks(), run, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model(backend):
+    torch.compiler.reset()
+    check(lambda: torch.compile(blocks(), backend=backend), training(), torch.device("cpu"))
+    check(blocks, lambda net, device: training()(torch.compile(net, backend=backend), device), torch.device("cpu"))
+
+
+# --- Weights that the user writes between steps
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "write", ["data_clamp", "data_item", "in_place", "new_data", "load", "ema", "detached", "numpy"]
+)
+@pytest.mark.parametrize("window", [1, 6])
+def test_writes_to_weights_between_steps_are_seen_at_the_next_visit(device, write, window):
+    def between(net):
+        for p in net.parameters():
+            WRITES[write](p)
+        if write == "load":
+            net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+
+    if write == "numpy" and device.type == "simgpu":
+        between = host_only(between)
+    check(blocks, training(between=between), device, window=window)
+
+
+def host_only(between):
+    """What plain code has to do where numpy cannot look: move there and back."""
+
+    def moving(net):
+        moved = next(net.parameters()).device
+        if moved.type == "cpu":
+            between(net)
+        else:
+            net.cpu()
+            between(net)
+            net.to(moved)
+
+    return moving
+
+
+@torch.no_grad()
+def in_place(p):
+    p.mul_(0.5).clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def average(p):
+    p.lerp_(torch.ones_like(p), 0.1)
+
+
+WRITES = {
+    "data_clamp": lambda p: p.data.clamp_(-0.05, 0.05),
+    "data_item": lambda p: p.data.view(-1).__setitem__(0, 0.25),
+    "in_place": in_place,
+    "new_data": lambda p: setattr(p, "data", p.data.clone() * 0.5),
+    "load": lambda p: None,
+    "ema": average,
+    "detached": lambda p: p.detach().mul_(0.5),
+    "numpy": lambda p: p.detach().numpy().__imul__(0.5),
+}
+
+
+class Critic(L.LightningModule):
+    """Clamps its weights through ``.data`` ahead of each batch, as a WGAN's critic."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = blocks()
+
+    def training_step(self, batch, batch_index):
+        loss = squares(self.net, batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *_):
+        for p in self.net.parameters():
+            p.data.clamp_(-0.05 / (1 + len(self.losses)), 0.05)
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+@on_each_device
+@pytest.mark.parametrize("window", [1, 6])
+def test_a_clamp_through_data_under_autocast_between_accumulated_batches(device, window):
+    options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    plain = fit(Critic, None, device, **options)
+    streamed = fit(Critic, sp_lightning.SuperpipelineStrategy(window=window, device=device), device, **options)
+    assert streamed.losses == plain.losses
+    assert_equal_parameters(streamed, plain)
+
+
+def assert_equal_parameters(one, other):
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.cpu(), q.cpu()), name
+
+
+@on_each_device
+def test_units_that_stay_resident_over_the_optimizers_step_are_refilled(device):
+    stats = check(blocks, training(steps=3), device, window=6)
+    assert stats["fetches"] == 3 * len(units_of(blocks, device))
+
+
+def units_of(make, device):
+    with sp_lightning.stream(make(), device) as handle:
+        return handle.units
+
+
+# --- Weights that the model writes
+
+
+@on_each_device
+@pytest.mark.parametrize("block", [models.RescalingBlock, models.DataRescalingBlock])
+def test_weights_that_forward_writes_go_back_to_the_host_and_are_counted(device, block):
+    stats = check(models.stack_of(block, 3), training(), device)
+    assert stats["writebacks"] == 3 * 3
+    assert stats["bytes_written_back"] == 9 * models.WIDTH**2 * 4
+
+
+@on_each_device
+def test_an_embedding_that_rescales_its_rows(device):
+    def run(net, device):
+        for index in range(3):
+            net(models.tokens(index)["input_ids"].to(device)).square().mean().backward()
+            yield [p.grad for p in net.parameters()]
+
+    assert check(lambda: models.TokenStack(max_norm=1.0), run, device)["writebacks"] > 0
+
+
+# --- What the strategy must not leave to its base class
+
+
+class Adamw(Critic):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+    def on_train_batch_end(self, *_):
+        self.kept = {value.device for state in self.optimizers().state.values() for value in state.values()}
+
+
+@on_each_device
+def test_optimizer_state_is_on_the_host_also_after_a_resume(device, tmp_path):
+    def strategy():
+        return sp_lightning.SuperpipelineStrategy(window=1, device=device)
+
+    class Saving(Adamw):
+        def on_train_end(self):
+            self.trainer.save_checkpoint(tmp_path / "model.ckpt")
+
+    fit(Saving, strategy(), device, max_steps=2)
+    module = Adamw()
+    module = fit(lambda: module, strategy(), device, max_steps=4, ckpt_path=tmp_path / "model.ckpt")
+    assert module.kept == {torch.device("cpu")} and len(module.losses) == 2
+
+
+@on_each_device
+def test_modules_made_under_the_trainer_are_made_on_the_host(device):
+    trainer = make_trainer(sp_lightning.SuperpipelineStrategy(device=device), device)
+    with trainer.init_module():
+        assert torch.empty(1).device.type == "cpu"
+
+
+@on_each_device
+@pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_flags_of_optimizers_are_the_users_and_the_state_has_nothing_else(device, flags):
+    def state(streamed):
+        torch.manual_seed(0)
+        net = blocks()
+        optimizer = torch.optim.AdamW(net.parameters(), **flags)
+        plain = optimizer.state_dict()["param_groups"]
+        with sp_lightning.stream(net, device, window=1) if streamed else contextlib.nullcontext():
+            for x in inputs(device if streamed else torch.device("cpu")):
+                squares(net, x).backward()
+                optimizer.step()
+        assert optimizer.state_dict()["param_groups"] == plain
+        return optimizer.state_dict()["state"], list(net.parameters())
+
+    streamed, plain = state(True), state(False)
+    for ours, theirs in zip(
+        torch.utils._pytree.tree_leaves(streamed), torch.utils._pytree.tree_leaves(plain), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+# --- Host memory and streams
+
+
+@pytest.mark.simgpu
+def test_page_locked_memory_is_not_rounded_up():
+    import simgpu
+
+    before, net = simgpu.pinned_bytes()[0], blocks()
+    with sp_lightning.stream(net, torch.device("simgpu", 0), window=1) as handle:
+        exact = sum(unit.nbytes for unit in handle.units)
+        assert handle.stats()["host_bytes"] == exact
+        assert simgpu.pinned_bytes()[0] - before == exact
+
+
+@pytest.mark.simgpu
+def test_where_no_memory_can_be_page_locked_the_run_goes_on_and_says_so(monkeypatch, caplog):
+    empty = torch.empty
+
+    def refusing(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("cannot page-lock memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    check(blocks, training(), torch.device("simgpu", 0))
+    assert sum("page-locked" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("slow", ["copies", "kernels"])
+def test_memory_is_not_given_away_while_it_is_read_whoever_is_slow(window, slow):
+    import simgpu
+
+    def run(net, device):
+        if slow == "copies":
+            simgpu.config.h2d_us = simgpu.config.d2h_us = 300
+        else:
+            simgpu.config.compute_us = 100
+        yield from training()(net, device)
+
+    check(blocks, run, torch.device("simgpu", 0), window=window)
+    assert simgpu.races() == []
+
+
+# --- Neighbours and precision
+
+
+def test_transformers_and_torchvision_import_together():
+    pytest.importorskip("torchvision")
+    transformers = pytest.importorskip("transformers")
+    assert transformers.LlamaForCausalLM and transformers.CLIPModel
+
+
+@on_each_device
+def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(device):
+    def run(net, device):
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2)
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device, 5)):
+            optimizer.zero_grad()
+            scaler.scale(squares(net, x) * (1e38 if index == 2 else 1)).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=False)
+            scaler.step(optimizer)
+            scaler.update()
+            yield norm, scaler.get_scale(), [p.grad for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("training_mode", [True, False])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_device_weight_requires_grad_as_its_host_parameter_does(device, training_mode, context):
+    def run(net, device):
+        net.train(training_mode)
+        seen = []
+        for block in net.blocks:
+            block.register_forward_hook(lambda block, *_: seen.append([p.requires_grad for p in block.parameters()]))
+        with context():
+            yield [net(x) for x in inputs(device)], seen
+
+    check(models.stack_of(models.AdaptedBlock), run, device)
+
+
+# --- Parameters that appear, vanish or move
+
+
+def parametrized(net):
+    for block in net.blocks:
+        nn.utils.parametrizations.weight_norm(block.up)
+        nn.utils.parametrizations.orthogonal(block.down, use_trivialization=False)
+    return net
+
+
+def weight_normed(net):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for block in net.blocks:
+            nn.utils.weight_norm(block.up)
+    return net
+
+
+class Adapter(nn.Module):
+    """A low-rank path beside a frozen layer, put in its place, as peft does it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.shrink = nn.Linear(base.in_features, 2, bias=False)
+        self.grow = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.grow(self.shrink(x))
+
+
+def adapted(net):
+    torch.manual_seed(5)
+    for block in net.blocks:
+        adapter = Adapter(block.up)
+        block.up = adapter
+        adapter.shrink.to(block.norm.weight.device), adapter.grow.to(block.norm.weight.device)
+    return net
+
+
+def pruned(net):
+    del net.blocks[2]
+    net.blocks[0].up = nn.Identity()
+    net.blocks[0].down = nn.Identity()
+    return net
+
+
+def unnormed(net):
+    for block in net.blocks:
+        nn.utils.remove_weight_norm(block.up)
+    return net
+
+
+@on_each_device
+@pytest.mark.parametrize("change", [parametrized, weight_normed, adapted, pruned])
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_parameters_that_appear_vanish_or_move(device, change, when):
+    def run(net, device):
+        if when == "between":
+            yield from training(steps=2)(net, device)
+        if when != "before":
+            change(net)
+        yield from training(steps=2)(net, device)
+        yield [name for name, _ in net.named_parameters()]
+
+    check(lambda: change(blocks()) if when == "before" else blocks(), run, device)
+
+
+@on_each_device
+def test_weight_norm_that_is_removed_between_steps(device):
+    def run(net, device):
+        yield from training(steps=2)(net, device)
+        yield from training(steps=2)(unnormed(net), device)
+
+    check(lambda: weight_normed(blocks()), run, device)
+
+
+# --- Shapes of models
+
+
+ENTERED = {
+    "nested lists with None": models.NestedStack,
+    "children only": lambda: models.ChildrenOnlyStack(models.Block() for _ in range(4)),
+    "another method": lambda: models.EncodingStack(models.EncodingBlock() for _ in range(4)),
+    "no list": models.NamedStages,
+    "one layer": lambda: nn.Linear(models.FEATURES, models.CLASSES),
+    "sequential": lambda: nn.Sequential(*(nn.Linear(models.FEATURES, models.FEATURES) for _ in range(5))),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("shape", ENTERED)
+def test_whatever_part_of_a_unit_is_entered_makes_it_resident(device, shape):
+    check(ENTERED[shape], training(), device)
+
+
+# --- Modules that keep or read weights in other ways
+
+
+@on_each_device
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_recurrent_layers_keep_their_weights_twice(device, kind, mode):
+    class Recurrent(models.Stack):
+        def run(self, x):
+            for block in self.blocks:
+                x = block(x)[0]
+            return x
+
+    def run(net, device):
+        getattr(net, mode)()
+        for index in range(2):
+            net(models.sequences(index)[0].to(device)).square().mean().backward()
+            yield [p.grad for p in net.parameters()]
+
+    check(lambda: Recurrent(kind(models.WIDTH, models.WIDTH, batch_first=True) for _ in range(3)), run, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):
+    def make():
+        layer = nn.TransformerEncoderLayer(models.FEATURES, 2, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 3)
+
+    def run(net, device):
+        mask = torch.arange(models.LENGTH).expand(models.BATCH, -1) >= torch.tensor([[8], [5], [3], [1]])
+        net.eval()
+        with context():
+            for index in range(2):
+                yield net(
+                    models.sequences(index)[0].to(device), src_key_padding_mask=mask.to(device) if padding else None
+                )
+
+    check(make, run, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_the_evaluation_fast_path_of_multihead_attention(device, need_weights):
+    def run(net, device):
+        net.eval()
+        x = models.sequences(0)[0].to(device)
+        with torch.no_grad():
+            yield net(x, x, x, need_weights=need_weights)
+
+    check(lambda: nn.MultiheadAttention(models.FEATURES, 2, batch_first=True), run, device)

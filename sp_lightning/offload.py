@@ -1,0 +1,142 @@
+"""``activations="offload"``: what autograd saved inside a unit waits on the host for its backward.
+
+1. Each tensor goes down once, however often it was saved, and comes back once, to an address of the same alignment:
+   kernels are chosen by it.
+2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early, its
+   memory would be given away while it is read.
+3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels that
+   may still use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import Device
+from .layout import ALIGNMENT, aligned
+from .telemetry import Counters
+
+
+@dataclass(eq=False)
+class OnHost:
+    """A saved tensor on the host: the bytes that it spans, and how it looked."""
+
+    like: Tensor  # on the meta device
+    first: int  # byte of an aligned block at which it begins
+    host: Tensor
+    arrived: Any  # on the host, recorded on the down stream; a way up that begins earlier carries old bytes
+    uses: int = 1
+    pending: int = 0  # unpackings until the device copy can go
+    device: Tensor | None = field(default=None)
+    ready: Any = None
+
+
+class Offload:
+    """Moves what units save to the host and back (Rule 5)."""
+
+    def __init__(self, device: Device, counters: Counters) -> None:
+        self.device = device
+        self.counters = counters
+        self.active = False  # whether what is saved now belongs to a unit as a whole
+        self._visit: dict[Any, OnHost] = {}  # what the unit under way saved
+        self._leaving: list[tuple[Tensor, Any]] = []  # its device tensors, kept until their copies are done
+        self._left: list[tuple[Tensor, Any]] = []  # those of the unit before
+
+    def begin(self) -> None:
+        """A unit's forward begins."""
+        self.active = True
+
+    def end(self) -> list[OnHost]:
+        """It ends; what the one before saved may go once the caller's stream waited for its copies."""
+        self.active = False
+        self.let_go()
+        self._left, self._leaving = self._leaving, []
+        saved = list(self._visit.values())
+        self._visit = {}
+        return saved
+
+    def let_go(self) -> None:
+        """Drops device tensors whose copies the caller's stream now waits for."""
+        for _tensor, arrived in self._left:
+            self.device.compute.wait_event(arrived)
+        self._left = []
+
+    def finish(self) -> None:
+        """Nothing more is saved: all of them."""
+        self.active = False
+        self._left += self._leaving
+        self._leaving, self._visit = [], {}
+        self.let_go()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Starts the way down; small and foreign tensors stay as they are."""
+        if not self.active or tensor.device != self.device.torch_device or tensor.layout is not torch.strided:
+            return tensor
+        span = _span(tensor)
+        if span.numel() * span.element_size() < ALIGNMENT:
+            return tensor
+        key = (span.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        saved = self._visit.get(key)
+        if saved is None:
+            saved = self._visit[key] = self._send(tensor, span)
+        else:
+            saved.uses += 1
+        return saved
+
+    def _send(self, tensor: Tensor, span: Tensor) -> OnHost:
+        nbytes = span.numel() * span.element_size()
+        host = torch.empty(0, dtype=span.dtype).set_(  # type: ignore[call-overload]
+            self.device.host_bytes(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
+        )
+        down = self.device.down
+        down.wait_event(self.device.compute.record_event())
+        with down, torch.no_grad():
+            host.copy_(span, non_blocking=True)
+            arrived = down.record_event()
+        self._leaving.append((tensor, arrived))
+        self.counters.bytes_offloaded += nbytes
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return OnHost(like, span.data_ptr() % ALIGNMENT, host, arrived)
+
+    def fetch(self, saved: OnHost) -> None:
+        """Starts the way back."""
+        if saved.device is not None:
+            return
+        size = saved.host.element_size()
+        room = torch.empty(ALIGNMENT + aligned(saved.host.numel() * size), dtype=torch.uint8, device=self.device.torch_device)
+        offset = (saved.first - room.data_ptr()) % ALIGNMENT
+        storage = room.untyped_storage()
+        empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
+        span = empty.set_(storage, offset // size, saved.host.shape, (1,))  # type: ignore[call-overload]
+        up = self.device.up
+        up.wait_event(saved.arrived)
+        up.wait_event(self.device.compute.record_event())  # whose memory it was
+        with up, torch.no_grad():
+            span.copy_(saved.host, non_blocking=True)
+            saved.ready = up.record_event()
+        self.counters.bytes_brought_back += saved.host.numel() * size
+        saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())  # type: ignore[call-overload]
+        saved.pending = saved.uses
+
+    def unpack(self, saved: OnHost) -> Tensor:
+        """The tensor as it was; the caller's stream is ordered after its bytes."""
+        self.fetch(saved)
+        tensor = saved.device
+        assert tensor is not None
+        self.device.compute.wait_event(saved.ready)
+        saved.pending -= 1
+        if not saved.pending:
+            saved.device = None
+        return tensor
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last, as one row."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), (length,), (1,))  # type: ignore[call-overload]

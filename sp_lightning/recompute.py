@@ -1,0 +1,220 @@
+"""``activations="recompute"``: a unit's forward keeps its inputs only, and runs once more in backward.
+
+It is torch's own non-reentrant checkpoint, which keeps torch's random state and autocast. Beyond it, so that the second
+run is the first one and leaves no trace:
+
+1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
+   is: buffers, plain attributes, lists and dicts that modules keep, objects that were passed (a cache, say), Python's and
+   NumPy's random states, weights that the unit writes itself.
+2. Tensors are not copied, except buffers and weights that were written: what forward changes in place inside of tensors
+   that were passed to it can not be taken back, and is an error.
+3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it saves
+   other tensors than the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .activations import tensors_in
+from .device import Device
+from .errors import ExactnessError
+
+Call = Callable[..., Any]
+# What forward does not change, or what is kept in another way, of a module's attributes.
+_FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+
+
+class Recompute:
+    """Runs forwards so that they can run again."""
+
+    def __init__(self, device: Device, written: Written) -> None:
+        self._anchor = torch.empty(0, device=device.torch_device)  # tells the checkpoint whose random state to keep
+        self._written = written
+
+    def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``call(*args, **kwargs)`` now, and once more when backward needs what it saves."""
+        before = _Before(root, args, kwargs, self._written)
+        first = True
+        passed = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in passed]
+
+        def forward(_anchor: Tensor) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                return call(*args, **kwargs)
+            again, again_kwargs = before.arguments()
+            return call(*again, **again_kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            return self._written.recording(before.weights), before
+
+        output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
+        if versions != [tensor._version for tensor in passed]:
+            raise ExactnessError(
+                f"{name} changes a tensor that is passed to it in place, so its forward can not run again; "
+                "use activations='keep' or 'offload'"
+            )
+        return output
+
+
+class Written:
+    """Which weights model code wrote, and what they were before: passed on to the call under which it did."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[Any, Tensor]] = []
+        self.restored: dict[Any, Tensor] = {}  # what the weights were, for a call that runs again
+
+    @contextlib.contextmanager
+    def recording(self, record: dict[Any, Tensor]) -> Iterator[None]:
+        """What is reported within goes into ``record``."""
+        self._records.append(record)
+        try:
+            yield
+        finally:
+            self._records.pop()
+
+    def report(self, key: Any, before: Tensor) -> None:
+        """A weight was written; ``before`` is its host copy, not yet overwritten."""
+        if self._records:
+            self._records[-1].setdefault(key, before.clone())
+
+
+class _Before:
+    """All that Rule 1 names, as it was; as a context, any number of times, the world in which forward runs again."""
+
+    def __init__(self, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
+        self._written = written
+        self._arguments = _copied((args, kwargs), {})
+        self.weights: dict[Any, Tensor] = {}
+        self._random = _random_states()
+        self._modules = [(module, _attributes(module)) for module in root.modules()]
+        self._buffers = [
+            (module._buffers, name, buffer.detach().clone())
+            for module, _ in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._now: list[Callable[[], None]] = []
+
+    def arguments(self) -> Any:
+        """The arguments of the first run, for another one to change."""
+        return _copied(self._arguments, {})
+
+    def __enter__(self) -> None:
+        self._now = [self._back_to_now()]
+        _set_random_states(self._random)
+        for module, attributes in self._modules:
+            _set_attributes(module, _copied(attributes, {}))
+        for place, name, before in self._buffers:
+            place[name] = before.clone()
+        self._written.restored = self.weights
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._now.pop()()
+
+    def _back_to_now(self) -> Callable[[], None]:
+        states = _random_states()
+        attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
+        buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
+        restored = self._written.restored
+
+        def back() -> None:
+            _set_random_states(states)
+            for module, own in attributes:
+                _set_attributes(module, own)
+            for place, name, buffer in buffers:
+                place[name] = buffer
+            self._written.restored = restored
+
+        return back
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _FIXED}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes; lists and dicts among them are copied, other objects are not."""
+    memo: dict[int, Any] = {}
+    return {
+        name: _copied(value, memo) if isinstance(value, (list, dict, set)) else value
+        for name, value in _own_attributes(module).items()
+    }
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    own = vars(module)
+    for name in _own_attributes(module).keys() - attributes.keys():
+        del own[name]
+    own.update(attributes)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what can be changed in a value; tensors and modules in it are the same ones.
+
+    What holds parameters is the same as well: their places are the binding's (binding.py).
+    """
+    if value is None or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        made = [_copied(item, memo) for item in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if isinstance(value, (list, dict, set)) and _holds_parameters(value):
+        return value
+    for tensor in _reachable(value):
+        memo[id(tensor)] = tensor
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # it can not be copied: then it is hoped that forward does not change it, as for any checkpoint
+        return value
+
+
+def _holds_parameters(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(item, nn.Parameter) for item in items)
+
+
+def _reachable(value: Any) -> list[Any]:
+    """The tensors and modules that a copy of a value would copy too."""
+    found, stack, seen = [], [value], set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (Tensor, nn.Module)):
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack += item.values()
+            elif isinstance(item, (list, tuple, set)):
+                stack += item
+            elif hasattr(item, "__dict__") and not isinstance(item, type):
+                stack += vars(item).values()
+    return found
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and numpy.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    python, numpy = states
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
