@@ -5,10 +5,11 @@ Importing this package registers the strategy with Lightning, and does nothing e
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from .callback import SuperpipelineCallback
 from .handle import Handle, stream
 from .strategy import SuperpipelineStrategy
 
-__all__ = ["Handle", "SuperpipelineStrategy", "stream"]
+__all__ = ["Handle", "SuperpipelineCallback", "SuperpipelineStrategy", "stream"]
 
 if "superpipeline" not in StrategyRegistry:
     StrategyRegistry.register("superpipeline", SuperpipelineStrategy, description="Streams a model through one device")

@@ -33,18 +33,23 @@ class _IdleStream(contextlib.nullcontext[None]):
         """Nothing to wait for."""
 
 
+def check_supported(device: torch.device) -> None:
+    """Refuses what holds no data of its own."""
+    if device.type == "mps":
+        raise UnsupportedError(
+            "device 'mps' shares its memory with the host, so there is nothing to stream; "
+            "use Lightning's default strategy (strategy='auto')"
+        )
+    if device.type == "meta":
+        raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
+
+
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's own for compute."""
 
     def __init__(self, device: torch.device | str | int) -> None:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
-        if found.type == "mps":
-            raise UnsupportedError(
-                "device 'mps' shares its memory with the host, so there is nothing to stream; "
-                "use Lightning's default strategy (strategy='auto')"
-            )
-        if found.type == "meta":
-            raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
+        check_supported(found)
         self.is_host = found.type == "cpu"
         if not self.is_host and found.index is None:
             found = torch.device(found.type, torch.accelerator.current_device_index())
@@ -89,13 +94,13 @@ class Device:
         """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
         return self._streamed_peak if self.is_host else torch.accelerator.max_memory_allocated(self.torch_device)
 
-    def memory_free(self) -> int | None:
-        """Bytes that an allocation may still take; None where the device is the host."""
+    def memory_headroom(self) -> int | None:
+        """Bytes that were free even when most was allocated; None where the device is the host."""
         if self.is_host:
             return None
         free, _total = torch.accelerator.get_memory_info(self.torch_device)
-        cached = torch.accelerator.memory_reserved(self.torch_device)
-        return free + max(0, cached - torch.accelerator.memory_allocated(self.torch_device))
+        reserved = torch.accelerator.memory_reserved(self.torch_device)
+        return free + reserved - torch.accelerator.max_memory_allocated(self.torch_device)
 
     def reset_memory_peak(self) -> None:
         """The peak counts from here on."""

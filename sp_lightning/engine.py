@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from . import reads
 from .activations import SavedTensors, tensors_in
+from .autotune import UnitBytes, first_window, grown_window
 from .binding import Binding
-from .config import Options
+from .config import Options, format_bytes
 from .device import Device
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
@@ -58,6 +59,12 @@ class StreamedUnit:
         """The device tensor for one of its host parameters."""
         return self.binding.outputs[self.store.index_of[id(parameter)]]
 
+    def sizes(self) -> UnitBytes:
+        """What planning has to know."""
+        trainable = (p.requires_grad for p in self.store.params)
+        fields = zip(self.store.layout.fields, trainable, strict=True)
+        return UnitBytes(self.name, self.store.nbytes, sum(field.nbytes for field, needed in fields if needed))
+
     @property
     def movable(self) -> bool:
         """Whether its bytes may leave the device now."""
@@ -67,9 +74,17 @@ class StreamedUnit:
 class Engine:
     """Streams the units of one module. Use it through ``sp_lightning.stream`` or the strategy."""
 
-    def __init__(self, units: list[Unit], slots: dict[nn.Parameter, list[Slot]], device: Device, options: Options) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        slots: dict[nn.Parameter, list[Slot]],
+        device: Device,
+        options: Options,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         self.device = device
         self.options = options
+        self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self.counters = Counters()
         self.downlink = Downlink(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
@@ -79,10 +94,14 @@ class Engine:
         self.written = Written()
         self.recompute = Recompute(device, self.written)
         self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
-        streamed = [unit for unit in self.units if not unit.unit.resident]
-        window, transfer = _sizes(options, [unit.store.layout.nbytes for unit in streamed], device)
-        self.schedule = Schedule([unit.store.layout.nbytes for unit in self.units], window, transfer)
+        self._sizes = [unit.sizes() for unit in self.units if not unit.unit.resident]
+        root_nbytes = sum(unit.store.nbytes for unit in self.units if unit.unit.resident)
+        window = first_window(options, self._sizes, root_nbytes, device.is_host)
+        transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
+        self.schedule = Schedule([unit.store.nbytes for unit in self.units], window, transfer)
+        self._may_grow = options.window == "auto" and options.memory_budget is None
         self._scopes = 0
+        self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
         self._backward = False  # whether a backward visits units; still so after one that failed
@@ -100,7 +119,7 @@ class Engine:
         return StreamedUnit(unit, store, own, self)
 
     def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype
 
     # ---- scopes and passes
 
@@ -113,19 +132,24 @@ class Engine:
         """What ``parameter.device`` tells inside a step: the device on which the plain run has it."""
         return self.device.torch_device if self._scopes and not self.optimizing else None
 
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What ``parameter.dtype`` tells inside a step."""
+        return self._device_dtype(dtype) if self._scopes and not self.optimizing else dtype
+
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
+        if not self._scopes and (self._open or self._backward):
+            self.reset()  # of an interrupted step
         self._scopes += 1
+        self._interrupted.append(self.optimizing)
+        self.optimizing = False
         if self._scopes > 1:
             return
-        if self._open or self._backward:
-            self.reset()  # of an interrupted step
-            self._scopes = 1
+        self._grow(self._kind)
         self._orders[self._kind] = self._recorded
         self._recorded = []
         self._kind = (kind, torch.is_grad_enabled())
         self._last = None
-        self.optimizing = False
         self._drop_stale()
         self._listen()
         self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
@@ -133,6 +157,7 @@ class Engine:
     def close_scope(self) -> None:
         """It ends: user code runs next (Rule 4)."""
         self._scopes = max(0, self._scopes - 1)
+        self.optimizing = self._interrupted.pop() if self._interrupted else False
         if not self._scopes:
             self.offload.finish()
             if not torch.is_grad_enabled():
@@ -144,6 +169,23 @@ class Engine:
         for unit in self.units:
             if unit.store.residency is Residency.DEVICE:
                 unit.store.settle()
+
+    def _grow(self, kind: Any) -> None:
+        """After the first pass of a kind: into the memory that it never used (autotune.py, Rule 2)."""
+        if not self._may_grow or kind is None or kind in self._orders:
+            return
+        headroom = self.device.memory_headroom()
+        if headroom is None:
+            return
+        window = grown_window(self._sizes, self.schedule.window, headroom)
+        if window != self.schedule.window:
+            log.info(
+                "superpipeline: window %d -> %d, as %s of device memory were never used",
+                self.schedule.window,
+                window,
+                format_bytes(headroom),
+            )
+            self.schedule.resize(window, self.schedule.transfer)
 
     def _drop_stale(self) -> None:
         """Units whose host bytes changed have to come up again: better planned than at their visit."""
@@ -194,6 +236,7 @@ class Engine:
 
     # ---- visits
 
+    @torch.compiler.disable
     def enter_all(self, units: list[StreamedUnit]) -> int:
         """Enters several units; returns the depth to leave to."""
         depth = len(self._open)
@@ -215,6 +258,7 @@ class Engine:
         if hook:
             self.saved.push(unit.name)
 
+    @torch.compiler.disable
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
         while len(self._open) > depth:
@@ -226,6 +270,7 @@ class Engine:
                 unit.binding.collect_writes(self._replayed(unit))
                 unit.binding.unbind()
 
+    @torch.compiler.disable(recursive=False)
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward of a unit's root that autograd records: as the ``activations`` option says."""
         saved: list[OnHost] = []
@@ -242,6 +287,7 @@ class Engine:
         self._announce(unit, saved, output)
         return output
 
+    @torch.compiler.disable
     def _announce(self, unit: StreamedUnit, saved: list[OnHost], output: Any) -> None:
         """Has the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
@@ -295,11 +341,35 @@ class Engine:
         for index in decision.evict:
             self._evict(self.units[index])
         for index in decision.load:
-            loaded = self.units[index]
-            if loaded.store.residency is Residency.HOST:
-                loaded.store.load()
+            if self.units[index].store.residency is Residency.HOST:
+                self._load(self.units[index], demanded=index == unit.index)
         self._last = unit
         self._recorded.append(unit.index)
+
+    def _load(self, unit: StreamedUnit, demanded: bool) -> None:
+        """Starts a unit's way up. Without room for it an "auto" window shrinks: what can go, goes."""
+        try:
+            unit.store.load()
+        except torch.OutOfMemoryError:
+            if self.options.window != "auto":
+                self.schedule.invalidate([unit.index])
+                raise
+            self._shrink()
+            if demanded:
+                unit.store.load()
+            else:
+                self.schedule.invalidate([unit.index])
+
+    def _shrink(self) -> None:
+        window = max(1, self.schedule.window - 1)
+        log.warning("superpipeline: out of device memory; window %d -> %d", self.schedule.window, window)
+        self._may_grow = False
+        self.schedule.resize(window, min(self.schedule.transfer, window))
+        for index in self.schedule.resident:
+            unit = self.units[index]
+            if unit.store.residency is Residency.DEVICE and unit.movable:
+                self.schedule.invalidate([index])
+                self._evict(unit)
 
     def _evict(self, unit: StreamedUnit) -> None:
         unit.binding.collect_writes()
@@ -325,7 +395,7 @@ class Engine:
 
     def gradients_ready(self, unit: StreamedUnit, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""
-        return self.downlink.fetch(grads, unit.store.params)
+        return self.downlink.fetch(grads, [field.dtype for field in unit.store.host_layout.fields])
 
     def _backward_done(self) -> None:
         self._backward = False
@@ -345,6 +415,7 @@ class Engine:
             unit.visits = 0
             unit.binding.unbind()
         self._scopes = 0
+        self._interrupted.clear()
         self._ignore()
         self._last = None
         self.optimizing = False
@@ -378,12 +449,3 @@ class Engine:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _sizes(options: Options, nbytes: list[int], device: Device) -> tuple[int, int]:
-    """Window and transfer, as far as they are known before the first step."""
-    count = max(1, len(nbytes))
-    window = 2 if options.window == "auto" else options.window
-    window = min(window, count)
-    transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
-    return window, transfer

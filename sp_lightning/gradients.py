@@ -34,7 +34,7 @@ class Link(torch.autograd.Function):
     def forward(ctx: Any, outputs: list[Tensor], receive: Callable[[Gradients], Gradients], *params: Tensor) -> Any:
         ctx.receive = receive
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out for out, param in zip(outputs, params) if not param.requires_grad))
+        ctx.mark_non_differentiable(*(out for out, param in zip(outputs, params, strict=True) if not param.requires_grad))
         return tuple(outputs)
 
     @staticmethod
@@ -62,16 +62,16 @@ class Downlink:
         self.counters = counters
         self._landing = device.host_bytes(0)
 
-    def fetch(self, grads: Gradients, params: Sequence[Tensor]) -> Gradients:
+    def fetch(self, grads: Gradients, dtypes: Sequence[torch.dtype]) -> Gradients:
         """The same gradients on the host, in the host parameters' types (Rules 4 and 5)."""
         self.counters.bytes_down += sum(g.numel() * g.element_size() for g in grads if g is not None)
         if torch.is_grad_enabled():
-            return tuple(g if g is None else g.to("cpu", p.dtype) for g, p in zip(grads, params))
+            return tuple(g if g is None else g.to("cpu", dtype) for g, dtype in zip(grads, dtypes, strict=True))
         dense = [g for g in grads if g is not None and g.layout is torch.strided]
         landed = iter(self._land(dense))
         return tuple(
-            None if g is None else _own(next(landed) if g.layout is torch.strided else g.cpu(), p)
-            for g, p in zip(grads, params)
+            None if g is None else _own(next(landed) if g.layout is torch.strided else g.cpu(), dtype)
+            for g, dtype in zip(grads, dtypes, strict=True)
         )
 
     def _land(self, grads: list[Tensor]) -> list[Tensor]:
@@ -84,10 +84,10 @@ class Downlink:
             end += aligned(grad.numel() * grad.element_size())
         if end > self._landing.numel():
             self._landing = self.device.host_bytes(end)
-        landed = [_like(grad, self._landing, offset) for grad, offset in zip(grads, offsets)]
+        landed = [_like(grad, self._landing, offset) for grad, offset in zip(grads, offsets, strict=True)]
         self.device.down.wait_event(self.device.compute.record_event())
         with self.device.down:
-            for host, grad in zip(landed, grads):
+            for host, grad in zip(landed, grads, strict=True):
                 host.copy_(grad, non_blocking=True)
             done = self.device.down.record_event()
         with self.counters.stall("gradients"):
@@ -104,6 +104,6 @@ def _like(grad: Tensor, flat: Tensor, offset: int) -> Tensor:
     return empty.set_(storage, offset // grad.element_size(), grad.shape, stride)  # type: ignore[call-overload]
 
 
-def _own(grad: Tensor, parameter: Tensor) -> Tensor:
+def _own(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that nobody else holds, in the parameter's type."""
-    return grad.to(parameter.dtype, copy=True)
+    return grad.to(dtype, copy=True)

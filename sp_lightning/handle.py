@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from .device import Device
 from .engine import Engine
 from .errors import PartitionError
 from .hooks import Entry, Part, Scope, UnitRoot
+from .optimizer import ShadowStep, fuse, step_in_pieces
 from .units import Unit, partition, slots
 
 log = logging.getLogger(__name__)
@@ -30,10 +32,18 @@ class Handle:
     each module that owns parameters. A context manager: leaving it closes it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | str, options: Options) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        options: Options,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         self.module = module
         self.device = Device(device)
         self.options = options
+        self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -61,6 +71,7 @@ class Handle:
 
     # ---- steps
 
+    @torch.compiler.disable
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
         if not self.engine.in_scope and self._changed():
@@ -69,6 +80,7 @@ class Handle:
             self._attach()
         self.engine.open_scope(kind)
 
+    @torch.compiler.disable
     def close_scope(self) -> None:
         """It ends."""
         self.engine.close_scope()
@@ -82,6 +94,10 @@ class Handle:
         self.closed = True
         self._detach()
         scaler.end()
+        for step in self._steps.values():
+            if step is not None:
+                step.close()
+        self._steps.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -101,7 +117,7 @@ class Handle:
         _materialize(self.module)
         move_buffers(self.module, self.device.torch_device)
         self._places = slots(self.module)
-        self.engine = Engine(units, self._places, self.device, self.options)
+        self.engine = Engine(units, self._places, self.device, self.options, self._compute_dtype)
         self._entries: list[Entry] = [*self._parts(), Scope(self.module, self)]  # the last one is the outermost
         self._structure = _structure(self.module)
 
@@ -128,15 +144,20 @@ class Handle:
         return self._structure != _structure(self.module)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
+        managed = self._managed_by(optimizer)
+        if managed and optimizer not in self._steps:  # its own hooks run after this one, already in this step
+            self._steps[optimizer] = (fuse if self.options.fused_optimizer else step_in_pieces)(optimizer)
         self.engine.optimizing = True
-        self._after_step_of(optimizer)
+        self.engine.suspect(managed)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.engine.optimizing = False
-        self._after_step_of(optimizer)
+        self.engine.suspect(self._managed_by(optimizer))
 
-    def _after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        self.engine.suspect(p for group in optimizer.param_groups for p in group["params"])
+    def _managed_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return [param for param in params if self.engine.owner(param) is not None]
 
 
 def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
@@ -148,9 +169,11 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     Args:
         module: Any module. Its parameters stay the objects they are.
         device: Where it computes, such as "cuda".
-        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ...
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights`` the
+            device sees what is FP32 as bfloat16; convert the module's buffers and inputs yourself.
     """
-    return Handle(module, device, Options.parse(**options))
+    parsed = Options.parse(**options)
+    return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -5,6 +5,9 @@
 2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
 3. A unit's forward may run once more in backward, for recomputation: the entry calls it, user's hooks around it are not
    called again.
+4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it is,
+   and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to do and
+   is traced through, so that a unit is one graph.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from torch import Tensor, nn
 
 from .device import Device
 from .engine import Engine, StreamedUnit
+
+
+outside_graphs = torch.compiler.disable(recursive=False)  # Rule 4
 
 
 class Entry:
@@ -60,6 +66,13 @@ class Part(Entry):
         self.units = units
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if all(unit.binding.bound for unit in self.units):
+            return self.forward(*args, **kwargs)
+        return self.visit(*args, **kwargs)
+
+    @outside_graphs
+    def visit(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, with the units there."""
         depth = self.engine.enter_all(self.units)
         try:
             return self.forward(*args, **kwargs)
@@ -70,11 +83,12 @@ class Part(Entry):
 class UnitRoot(Part):
     """A part that is a unit as a whole: its outputs lead into the unit's backward."""
 
+    @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
         if not torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        return self.engine.run(self.units[0], self.module, super().__call__, args, kwargs)
+            return self.visit(*args, **kwargs)
+        return self.engine.run(self.units[0], self.module, self.visit, args, kwargs)
 
 
 class Steps(Protocol):
@@ -94,6 +108,7 @@ class Scope(Entry):
         super().__init__(module)
         self.steps = steps
 
+    @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.open_scope(("forward", self.module.training))
         try:
@@ -103,6 +118,7 @@ class Scope(Entry):
             self.steps.close_scope()
 
 
+@torch.compiler.disable
 def moved(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments on the device, if none of their tensors is there yet; else they are as the caller wants them."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

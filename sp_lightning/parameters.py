@@ -2,8 +2,8 @@
 
 1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
    subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
-2. Inside a running step ``p.device`` answers with the compute device, as it does in a plain run, so that tensors which
-   model code makes "where the weights are" arrive there. The bytes stay on the host.
+2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so that
+   tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
    It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
 4. Copies (deepcopy, pickle) are plain parameters.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 _data = torch.Tensor.data  # type: ignore[attr-defined]
 _device = torch.Tensor.device
+_dtype = torch.Tensor.dtype
 
 
 class Keeper(Protocol):
@@ -35,6 +36,9 @@ class Keeper(Protocol):
 
     def apparent_device(self) -> torch.device | None:
         """The device that ``p.device`` tells, or None for the true one."""
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that ``p.dtype`` tells, where this is the true one."""
 
     def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
         """The parameter's stand-in, for the time of a call."""
@@ -80,6 +84,10 @@ class HostParameter(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         return keeper_of(self).apparent_device() or _device.__get__(self)
 
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return keeper_of(self).apparent_dtype(_dtype.__get__(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
@@ -117,6 +125,11 @@ def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def true_device(tensor: torch.Tensor) -> torch.device:
     """Where the bytes are."""
     return _device.__get__(tensor)
+
+
+def true_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type of the bytes."""
+    return _dtype.__get__(tensor)
 
 
 def watch(parameter: nn.Parameter, watcher: Watcher) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from .device import Device
 from .errors import ExactnessError
 from .layout import ALIGNMENT, Field, Layout
-from .parameters import Keeper, set_true_data, true_data, unwatch, watch
+from .parameters import Keeper, set_true_data, true_data, true_dtype, unwatch, watch
 from .telemetry import Counters
 from .units import Unit
 
@@ -194,10 +194,10 @@ class UnitStore:
 
     def _check_shapes(self) -> None:
         for name, parameter, field in zip(self.names, self.params, self.host_layout.fields):
-            if parameter.shape != field.shape or parameter.dtype != field.dtype:
+            if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
                 raise ExactnessError(
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
-                    f"{parameter.dtype} {tuple(parameter.shape)}; change it before fit(), or close() the handle first"
+                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() the handle first"
                 )
 
 

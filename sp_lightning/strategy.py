@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -10,16 +12,35 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
+from .callback import SuperpipelineCallback
 from .config import Options
+from .device import check_supported
 from .errors import OptionError
 from .handle import Handle
+
+HOST = torch.device("cpu")
+ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
+
+
+class MappedCheckpointIO(TorchCheckpointIO):
+    """Maps a local checkpoint file into memory: of a model that fills the host, no second copy is read at once."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
+        path = os.fspath(path)
+        if not os.path.isfile(path) or not zipfile.is_zipfile(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)  # type: ignore[no-any-return]
 
 
 class SuperpipelineStrategy(SingleDeviceStrategy):
@@ -31,10 +52,16 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     Args:
         window: Units on the device at a time, those on their way up included. An int >= 1, or "auto".
         transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto".
+        memory_budget: Device bytes for weights, gradients and what streams, such as "10GiB": a window that is "auto" is
+            the largest that fits. None plans with the memory that the first steps left free.
         units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable that
             takes the module and gives the submodules that are to be units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute" keeps
             the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back.
+        fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
+            ``fused``: faster, but not the bits of the default loop.
+        master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
+            on the host; the device sees half precision.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -48,7 +75,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         window: int | Literal["auto"] = "auto",
         transfer: int | Literal["auto"] = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
+        memory_budget: int | str | None = None,
         activations: Literal["keep", "recompute", "offload"] = "keep",
+        fused_optimizer: bool = False,
+        master_weights: bool = False,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -60,9 +90,20 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.options = Options.parse(window=window, transfer=transfer, units=units, activations=activations)
-        self.handle: Handle | None = None
+        self.options = Options.parse(
+            window=window,
+            transfer=transfer,
+            memory_budget=memory_budget,
+            units=units,
+            activations=activations,
+            fused_optimizer=fused_optimizer,
+            master_weights=master_weights,
+        )
+        self.handle: Handle | None = None  # of the last run, closed when it ended
+        self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
+        self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
+        check_supported(self.root_device)
 
     # ---- the device
 
@@ -74,54 +115,138 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices is not None and len(devices) > 1:
-            raise OptionError(
-                argument="devices",
-                found=len(devices),
-                allowed="1: this strategy streams a model through one device; use strategy='fsdp' for several",
-            )
+            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
         self._parallel_devices = devices
-        if devices:
+        if devices and self._device_given and self.root_device.type != devices[0].type:
+            raise OptionError(
+                argument="device",
+                found=str(self.root_device),
+                allowed=f"on the Trainer's accelerator, such as '{devices[0]}'; pass it the right accelerator, or no device here",
+            )
+        if devices and not self._device_given:
+            check_supported(devices[0])
             self._root_device = devices[0]
 
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count > 1:
+            raise OptionError(argument="num_nodes", found=count, allowed=ONE)
+
     # ---- setup and teardown
+
+    def setup_environment(self) -> None:
+        """The first that the strategy hears of a run; the callbacks' own setup comes next."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
+            callbacks = [*trainer.callbacks, SuperpipelineCallback()]
+            trainer.callbacks = trainer._callback_connector._reorder_callbacks(callbacks)
+        self._keep_averages_on_host(trainer)
+
+    def _keep_averages_on_host(self, trainer: Trainer) -> None:
+        """Where the weights are: these callbacks would copy the model in full to the device that computes."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and callback._device is None:
+                callback._device = HOST
+                self._averages.append(callback)
 
     def setup(self, trainer: Trainer) -> None:
         """As the base class does, but parameters and optimizer state stay on the host."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self._convert_module(self.model)
         self.model_to_device()
         self.model = self._setup_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def _convert_module(self, module: nn.Module) -> nn.Module:
+        """The precision plugin's conversion; with master weights, of all but the parameters, which are FP32."""
+        if not self.options.master_weights:
+            return self.precision_plugin.convert_module(module)
+        half = self._half_dtype()
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(half)
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+        assert self.lightning_module is not None
+        _update_properties(self.lightning_module, dtype=half)
+        return module
+
+    def _half_dtype(self) -> torch.dtype:
+        """What the device computes in, with master weights."""
+        if not isinstance(self.precision_plugin, HalfPrecision):
+            raise OptionError(
+                argument="precision",
+                found=self.precision_plugin.precision,
+                allowed="'bf16-true' or '16-true' with master_weights=True",
+            )
+        return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float16
+
     def model_to_device(self) -> None:
         """Parameters begin to stream; buffers and metric states move."""
         assert self.lightning_module is not None
+        self.handle = None  # before the next one is made: the last one holds as much host memory
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
-                module.to(self.root_device)
-        self.handle = Handle(self.lightning_module, self.root_device, self.options)
+                module._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device))
+        compute_dtype = self._half_dtype() if self.options.master_weights else None
+        self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype)
         _update_properties(self.lightning_module, device=self.root_device)
 
     def teardown(self) -> None:
         """The module is plain again. Also called after an exception, wherever it came from."""
-        if self.handle is not None:
-            self.handle.close()
-            self.handle = None
-        super().teardown()
+        try:
+            if self.handle is not None:
+                self.handle.close()
+        finally:
+            for callback in self._averages:
+                callback._device = None
+            self._averages.clear()
+            super().teardown()
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Weights are made on the host, whoever makes them."""
-        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+        keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
+        with _EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
 
+    # ---- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The Trainer's, or the default one, which maps a local file instead of reading it."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As written; the device's memory is left alone."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restored state stays on the host."""
+        """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
+            for parameter, values in optimizer.state.items():
+                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, _on_host)
 
     # ---- steps
 
@@ -153,3 +278,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The module's, as one pass through the units."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(HOST, copy=True)

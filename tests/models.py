@@ -38,7 +38,6 @@ class Case:
         loss: Runs the net on a batch and returns a scalar.
         predict: What predict_step returns for a batch.
         units: What to pass as the strategy's `units`.
-        bitwise: False where the contract promises equality to rounding only.
         tags: "transformers" and "torchvision": what must be installed. "autocast": trains under bf16 autocast.
             "random": forward draws random numbers. "writes": forward writes into the net's own weights.
     """
@@ -49,7 +48,6 @@ class Case:
     loss: Callable[[nn.Module, Any], Tensor]
     predict: Callable[[nn.Module, Any], Any]
     units: Any = "auto"
-    bitwise: bool = True
     tags: frozenset[str] = frozenset()
 
 
@@ -797,9 +795,7 @@ def traits() -> Iterator[Case]:
     yield vector_case("dataclass_output", lambda: GatedStack(GatedBlock() for _ in range(4)))
     yield vector_case("auxiliary_attribute", stack_of(AuxiliaryBlock), loss=auxiliary_classification)
     yield token_case("weight_used_outside", FunctionalHead)
-    # Not bitwise: the regulariser reads the weights on the host, beside their uses in the blocks, and the two
-    # contributions to a gradient are summed in another order.
-    yield vector_case("parameter_regulariser", stack_of(Block), loss=regularised_classification, bitwise=False)
+    yield vector_case("parameter_regulariser", stack_of(Block), loss=regularised_classification)
     yield vector_case("weight_on_context", stack_of(ContextBlock))
     yield vector_case("method_entry", lambda: EncodingStack(EncodingBlock() for _ in range(4)))
     yield vector_case("children_only", lambda: ChildrenOnlyStack(Block() for _ in range(4)))

@@ -540,7 +540,7 @@ def check(
 
     expected = run(plain_strategy(accelerator))
     actual = run(streaming_strategy(accelerator, **strategy_options))
-    compare(expected, actual, bitwise=case.bitwise)
+    compare(expected, actual)
     return actual.telemetry
 
 

@@ -54,7 +54,10 @@ FEATURES = {
     "ema": lambda: {"epochs": 2, "callbacks": [cb.EMAWeightAveraging(decay=0.9)]},
     "weight_averaging": lambda: {"callbacks": [EveryOther()]},
     "swa": lambda: {"epochs": 4, "callbacks": [cb.StochasticWeightAveraging(1e-2, swa_epoch_start=2, device=None)]},
-    "pruning": lambda: {"epochs": 2, "callbacks": [cb.ModelPruning("l1_unstructured", amount=0.5)]},
+    "pruning": lambda: {
+        "epochs": 2,
+        "callbacks": [cb.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)],
+    },
     "device_stats": lambda: {
         "callbacks": [cb.DeviceStatsMonitor(cpu_stats=False)],
         "logger": CSVLogger("."),

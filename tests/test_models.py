@@ -235,10 +235,6 @@ def test_the_loader_gives_the_batches_in_order():
 # --- The traits. Those that a tag states are tested with the tags.
 
 
-def test_equality_to_rounding_is_only_for_reads_outside_the_forward():
-    assert [name for name, case in ZOO.items() if not case.bitwise] == ["parameter_regulariser"]
-
-
 def test_tied_embedding_and_head_are_one_parameter():
     _, net = build("tied_embedding")
     assert net.head.weight is net.embedding.weight
