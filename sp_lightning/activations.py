@@ -88,10 +88,12 @@ class SavedTensors:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())
 
+    @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._owner(tensor.untyped_storage()._cdata)
         return self._offload.pack(tensor) if unit is None else SavedWeight(unit, tensor)
 
+    @torch.compiler.disable
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is SavedWeight:
             saved.check()

@@ -1,11 +1,11 @@
 """Stand-ins in the places of host parameters, for the time of a visit.
 
-1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute that
-   holds it once more. A slot that holds something else by now is left alone: it is the user's.
+1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute
+   that holds it once more. A slot that holds something else by now is left alone: it is the user's.
 2. Stand-ins stand in the slots only while the unit is resident, and never outlive it there.
 3. The link is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
-4. A write that model code made to a stand-in goes down to the host at the end of the visit: seen by the version counter,
-   or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a plain leaf.
+4. A write that model code made to a stand-in goes down to the host at the end of the visit: seen by the version
+   counter, or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a plain leaf.
 5. A stand-in that somebody still refers to keeps its unit resident (store.py, Rule 5).
 """
 
@@ -90,7 +90,7 @@ class Binding:
         versions = self.versions()
         if versions == self._versions and not self.taken[0]:
             return
-        for index, (now, before) in enumerate(zip(versions, self._versions)):
+        for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             if now != before:
                 self._check_recorded(index)
                 self.store.write_back(index)

@@ -1,16 +1,16 @@
 """One step's choreography: which unit is on the device when, what stands in for its parameters, what comes back.
 
-1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident, orders the caller's
-   stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost one of a unit
+1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident, orders the
+   caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost one of a unit
    acts. Nothing is freed by leaving: the schedule says at later visits what has to go.
-2. A *pass* is all visits from the opening of the outermost scope (a forward of the root, a Lightning step) to the opening
-   of the next one, backward included. The order of a pass is recorded and predicts the next of its kind: learned, never
-   trusted. A unit that is not there when it is visited is fetched.
-3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever the
-   way in). Code that recomputes enters units as forward does, or reads their weights outside of visits (reads.py).
+2. A *pass* is all visits from the opening of the outermost scope (a forward of the root, a Lightning step) to the
+   opening of the next one, backward included. The order of a pass is recorded and predicts the next of its kind:
+   learned, never trusted. A unit that is not there when it is visited is fetched.
+3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever
+   the way in). Code that recomputes enters units as forward does, or reads their weights outside of visits (reads.py).
 4. Where a scope ends user code may write to weights: fills that still read them are waited for.
-5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights are
-   the truth and are only ever written by write-backs and by the user's optimizer.
+5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights
+   are the truth and are only ever written by write-backs and by the user's optimizer.
 """
 
 from __future__ import annotations
@@ -423,9 +423,11 @@ class Engine:
     def close(self) -> None:
         """The parameters are plain again; nothing is left on the device."""
         self.reset()
-        self.device.synchronize()
-        for unit in self.units:
-            unit.store.release()
+        try:
+            self.device.synchronize()
+        finally:  # what failed on the device takes nothing from the host
+            for unit in self.units:
+                unit.store.release()
 
     # ---- figures
 

@@ -34,7 +34,9 @@ class Link(torch.autograd.Function):
     def forward(ctx: Any, outputs: list[Tensor], receive: Callable[[Gradients], Gradients], *params: Tensor) -> Any:
         ctx.receive = receive
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out for out, param in zip(outputs, params, strict=True) if not param.requires_grad))
+        ctx.mark_non_differentiable(
+            *(out for out, param in zip(outputs, params, strict=True) if not param.requires_grad)
+        )
         return tuple(outputs)
 
     @staticmethod

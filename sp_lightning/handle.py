@@ -20,6 +20,7 @@ from .engine import Engine
 from .errors import PartitionError
 from .hooks import Entry, Part, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
+from .parameters import unwatch
 from .units import Unit, partition, slots
 
 log = logging.getLogger(__name__)
@@ -92,40 +93,52 @@ class Handle:
         if self.closed:
             return
         self.closed = True
-        self._detach()
-        scaler.end()
-        for step in self._steps.values():
-            if step is not None:
-                step.close()
-        self._steps.clear()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        try:
+            self._detach()
+        finally:
+            scaler.end()
+            for step in self._steps.values():
+                if step is not None:
+                    step.close()
+            self._steps.clear()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # ---- details
 
     def _attach(self) -> None:
+        _materialize(self.module)
         units = partition(self.module, self.options.units)
         if not units:
             raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
-        _materialize(self.module)
-        move_buffers(self.module, self.device.torch_device)
-        self._places = slots(self.module)
-        self.engine = Engine(units, self._places, self.device, self.options, self._compute_dtype)
+        try:
+            move_buffers(self.module, self.device.torch_device)
+            self._places = slots(self.module)
+            self.engine = Engine(units, self._places, self.device, self.options, self._compute_dtype)
+        except BaseException:
+            for parameter in self.module.parameters():
+                unwatch(parameter)
+            move_buffers(self.module, torch.device("cpu"))
+            raise
         self._entries: list[Entry] = [*self._parts(), Scope(self.module, self)]  # the last one is the outermost
         self._structure = _structure(self.module)
 
     def _detach(self) -> None:
         for entry in reversed(self._entries):
             entry.remove()
-        self.engine.close()
-        move_buffers(self.module, torch.device("cpu"))
+        try:
+            self.engine.close()
+        finally:
+            move_buffers(self.module, torch.device("cpu"))
 
     def _parts(self) -> Iterator[Part]:
         """A hook for each module that owns parameters directly, and for each unit's root."""
@@ -197,10 +210,13 @@ def _structure(module: nn.Module) -> list[Any]:
 
 
 def _materialize(module: nn.Module) -> None:
-    """Gives parameters on the meta device their memory, on the host, and their modules' own initial values."""
+    """Gives parameters on the meta device their memory, on the host, and their modules' own initial values.
+
+    They stay the objects they are, so what is tied stays tied.
+    """
     for name, child in module.named_modules():
-        own = [*child._parameters.values(), *child._buffers.values()]
-        if not any(tensor is not None and tensor.is_meta for tensor in own):
+        own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
+        if not any(tensor.is_meta for tensor in own):
             continue
         reset = getattr(child, "reset_parameters", None)
         if reset is None:
@@ -208,5 +224,10 @@ def _materialize(module: nn.Module) -> None:
                 f"{name or type(child).__name__} has parameters on the meta device and no reset_parameters(); "
                 "load its weights before training, or build it under trainer.init_module()"
             )
-        child.to_empty(device="cpu", recurse=False)
+        for tensor in own:
+            if tensor.is_meta:
+                made = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
         reset()

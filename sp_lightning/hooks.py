@@ -1,7 +1,7 @@
 """What stands in front of the user's ``forward`` methods: entries that translate and delegate to the engine.
 
-1. An entry replaces ``forward`` on the instance. Forward hooks would do, but torch's evaluation fast paths and other code
-   ask whether a module has any and then run other kernels; and a hook is not called when the user presses Ctrl-C.
+1. An entry replaces ``forward`` on the instance. Forward hooks would do, but torch's evaluation fast paths and other
+   code ask whether a module has any and then run other kernels; and a hook is not called when the user presses Ctrl-C.
 2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
 3. A unit's forward may run once more in backward, for recomputation: the entry calls it, user's hooks around it are not
    called again.
@@ -119,7 +119,9 @@ class Scope(Entry):
 
 
 @torch.compiler.disable
-def moved(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def moved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments on the device, if none of their tensors is there yet; else they are as the caller wants them."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors or any(tensor.device == device for tensor in tensors):

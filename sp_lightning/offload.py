@@ -107,7 +107,9 @@ class Offload:
         if saved.device is not None:
             return
         size = saved.host.element_size()
-        room = torch.empty(ALIGNMENT + aligned(saved.host.numel() * size), dtype=torch.uint8, device=self.device.torch_device)
+        room = torch.empty(
+            ALIGNMENT + aligned(saved.host.numel() * size), dtype=torch.uint8, device=self.device.torch_device
+        )
         offset = (saved.first - room.data_ptr()) % ALIGNMENT
         storage = room.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)

@@ -192,7 +192,11 @@ def _is_scalar(value: Any) -> bool:
 def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     """The state to update, if in flat memory each element of ``param`` meets its own gradient and state; else None."""
     grad, state = param.grad, optimizer.state.get(param, {})
-    if type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or type(grad) is not Tensor or grad.dtype != param.dtype:
+    if (
+        type(param) not in (Tensor, torch.nn.Parameter, HostParameter)
+        or type(grad) is not Tensor
+        or grad.dtype != param.dtype
+    ):
         return None
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         return None

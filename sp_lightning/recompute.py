@@ -121,7 +121,9 @@ class _Before:
             place[name] = before.clone()
         self._written.restored = self.weights
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._now.pop()()
 
     def _back_to_now(self) -> Callable[[], None]:

@@ -8,8 +8,8 @@
    the bytes waits for it; before it is freed, the up stream waits for the last reader's event. So memory is never given
    to another unit while a kernel still reads it.
 4. The host bytes may not be written while a fill reads them: ``settle`` waits for it.
-5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute) is
-   in use, and is not freed: reading a freed buffer would end the process.
+5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
+   is in use, and is not freed: reading a freed buffer would end the process.
 6. Resident bytes are stale once a parameter's version or address moved, its ``.data`` was taken, or an optimizer that
    holds it stepped.
 """
@@ -77,7 +77,7 @@ class UnitStore:
     def _adopt(self) -> list[int]:
         """Moves the parameters' bytes into the slab and watches them."""
         storage = self.slab.untyped_storage()
-        for parameter, field in zip(self.params, self.host_layout.fields):
+        for parameter, field in zip(self.params, self.host_layout.fields, strict=True):
             with torch.inference_mode(False), torch.no_grad():
                 view = self.host_layout.own_view(storage, field)
                 view.copy_(true_data(parameter))
@@ -87,11 +87,11 @@ class UnitStore:
 
     def release(self) -> None:
         """The parameters are plain again, with the bytes they have; nothing is left on the device."""
+        for parameter in self.params:
+            unwatch(parameter)
         self.settle()
         if self.residency is Residency.DEVICE:
             self.free()
-        for parameter in self.params:
-            unwatch(parameter)
 
     def data_taken(self) -> None:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
@@ -180,7 +180,9 @@ class UnitStore:
 
     def _moved(self) -> list[int]:
         """Parameters whose data the user replaced: their bytes are no longer in the slab."""
-        return [i for i, (now, then) in enumerate(zip(self._addresses, self._slab_addresses)) if now != then]
+        return [
+            i for i, (now, then) in enumerate(zip(self._addresses, self._slab_addresses, strict=True)) if now != then
+        ]
 
     def _fill_wire(self) -> None:
         """Converts what travels, where that is not the slab itself."""
@@ -189,11 +191,11 @@ class UnitStore:
         self.settle()
         storage = self.wire.untyped_storage()
         with torch.no_grad():
-            for parameter, field in zip(self.params, self.layout.fields):
+            for parameter, field in zip(self.params, self.layout.fields, strict=True):
                 self.layout.view(storage, field).copy_(true_data(parameter))
 
     def _check_shapes(self) -> None:
-        for name, parameter, field in zip(self.names, self.params, self.host_layout.fields):
+        for name, parameter, field in zip(self.names, self.params, self.host_layout.fields, strict=True):
             if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
                 raise ExactnessError(
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "

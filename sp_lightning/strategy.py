@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torchmetrics import Metric
 
@@ -29,18 +30,22 @@ from .errors import OptionError
 from .handle import Handle
 
 HOST = torch.device("cpu")
+COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # out of a checkpoint, when it resumes
 ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
     """Maps a local checkpoint file into memory: of a model that fills the host, no second copy is read at once."""
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = HOST, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
         path = os.fspath(path)
         if not os.path.isfile(path) or not zipfile.is_zipfile(path):
-            return super().load_checkpoint(path, weights_only=weights_only)
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)  # type: ignore[no-any-return]
+            return super().load_checkpoint(path, map_location, weights_only)
+        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
+        # Who else finds something in there may keep it, and reading it when the file is no more would end the process.
+        kept = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}
+        return {**checkpoint, **apply_to_collection(kept, torch.Tensor, _on_host)}
 
 
 class SuperpipelineStrategy(SingleDeviceStrategy):
@@ -121,7 +126,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             raise OptionError(
                 argument="device",
                 found=str(self.root_device),
-                allowed=f"on the Trainer's accelerator, such as '{devices[0]}'; pass it the right accelerator, or no device here",
+                allowed=f"on the Trainer's accelerator ('{devices[0]}'); pass the Trainer another, or no device here",
             )
         if devices and not self._device_given:
             check_supported(devices[0])
@@ -143,13 +148,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The first that the strategy hears of a run; the callbacks' own setup comes next."""
         super().setup_environment()
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer: Any = self.lightning_module.trainer
         if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
             callbacks = [*trainer.callbacks, SuperpipelineCallback()]
             trainer.callbacks = trainer._callback_connector._reorder_callbacks(callbacks)
         self._keep_averages_on_host(trainer)
 
-    def _keep_averages_on_host(self, trainer: Trainer) -> None:
+    def _keep_averages_on_host(self, trainer: Any) -> None:
         """Where the weights are: these callbacks would copy the model in full to the device that computes."""
         for callback in trainer.callbacks:
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and callback._device is None:
@@ -199,10 +204,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.handle = None  # before the next one is made: the last one holds as much host memory
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
-                module._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device))
+                module._apply(self._unless_streamed)
         compute_dtype = self._half_dtype() if self.options.master_weights else None
         self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype)
         _update_properties(self.lightning_module, device=self.root_device)
+
+    def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
 
     def teardown(self) -> None:
         """The module is plain again. Also called after an exception, wherever it came from."""
@@ -229,8 +237,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The Trainer's, or the default one, which maps a local file instead of reading it."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # where the user chose none
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -243,7 +251,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, _on_host)

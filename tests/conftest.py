@@ -72,6 +72,12 @@ def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(params=["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
+def device(request):
+    """A test that asks for it runs on the CPU and on the simulated accelerator."""
+    return torch.device("cpu") if request.param == "cpu" else torch.device("simgpu", 0)
+
+
 @pytest.fixture(autouse=True)
 def clean_simgpu(request):
     """Each test starts with an idle device and clean counters, and fails at its end if the checker saw a race.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +17,6 @@ import parity
 import sp_lightning
 
 Run = Callable[[nn.Module, torch.device], Any]
-DEVICES = [torch.device("cpu"), pytest.param(torch.device("simgpu", 0), marks=pytest.mark.simgpu, id="simgpu")]
-on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
 
 blocks = models.stack_of(models.Block)  # a stem, four blocks, a head
 

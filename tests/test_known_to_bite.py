@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from side_by_side import blocks, check, inputs, on_each_device, sgd, squares, training
+from side_by_side import blocks, check, inputs, sgd, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +63,6 @@ class CountingBlock(models.Block):
         return super().forward(x)
 
 
-@on_each_device
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_around_several_units_recomputes_as_in_the_plain_run(device, use_reentrant):
     def run(net, device):
@@ -74,7 +73,6 @@ def test_a_checkpoint_around_several_units_recomputes_as_in_the_plain_run(device
     check(models.stack_of(CountingBlock), run, device)
 
 
-@on_each_device
 def test_saved_tensor_hooks_of_the_user_see_what_they_see_in_the_plain_run(device):
     def run(net, device):
         for x in inputs(device):
@@ -90,7 +88,6 @@ def test_saved_tensor_hooks_of_the_user_see_what_they_see_in_the_plain_run(devic
     check(blocks, run, device)
 
 
-@on_each_device
 def test_activations_saved_on_the_cpu_around_the_model(device):
     def loss(net, x):
         with torch.autograd.graph.save_on_cpu():
@@ -112,13 +109,11 @@ class ReentrantBlock(SelfCheckpointingBlock):
     use_reentrant = True
 
 
-@on_each_device
 @pytest.mark.parametrize("block", [SelfCheckpointingBlock, ReentrantBlock])
 def test_a_block_that_checkpoints_inside_its_own_forward(device, block):
     check(models.stack_of(block), training(), device)
 
 
-@on_each_device
 def test_forward_hooks_that_recomputation_runs_inside_backward_release_nothing(device):
     def run(net, device):
         calls = []
@@ -137,7 +132,6 @@ def test_forward_hooks_that_recomputation_runs_inside_backward_release_nothing(d
     assert recomputed["fetches"] == check(blocks, training(), device)["fetches"]
 
 
-@on_each_device
 @pytest.mark.parametrize("through", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_of_transformers(device, use_reentrant, through):
@@ -158,7 +152,6 @@ def test_gradient_checkpointing_of_transformers(device, use_reentrant, through):
 # --- Ways into a unit's backward
 
 
-@on_each_device
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_an_auxiliary_loss_kept_as_an_attribute_leads_into_backward_by_a_side_door(device, weight):
     def loss(net, x):
@@ -168,7 +161,6 @@ def test_an_auxiliary_loss_kept_as_an_attribute_leads_into_backward_by_a_side_do
     check(models.stack_of(models.AuxiliaryBlock), training(loss), device)
 
 
-@on_each_device
 def test_the_side_door_alone_while_the_output_is_thrown_away(device):
     def loss(net, x):
         net(x)
@@ -195,12 +187,10 @@ class ForkingStack(models.Stack):
         return x
 
 
-@on_each_device
 def test_backward_enters_a_unit_through_any_one_of_its_outputs(device):
     check(lambda: ForkingStack(ForkingBlock() for _ in range(3)), training(), device)
 
 
-@on_each_device
 def test_backward_enters_through_a_cache_while_the_outputs_are_thrown_away(device):
     def run(net, device):
         for index in range(3):
@@ -213,19 +203,16 @@ def test_backward_enters_through_a_cache_while_the_outputs_are_thrown_away(devic
 # --- Orders that change
 
 
-@on_each_device
 @pytest.mark.parametrize("count", [1, 2])
 def test_blocks_that_are_visited_many_times_over(device, count):
     check(lambda: models.RepeatedStack([models.Block() for _ in range(count)]), training(), device)
 
 
-@on_each_device
 def test_blocks_that_are_skipped_at_random(device):
     stats = check(lambda: models.SkippingStack(models.Block() for _ in range(4)), training(steps=8), device)
     assert stats["surprises"] > 0
 
 
-@on_each_device
 def test_experts_that_get_nothing_have_no_gradient(device):
     def run(net, device):
         for x in inputs(device, 4):
@@ -247,7 +234,6 @@ def run_once(make, device):
     return net
 
 
-@on_each_device
 def test_a_weight_that_is_used_in_several_calls_of_one_graph_sums_its_gradients_in_plain_order(device):
     def loss(net, x):  # the same blocks in three calls, of very different size: another order is another sum
         return sum(net(x * scale).square().mean() for scale in (1e-3, 1.0, 1e3, 0.3))
@@ -258,7 +244,6 @@ def test_a_weight_that_is_used_in_several_calls_of_one_graph_sums_its_gradients_
 # --- More than one backward
 
 
-@on_each_device
 def test_a_backward_through_the_gradients(device):
     def run(net, device):
         for x in inputs(device):
@@ -269,7 +254,6 @@ def test_a_backward_through_the_gradients(device):
     check(blocks, run, device)
 
 
-@on_each_device
 def test_a_gradient_penalty_on_the_inputs(device):
     def loss(net, x):
         x = x.clone().requires_grad_()
@@ -279,7 +263,6 @@ def test_a_gradient_penalty_on_the_inputs(device):
     check(blocks, training(loss), device)
 
 
-@on_each_device
 def test_one_graph_three_times_backward(device):
     def run(net, device):
         for x in inputs(device, 2):
@@ -292,7 +275,6 @@ def test_one_graph_three_times_backward(device):
     check(blocks, run, device)
 
 
-@on_each_device
 def test_autograd_grad_of_some_weights_leaves_grad_alone(device):
     def run(net, device):
         for x in inputs(device):
@@ -302,7 +284,6 @@ def test_autograd_grad_of_some_weights_leaves_grad_alone(device):
     check(blocks, run, device)
 
 
-@on_each_device
 def test_a_forward_without_gradients_in_the_middle_of_a_training_step(device):
     def loss(net, x):
         output = net(x)
@@ -323,7 +304,6 @@ class LookingAhead(models.Stack):
         return super().run(x) - target
 
 
-@on_each_device
 def test_a_pass_without_gradients_between_two_blocks_of_one_forward(device):
     check(lambda: LookingAhead(models.Block() for _ in range(3)), training(), device)
 
@@ -350,12 +330,10 @@ class SharedLayers(models.Stack):
         return torch.stack(outputs)
 
 
-@on_each_device
 def test_ties_of_every_shape(device):
     check(SharedLayers, training(), device)
 
 
-@on_each_device
 def test_an_embedding_tied_to_the_head_in_another_unit(device):
     def run(net, device):
         for index in range(3):
@@ -381,7 +359,6 @@ class UnitRegulariser(L.LightningModule):
         return sgd(self)
 
 
-@on_each_device
 def test_a_regulariser_over_all_parameters_inside_the_step(device):
     def losses(strategy):
         return fit(UnitRegulariser, strategy, device).losses
@@ -389,7 +366,6 @@ def test_a_regulariser_over_all_parameters_inside_the_step(device):
     assert losses(None) == losses(sp_lightning.SuperpipelineStrategy(window=1, device=device))
 
 
-@on_each_device
 def test_a_regulariser_on_the_host_is_equal_to_rounding_with_one_log_line(device, caplog):
     def run(strategy):
         net = blocks()
@@ -438,7 +414,6 @@ class Located(L.LightningModule):
         return sgd(self)
 
 
-@on_each_device
 def test_buffers_metrics_and_tensors_made_where_the_module_says_it_is_are_on_the_device(device):
     plain = fit(Located, None, device)
     streamed = fit(Located, sp_lightning.SuperpipelineStrategy(window=1, device=device), device)
@@ -447,7 +422,6 @@ def test_buffers_metrics_and_tensors_made_where_the_module_says_it_is_are_on_the
     assert streamed.device.type == "cpu" and {b.device.type for b in streamed.buffers()} == {"cpu"}
 
 
-@on_each_device
 def test_tensors_made_where_a_transformers_model_says_it_is(device):
     pytest.importorskip("transformers")
 
@@ -463,7 +437,6 @@ def test_tensors_made_where_a_transformers_model_says_it_is(device):
     check(models.checkpointing_llama(False), run, device)
 
 
-@on_each_device
 def test_a_batch_on_the_host_moves_with_the_call(device):
     net, x = blocks(), models.vectors(0)[0]
     with sp_lightning.stream(net, device, window=1):
@@ -503,7 +476,6 @@ def test_a_compiled_model(backend):
 # --- Weights that the user writes between steps
 
 
-@on_each_device
 @pytest.mark.parametrize(
     "write", ["data_clamp", "data_item", "in_place", "new_data", "load", "ema", "detached", "numpy"]
 )
@@ -577,7 +549,6 @@ class Critic(L.LightningModule):
         return sgd(self)
 
 
-@on_each_device
 @pytest.mark.parametrize("window", [1, 6])
 def test_a_clamp_through_data_under_autocast_between_accumulated_batches(device, window):
     options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
@@ -592,7 +563,6 @@ def assert_equal_parameters(one, other):
         assert torch.equal(p.cpu(), q.cpu()), name
 
 
-@on_each_device
 def test_units_that_stay_resident_over_the_optimizers_step_are_refilled(device):
     stats = check(blocks, training(steps=3), device, window=6)
     assert stats["fetches"] == 3 * len(units_of(blocks, device))
@@ -606,7 +576,6 @@ def units_of(make, device):
 # --- Weights that the model writes
 
 
-@on_each_device
 @pytest.mark.parametrize("block", [models.RescalingBlock, models.DataRescalingBlock])
 def test_weights_that_forward_writes_go_back_to_the_host_and_are_counted(device, block):
     stats = check(models.stack_of(block, 3), training(), device)
@@ -614,7 +583,6 @@ def test_weights_that_forward_writes_go_back_to_the_host_and_are_counted(device,
     assert stats["bytes_written_back"] == 9 * models.WIDTH**2 * 4
 
 
-@on_each_device
 def test_an_embedding_that_rescales_its_rows(device):
     def run(net, device):
         for index in range(3):
@@ -635,7 +603,6 @@ class Adamw(Critic):
         self.kept = {value.device for state in self.optimizers().state.values() for value in state.values()}
 
 
-@on_each_device
 def test_optimizer_state_is_on_the_host_also_after_a_resume(device, tmp_path):
     def strategy():
         return sp_lightning.SuperpipelineStrategy(window=1, device=device)
@@ -650,14 +617,12 @@ def test_optimizer_state_is_on_the_host_also_after_a_resume(device, tmp_path):
     assert module.kept == {torch.device("cpu")} and len(module.losses) == 2
 
 
-@on_each_device
 def test_modules_made_under_the_trainer_are_made_on_the_host(device):
     trainer = make_trainer(sp_lightning.SuperpipelineStrategy(device=device), device)
     with trainer.init_module():
         assert torch.empty(1).device.type == "cpu"
 
 
-@on_each_device
 @pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_flags_of_optimizers_are_the_users_and_the_state_has_nothing_else(device, flags):
     def state(streamed):
@@ -733,7 +698,6 @@ def test_transformers_and_torchvision_import_together():
     assert transformers.LlamaForCausalLM and transformers.CLIPModel
 
 
-@on_each_device
 def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(device):
     def run(net, device):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2)
@@ -750,7 +714,6 @@ def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(dev
     check(blocks, run, device)
 
 
-@on_each_device
 @pytest.mark.parametrize("training_mode", [True, False])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_device_weight_requires_grad_as_its_host_parameter_does(device, training_mode, context):
@@ -818,7 +781,6 @@ def unnormed(net):
     return net
 
 
-@on_each_device
 @pytest.mark.parametrize("change", [parametrized, weight_normed, adapted, pruned])
 @pytest.mark.parametrize("when", ["before", "after", "between"])
 def test_parameters_that_appear_vanish_or_move(device, change, when):
@@ -833,7 +795,6 @@ def test_parameters_that_appear_vanish_or_move(device, change, when):
     check(lambda: change(blocks()) if when == "before" else blocks(), run, device)
 
 
-@on_each_device
 def test_weight_norm_that_is_removed_between_steps(device):
     def run(net, device):
         yield from training(steps=2)(net, device)
@@ -855,7 +816,6 @@ ENTERED = {
 }
 
 
-@on_each_device
 @pytest.mark.parametrize("shape", ENTERED)
 def test_whatever_part_of_a_unit_is_entered_makes_it_resident(device, shape):
     check(ENTERED[shape], training(), device)
@@ -864,7 +824,6 @@ def test_whatever_part_of_a_unit_is_entered_makes_it_resident(device, shape):
 # --- Modules that keep or read weights in other ways
 
 
-@on_each_device
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_recurrent_layers_keep_their_weights_twice(device, kind, mode):
@@ -883,7 +842,6 @@ def test_recurrent_layers_keep_their_weights_twice(device, kind, mode):
     check(lambda: Recurrent(kind(models.WIDTH, models.WIDTH, batch_first=True) for _ in range(3)), run, device)
 
 
-@on_each_device
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):
@@ -903,7 +861,6 @@ def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, conte
     check(make, run, device)
 
 
-@on_each_device
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_the_evaluation_fast_path_of_multihead_attention(device, need_weights):
     def run(net, device):

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor, nn
+import lightning as L
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parity import in_front_of
@@ -123,3 +122,39 @@ def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
         loaded = [unit for decision in decisions for unit in decision.load]
         figures.append(fresh * root + sum(nbytes[unit] for unit in (*loaded, *refilled & set(recorded.visits))))
     return figures
+
+
+def assert_streamed(ledger: Ledger, gradient_nbytes: list[int], writes: bool) -> None:
+    """Every pass moved what it had to, and nothing else.
+
+    Args:
+        gradient_nbytes: What the plain run's backward passes gave to the leaves.
+        writes: Whether the model's forward writes its own weights.
+    """
+    for engine, passes in ledger.passes.items():
+        assert [recorded.moved("bytes_up") for recorded in passes] == expected_bytes_up(engine, passes)
+        evaluations = [recorded for recorded in passes if recorded.kind != "train"]
+        assert not any(recorded.moved("bytes_down") for recorded in evaluations)
+        written = sum(recorded.moved("bytes_written_back") for recorded in passes)
+        assert bool(written) == bool(passes[-1].after["writebacks"]) and (writes or not written)
+    trained = [recorded for passes in ledger.passes.values() for recorded in passes if recorded.kind == "train"]
+    assert [recorded.moved("bytes_down") for recorded in trained] == gradient_nbytes
+    assert sum(recorded.moved("bytes_up") for recorded in trained) > 0
+
+
+class GradientBytes(L.Callback):
+    """Counts, in a plain run, the bytes of the gradients that arrive at the parameters: a sum for each batch."""
+
+    def __init__(self) -> None:
+        self.by_batch: list[int] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._see)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.by_batch.append(0)
+
+    def _see(self, gradient: Tensor) -> None:
+        self.by_batch[-1] += gradient.numel() * gradient.element_size()

@@ -1,0 +1,135 @@
+"""Trains one LightningModule twice: plainly, then with its weights streamed. The losses are equal to the last digit.
+
+python examples/quickstart.py [--window 2] [--layers 8] [--width 128] [--steps 8] [--accelerator auto]
+"""
+
+import argparse
+import logging
+import warnings
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from sp_lightning import SuperpipelineStrategy
+
+VOCABULARY = 512
+
+
+class LanguageModel(L.LightningModule):
+    """A small causal transformer, as anybody would write it: nothing in it knows that it may be streamed."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.1, batch_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)
+
+    def training_step(self, batch, _):
+        (tokens,) = batch
+        loss = cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return AdamWOnHost(self.parameters(), lr=1e-3)
+
+
+class AdamWOnHost(torch.optim.AdamW):
+    """AdamW that steps on the host wherever the weights are.
+
+    Only so that the two runs can be compared bit by bit on a GPU, whose own AdamW rounds differently. Elsewhere, and in
+    your own training, it is torch.optim.AdamW.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        device = [(p, p.data) for p in params]
+        for p in params:
+            gradient, p.grad = p.grad.cpu(), None
+            p.data = p.data.cpu()
+            p.grad = gradient
+        super().step()
+        for p, weights in device:
+            weights.copy_(p.data)
+            p.grad = None
+            p.data = weights
+        return loss
+
+
+def train(arguments, strategy):
+    L.seed_everything(1)
+    module = LanguageModel(arguments.layers, arguments.width)
+    tokens = torch.randint(0, VOCABULARY, (4 * arguments.steps, 65))
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator=arguments.accelerator,
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    peak = Peak()
+    trainer.callbacks.append(peak)
+    trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=4))
+    return trainer.callback_metrics["loss"].item(), peak.nbytes
+
+
+class Peak(L.Callback):
+    """Most device bytes of a run; on the CPU, those of weights, gradients and optimizer state that are in use at once."""
+
+    nbytes = 0
+
+    def on_train_start(self, trainer, module):
+        if module.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer, module):
+        if module.device.type != "cpu":
+            self.nbytes = torch.accelerator.max_memory_allocated()
+        elif isinstance(trainer.strategy, SuperpipelineStrategy):
+            self.nbytes = trainer.strategy.handle.stats()["device_peak"]
+        else:
+            self.nbytes = sum(4 * p.numel() * p.element_size() for p in module.parameters())  # with grad, two moments
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--accelerator", default="auto")
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+
+    plain_loss, plain_nbytes = train(arguments, "auto")
+    loss, nbytes = train(arguments, SuperpipelineStrategy(window=arguments.window))
+    print(f"plain      loss {plain_loss!r:<20} device memory {plain_nbytes / 2**20:8.1f} MiB")
+    print(f"streamed   loss {loss!r:<20} device memory {nbytes / 2**20:8.1f} MiB   window {arguments.window}")
+    if loss != plain_loss:
+        raise SystemExit("the losses differ: please report this, with your versions and device")
+    print("equal to the last digit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Training through a window is plain training, bit for bit, and what it moves is what the schedule says.
+
+Each cell trains, validates and predicts plainly and then streaming, and compares all that the two runs leave (parity.py),
+with the race checker on; the ledger of what moved is checked in the same run (traffic.py). The default run takes a cover
+of all pairs of settings over the whole zoo; the products of which it is a cover are marked slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import pytest
+
+import models
+import parity
+import traffic
+
+WINDOWS = {"1": 1, "2": 2, "all": 64}
+ACTIVATIONS = ["keep", "recompute", "offload"]
+ACCELERATORS = ["simgpu", "cpu"]
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"]
+ACCUMULATE = [1, 3]
+CLIP = [None, ("norm", 0.5), ("value", 0.01)]
+OPTIMIZERS = ["sgd", "adamw", "adafactor"]
+
+
+class Settings(NamedTuple):
+    """What the plain and the streaming run of a cell share."""
+
+    case: str
+    accelerator: str
+    precision: str = "32-true"
+    accumulate: int = 1
+    clip: tuple[str, float] | None = None
+    optimizer: str = "adamw"
+
+
+class Cell(NamedTuple):
+    """One comparison."""
+
+    settings: Settings
+    window: str
+    activations: str
+
+    def __str__(self) -> str:
+        algorithm = self.settings.clip and f"clip-{self.settings.clip[0]}"
+        return "-".join(str(part) for part in (*self.settings._replace(clip=algorithm), self.window, self.activations))
+
+
+def check(cell: Cell) -> None:
+    expected, gradient_nbytes = plain(cell.settings)
+    ledger = traffic.Ledger()
+    options = {"window": WINDOWS[cell.window], "activations": cell.activations}
+    with ledger.listening():
+        actual = record(cell.settings, parity.streaming_strategy(cell.settings.accelerator, **options))
+    parity.compare(expected, actual)
+    traffic.assert_streamed(ledger, gradient_nbytes, "writes" in models.case(cell.settings.case).tags)
+
+
+@functools.lru_cache(maxsize=1)
+def plain(settings: Settings) -> tuple[parity.Record, list[int]]:
+    """The plain run, which the cells that differ in streaming alone share."""
+    counter = traffic.GradientBytes()
+    return record(settings, parity.plain_strategy(settings.accelerator), counter), counter.by_batch
+
+
+def record(settings: Settings, strategy: Any, *callbacks: Any) -> parity.Record:
+    case, accelerator, precision, accumulate, clip, optimizer = settings
+    return parity.record(
+        functools.partial(models.ZooModule, models.case(case), optimizer=optimizer),
+        strategy,
+        accelerator=accelerator,
+        precision=precision,
+        accumulate=accumulate,
+        clip=clip,
+        callbacks=callbacks,
+    )
+
+
+def parameters(cells: list[Cell]) -> Any:
+    """Cells that share a plain run come one after the other; they say what they need."""
+    return [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.simgpu] if cell.settings.accelerator == "simgpu" else [])
+        for cell in dict.fromkeys(sorted(cells, key=lambda cell: str(cell.settings)))
+    ]
+
+
+def skip_without_its_library(cell: Cell) -> None:
+    for library in models.case(cell.settings.case).tags & {"transformers", "torchvision"}:
+        importlib.import_module(library)
+
+
+# --- The cover
+
+
+def cover() -> list[Cell]:
+    rows = parity.pairwise(
+        case=list(models.ZOO),
+        precision=PRECISIONS,
+        window=list(WINDOWS),
+        activations=ACTIVATIONS,
+        clip=CLIP,
+        optimizer=OPTIMIZERS,
+        accumulate=ACCUMULATE,
+        accelerator=ACCELERATORS,
+    )
+    return [cell_of(**row) for row in rows]
+
+
+def cover_of_two_optimizers() -> list[Cell]:
+    """Which are stepped by hand: Lightning neither clips nor accumulates for them."""
+    rows = parity.pairwise(
+        case=["mlp", "tied_embedding", "frozen_prefix", "mixture_of_experts", "checkpoint", "llama"],
+        precision=PRECISIONS,
+        window=list(WINDOWS),
+        activations=ACTIVATIONS,
+        accelerator=ACCELERATORS,
+    )
+    return [cell_of(**row, optimizer="two") for row in rows]
+
+
+def cell_of(window: str, activations: str, **settings: Any) -> Cell:
+    if settings["precision"] == "16-mixed":  # which Lightning turns into bf16 on the CPU
+        settings["accelerator"] = "simgpu"
+    return Cell(Settings(**settings), window, activations)
+
+
+COVER = cover()
+
+
+@pytest.mark.parametrize("cell", parameters(COVER))
+def test_streaming_is_exact_in_a_cover_of_all_pairs_of_settings(cell):
+    check(cell)
+
+
+@pytest.mark.parametrize("cell", parameters(cover_of_two_optimizers()))
+def test_streaming_is_exact_with_two_optimizers_that_are_stepped_by_hand(cell):
+    check(cell)
+
+
+def test_the_cover_has_every_pair_that_exists():
+    rows = [{**cell.settings._asdict(), "window": cell.window, "activations": cell.activations} for cell in COVER]
+    values = {axis: {row[axis] for row in rows} for axis in rows[0]}
+    for one in values:
+        for other in values:
+            missing = {(a, b) for a in values[one] for b in values[other]} - {(row[one], row[other]) for row in rows}
+            assert one == other or missing <= {("cpu", "16-mixed"), ("16-mixed", "cpu")}, (one, other)
+
+
+# --- The products
+
+
+def every_model() -> list[Cell]:
+    return [
+        Cell(Settings(case, accelerator), window, activations)
+        for case in models.ZOO
+        for accelerator in ACCELERATORS
+        for window in WINDOWS
+        for activations in ACTIVATIONS
+    ]
+
+
+def every_setting() -> list[Cell]:
+    settings = [
+        Settings(case, "simgpu", precision, accumulate, clip, optimizer)
+        for case in ("tied_embedding", "mixture_of_experts")
+        for precision in PRECISIONS
+        for accumulate in ACCUMULATE
+        for clip in CLIP
+        for optimizer in OPTIMIZERS
+    ]
+    return [Cell(shared, window, activations) for shared in settings for window in WINDOWS for activations in ACTIVATIONS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", parameters(every_model()))
+def test_streaming_is_exact_for_every_model(cell):
+    check(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", parameters(every_setting()))
+def test_streaming_is_exact_in_every_setting(cell):
+    check(cell)
