@@ -60,6 +60,25 @@ class SavedWeight:
             )
 
 
+class Kept:
+    """A saved tensor that stays where it is; autograd itself checks no version of what goes through hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # the saved result of a node leads to that node: both would never be freed
+        self.version = tensor._version
+
+    def unpacked(self) -> Tensor:
+        """It, if it is still what was saved (Rule 3)."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+                f"of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected {self.version} instead"
+            )
+        return self.tensor
+
+
 class SavedTensors:
     """The pair of hooks in force during an outermost visit."""
 
@@ -91,7 +110,10 @@ class SavedTensors:
     @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._owner(tensor.untyped_storage()._cdata)
-        return self._offload.pack(tensor) if unit is None else SavedWeight(unit, tensor)
+        if unit is not None:
+            return SavedWeight(unit, tensor)
+        packed = self._offload.pack(tensor)
+        return Kept(tensor) if packed is tensor else packed
 
     @torch.compiler.disable
     def _unpack(self, saved: Any) -> Tensor:
@@ -101,7 +123,7 @@ class SavedTensors:
             return saved.tensor()
         if type(saved) is OnHost:
             return self._offload.unpack(saved)
-        return saved  # type: ignore[no-any-return]
+        return saved.unpacked()  # type: ignore[no-any-return]
 
     def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
         def pack(tensor: Tensor) -> Any:

@@ -6,11 +6,14 @@ Every backend that ``torch.accelerator`` serves is used through it; the CPU is a
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import torch
 
 from .errors import UnsupportedError
+
+log = logging.getLogger(__name__)
 
 
 class _IdleEvent:
@@ -57,6 +60,7 @@ class Device:
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self._idle = _IdleStream()
+        self._can_pin = not self.is_host
         self._streamed_nbytes = 0
         self._streamed_peak = 0
 
@@ -70,7 +74,18 @@ class Device:
     def host_bytes(self, nbytes: int, pinned: bool = True) -> torch.Tensor:
         """A flat host buffer, page-locked where the device copies from it asynchronously."""
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and not self.is_host)
+            if pinned and self._can_pin:
+                try:
+                    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                except RuntimeError as error:
+                    self._can_pin = False  # asked again, it might refuse every time, and slowly
+                    log.warning(
+                        "superpipeline: %d bytes of host memory could not be page-locked (%s); "
+                        "copies go through pageable memory from here on: slower, and not beside compute",
+                        nbytes,
+                        error,
+                    )
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         """A flat device buffer of which, for now, only the description exists: its storage is empty."""

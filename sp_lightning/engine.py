@@ -80,12 +80,13 @@ class Engine:
         slots: dict[nn.Parameter, list[Slot]],
         device: Device,
         options: Options,
+        counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
-        self.counters = Counters()
+        self.counters = counters
         self.downlink = Downlink(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
         self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
@@ -248,6 +249,7 @@ class Engine:
     def enter(self, unit: StreamedUnit) -> None:
         """Code that belongs to this unit is about to run (Rule 1)."""
         if not unit.visits:
+            reads.resume()
             self.require(unit)
             self._restore(unit)
             unit.binding.bind()

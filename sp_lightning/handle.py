@@ -18,9 +18,10 @@ from .config import Options
 from .device import Device
 from .engine import Engine
 from .errors import PartitionError
-from .hooks import Entry, Part, Scope, UnitRoot
+from .hooks import Entry, Part, Questioner, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
 from .parameters import unwatch
+from .telemetry import Counters
 from .units import Unit, partition, slots
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Handle:
         self.options = options
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
+        self._counters = Counters()  # of all engines, one after the other
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -120,27 +122,37 @@ class Handle:
         units = partition(self.module, self.options.units)
         if not units:
             raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
+        self._entries: list[Entry] = []
         try:
             move_buffers(self.module, self.device.torch_device)
             self._places = slots(self.module)
-            self.engine = Engine(units, self._places, self.device, self.options, self._compute_dtype)
+            self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
+            self._entries.extend(self._parts())
+            self._entries.append(Scope(self.module, self))  # the outermost
         except BaseException:
-            for parameter in self.module.parameters():
-                unwatch(parameter)
-            move_buffers(self.module, torch.device("cpu"))
+            self._abandon()
             raise
-        self._entries: list[Entry] = [*self._parts(), Scope(self.module, self)]  # the last one is the outermost
         self._structure = _structure(self.module)
 
     def _detach(self) -> None:
-        for entry in reversed(self._entries):
-            entry.remove()
+        self._leave()
         try:
             self.engine.close()
         finally:
             move_buffers(self.module, torch.device("cpu"))
 
-    def _parts(self) -> Iterator[Part]:
+    def _abandon(self) -> None:
+        """What was begun is undone, though there may be no engine to close."""
+        self._leave()
+        for parameter in self.module.parameters():
+            unwatch(parameter)
+        move_buffers(self.module, torch.device("cpu"))
+
+    def _leave(self) -> None:
+        for entry in reversed(self._entries):
+            entry.remove()
+
+    def _parts(self) -> Iterator[Entry]:
         """A hook for each module that owns parameters directly, and for each unit's root."""
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():
@@ -151,6 +163,8 @@ class Handle:
                 yield UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
             elif owners:
                 yield Part(module, self.engine, owners)
+            elif isinstance(module, nn.TransformerEncoder):
+                yield Questioner(module)
 
     def _changed(self) -> bool:
         """Whether parameters were replaced, added, removed or retyped since."""

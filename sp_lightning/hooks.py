@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from . import reads
 from .device import Device
 from .engine import Engine, StreamedUnit
 
@@ -34,7 +35,7 @@ class Entry:
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self._own = module.__dict__.get("forward")  # set on the instance by someone before us
-        functools.update_wrapper(self, self.forward)  # its signature is asked for
+        functools.update_wrapper(self, self.forward, updated=())  # its signature is asked for
         module.forward = self
 
     def remove(self) -> None:
@@ -78,6 +79,19 @@ class Part(Entry):
             return self.forward(*args, **kwargs)
         finally:
             self.engine.leave_to(depth)
+
+
+class Questioner(Entry):
+    """torch's encoder asks, before its first layer runs, whether that layer's weights take part in function dispatch; if
+    they do, it leaves its fast path. It reads nothing until then."""
+
+    @outside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reads.pause()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            reads.resume()
 
 
 class UnitRoot(Part):

@@ -94,7 +94,7 @@ class ShadowStep:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         already_replaced = args[0] is not optimizer
-        if already_replaced or optimizer.defaults.get("differentiable") or torch.compiler.is_compiling():
+        if already_replaced or torch.compiler.is_compiling():
             return None
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
@@ -208,8 +208,7 @@ def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return on_host and tensor.is_floating_point() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_floating_point()
 
 
 def _same_order(param: Tensor, other: Tensor) -> bool:

@@ -6,7 +6,8 @@
    tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
    It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
-4. Copies (deepcopy, pickle) are plain parameters.
+4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
+   would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Watcher(Protocol):
         """The host bytes may be written from here on, unseen by any version counter."""
 
 
+_new = nn.Parameter.__new__
 _watchers: dict[int, Watcher] = {}  # by id of the parameter, which lives at least as long as it is watched
 
 
@@ -134,6 +136,8 @@ def true_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
     """Begins Rule 1. Subclasses of nn.Parameter keep their class: theirs may mean something."""
+    if not _watchers:
+        nn.Parameter.__new__ = _new_plain  # type: ignore[assignment]
     _watchers[id(parameter)] = watcher
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HostParameter
@@ -144,6 +148,14 @@ def unwatch(parameter: nn.Parameter) -> None:
     if type(parameter) is HostParameter:
         parameter.__class__ = nn.Parameter
     _watchers.pop(id(parameter), None)
+    if not _watchers:
+        nn.Parameter.__new__ = _new  # type: ignore[method-assign]
+
+
+def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+    """``nn.Parameter.__new__`` while anything is managed (Rule 4)."""
+    plain = _data.__get__(data) if type(data) in (HostParameter, DeviceParameter) else data
+    return _new(cls, plain, requires_grad)
 
 
 def keeper_of(parameter: Tensor) -> Keeper:

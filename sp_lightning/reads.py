@@ -44,6 +44,17 @@ def listen() -> None:
     HostParameter.__torch_function__ = _serve  # type: ignore[method-assign, assignment]
 
 
+def pause() -> None:
+    """Until ``resume``, nobody is told: for code that only asks whether a weight takes part in function dispatch."""
+    HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[method-assign]
+
+
+def resume() -> None:
+    """Ends a pause, if there is one."""
+    if _listeners:
+        HostParameter.__torch_function__ = _serve  # type: ignore[method-assign, assignment]
+
+
 def ignore() -> None:
     """Ends it, once as often as ``listen`` began it."""
     global _listeners

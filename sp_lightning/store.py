@@ -11,7 +11,7 @@
 5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
    is in use, and is not freed: reading a freed buffer would end the process.
 6. Resident bytes are stale once a parameter's version or address moved, its ``.data`` was taken, or an optimizer that
-   holds it stepped.
+   holds it stepped; and as long as somebody else holds a tensor over its bytes, who may write through it at any time.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ class UnitStore:
 
     def stale(self) -> bool:
         """Whether the resident bytes may differ from the host's (Rule 6)."""
-        return (
-            self._suspect
-            or self._versions != [parameter._version for parameter in self.params]
-            or self._addresses != self._current_addresses()
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                self._suspect
+                or self._versions != [parameter._version for parameter in self.params]
+                or self._addresses != self._current_addresses()
+                or any(map(_is_shared, self.params))
+            )
 
     # ---- the device side
 
@@ -201,6 +203,11 @@ class UnitStore:
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
                     f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() the handle first"
                 )
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Whether another tensor refers to its bytes, beside the parameter itself and the object that asks here."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
 
 
 def _converted(layout: Layout, device_dtype: Callable[[torch.dtype], torch.dtype]) -> Layout:

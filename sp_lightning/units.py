@@ -22,6 +22,8 @@ A unit is what travels as one: usually a block. `units="auto"` follows these rul
 8. A unit is entered through the forward of a module, so a module without one (ModuleList, ParameterList) gives its
    children instead, and parameters without a module to enter (of the root, of a module that was cut) are resident.
 
+9. A root that may not be cut (rule 5) is resident as a whole.
+
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
 """
 
@@ -213,6 +215,8 @@ class _Auto:
         self.typical = min(self.typical, self.limit)
 
     def pieces(self) -> list[_Piece]:
+        if _is_of_torch(self.tree.root):
+            return []
         pieces = self._cut(self.tree.root)
         resident = self._resident(pieces)
         runs = itertools.groupby((piece for piece in pieces if piece not in resident), self._is_small)

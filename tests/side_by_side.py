@@ -6,9 +6,11 @@ and buffers at its end, must be the same bits.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +61,11 @@ def observe(
     return parity.Record(entries), stats
 
 
+def kept(value: Any) -> list[Any]:
+    """All that a value holds, as it is now."""
+    return [(path, parity.keep(leaf)) for path, leaf in parity.leaves(value)]
+
+
 def assert_plain(module: nn.Module) -> None:
     """Nothing of ours is left in the module."""
     for name, parameter in module.named_parameters():
@@ -103,3 +110,29 @@ def training(
             between(module)
 
     return run
+
+
+def fit(make, strategy, device, ckpt_path=None, **options):
+    """The module after a short fit, plain if there is no strategy; with the list `losses` for it to fill."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    torch.manual_seed(0)
+    module = make()
+    module.losses = []
+    batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(4)], batch_size=None)
+    make_trainer(strategy, device, **options).fit(module, batches, ckpt_path=ckpt_path)
+    return module
+
+
+def make_trainer(strategy, device, **options):
+    """A quiet Trainer, of the plain strategy if there is none."""
+    return L.Trainer(
+        strategy=strategy or parity.plain_strategy(device.type),
+        accelerator=device.type,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_steps": 4} | options),
+    )

@@ -15,39 +15,13 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from side_by_side import blocks, check, inputs, sgd, squares, training
+from side_by_side import blocks, check, fit, inputs, make_trainer, sgd, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
 import parity
 import sp_lightning
-
-
-def fit(make, strategy, device, ckpt_path=None, **options):
-    """The module after a short fit, plain if there is no strategy; with the list `losses` for it to fill."""
-    if device.type == "simgpu":
-        importlib.import_module("simgpu.lightning")
-    torch.manual_seed(0)
-    module = make()
-    module.losses = []
-    batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(4)], batch_size=None)
-    make_trainer(strategy, device, **options).fit(module, batches, ckpt_path=ckpt_path)
-    return module
-
-
-def make_trainer(strategy, device, **options):
-    """A quiet Trainer, of the plain strategy if there is none."""
-    return L.Trainer(
-        strategy=strategy or parity.plain_strategy(device.type),
-        accelerator=device.type,
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_steps": 4} | options),
-    )
 
 
 # --- Saved-tensor hooks and recomputation
@@ -441,7 +415,7 @@ def test_a_batch_on_the_host_moves_with_the_call(device):
     net, x = blocks(), models.vectors(0)[0]
     with sp_lightning.stream(net, device, window=1):
         output = net(x)
-        hidden = net.blocks[0](net.stem(x))
+        hidden = net.blocks[0](torch.ones(1, models.WIDTH))
     assert output.device == device and hidden.device == device
     assert torch.equal(output.cpu(), net.to(device)(x.to(device)).cpu())
 
@@ -469,7 +443,6 @@ def test_compiled_blocks(backend, when):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model(backend):
     torch.compiler.reset()
-    check(lambda: torch.compile(blocks(), backend=backend), training(), torch.device("cpu"))
     check(blocks, lambda net, device: training()(torch.compile(net, backend=backend), device), torch.device("cpu"))
 
 
@@ -527,6 +500,19 @@ WRITES = {
     "detached": lambda p: p.detach().mul_(0.5),
     "numpy": lambda p: p.detach().numpy().__imul__(0.5),
 }
+
+
+def test_writes_through_an_alias_that_was_taken_long_ago(device):
+    def run(net, device):
+        aliases = [[p.data, p.detach(), nn.Parameter(p)][index % 3] for index, p in enumerate(net.parameters())]
+        for x in inputs(device):
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+            with torch.no_grad():
+                for alias in aliases:
+                    alias.clamp_(-0.05, 0.05).mul_(0.7)
+
+    check(blocks, run, device, window=6)
 
 
 class Critic(L.LightningModule):
@@ -848,6 +834,9 @@ def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, conte
     def make():
         layer = nn.TransformerEncoderLayer(models.FEATURES, 2, 32, batch_first=True)
         return nn.TransformerEncoder(layer, 3)
+
+    if padding and device.type == "simgpu":
+        pytest.skip("it has no nested tensors")
 
     def run(net, device):
         mask = torch.arange(models.LENGTH).expand(models.BATCH, -1) >= torch.tensor([[8], [5], [3], [1]])

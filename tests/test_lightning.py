@@ -12,9 +12,14 @@ import torchmetrics
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from torch.optim.swa_utils import get_swa_avg_fn
 
 import models
 import parity
+import sp_lightning
+from sp_lightning.errors import OptionError, UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -52,7 +57,8 @@ FEATURES = {
     },
     "lr_finder": lambda: {"callbacks": [cb.LearningRateFinder(num_training_steps=6)]},
     "ema": lambda: {"epochs": 2, "callbacks": [cb.EMAWeightAveraging(decay=0.9)]},
-    "weight_averaging": lambda: {"callbacks": [EveryOther()]},
+    # The function is given: torch chooses one by the device of the averages.
+    "weight_averaging": lambda: {"callbacks": [EveryOther(avg_fn=get_swa_avg_fn())]},
     "swa": lambda: {"epochs": 4, "callbacks": [cb.StochasticWeightAveraging(1e-2, swa_epoch_start=2, device=None)]},
     "pruning": lambda: {
         "epochs": 2,
@@ -201,3 +207,369 @@ def test_module(make_module, accelerator):
 @BOTH
 def test_finetuning_adds_groups_during_the_run(accelerator):
     run_both(zoo("mlp", optimizer="sgd"), accelerator, lambda: {"callbacks": [Unfreezing()]}, epochs=3)
+
+
+# ---- one run after another
+
+
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "devices": 1,
+    "max_epochs": 1,
+}
+
+
+def trainer_with(strategy, accelerator="cpu", **options):
+    if accelerator == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    return L.Trainer(strategy=strategy, accelerator=accelerator, **{**QUIET, **options})
+
+
+def assert_same(expected, actual):
+    expected, actual = dict(parity.leaves(expected)), dict(parity.leaves(actual))
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        value, found = (item.cpu() if isinstance(item, torch.Tensor) else item for item in (value, actual[name]))
+        assert not (wrong := parity.difference(value, found)), f"{name}: {wrong}"
+
+
+def seeded(make_module):
+    L.seed_everything(0, verbose=False)
+    return make_module()
+
+
+@BOTH
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers, accelerator):
+    def run(make_strategy):
+        module = seeded(zoo("batch_norm"))
+        loader = models.loader(module.case, 3)
+        pool = [trainer_with(make_strategy(accelerator), accelerator) for _ in range(trainers)]
+        found = []
+        for command in ("validate", "fit", "test", "predict", "fit", "predict", "validate"):
+            trainer = pool[len(found) % trainers]
+            if command == "fit":
+                trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+                found.append((trainer.fit(module, loader, loader), dict(module.state_dict())))
+            else:
+                found.append(getattr(trainer, command)(module, loader))
+            found[-1] = [value.clone() if isinstance(value, torch.Tensor) else value for _, value in parity.leaves(found[-1])]
+        return found
+
+    expected = run(parity.plain_strategy)
+    assert_same(expected, run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+@BOTH
+def test_the_device_is_the_computing_one_during_the_run_and_the_host_afterwards(accelerator):
+    class Looking(cb.Callback):
+        seen = set()
+
+        def see(self, trainer, module, *_, **__):
+            self.seen.add((module.device.type, trainer.strategy.root_device.type))
+
+        setup = on_fit_start = on_train_batch_start = on_before_zero_grad = on_validation_end = on_train_end = see
+
+    module = seeded(zoo("batch_norm"))
+    trainer = trainer_with(parity.streaming_strategy(accelerator), accelerator, callbacks=[Looking()])
+    trainer.fit(module, models.loader(module.case, 2), models.loader(module.case, 1))
+    assert Looking.seen == {(accelerator, accelerator)}
+    assert module.device.type == "cpu"
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"cpu"}
+
+
+@BOTH
+def test_a_metric_outside_of_the_module(accelerator):
+    def run(make_strategy):
+        accuracy = torchmetrics.classification.MulticlassAccuracy(models.CLASSES)
+
+        class Outside(cb.Callback):
+            def on_validation_batch_end(self, trainer, module, outputs, batch, index, dataloader_idx=0):
+                accuracy.to(module.device)(module.net(batch[0]), batch[1])
+
+        module = seeded(zoo("mlp"))
+        trainer = trainer_with(make_strategy(accelerator), accelerator, callbacks=[Outside()])
+        trainer.fit(module, models.loader(module.case, 2), models.loader(module.case, 2))
+        return {"accuracy": accuracy.compute()}
+
+    assert_same(run(parity.plain_strategy), run(parity.streaming_strategy))
+
+
+class Perceptual(models.ZooModule):
+    """A metric that has weights of its own, as those over features of a trained net do."""
+
+    class Distance(torchmetrics.MeanMetric):
+        def __init__(self):
+            super().__init__()
+            self.features = torch.nn.Linear(models.CLASSES, 50)
+
+        def update(self, scores):
+            super().update(self.features(scores).norm())
+
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+        self.distance = self.Distance()
+
+    def validation_step(self, batch, index):
+        self.distance(self.net(batch[0]))
+        self.log("val_loss", self.distance)
+
+
+@BOTH
+def test_a_metric_with_weights(accelerator):
+    run_both(Perceptual, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
+
+
+def test_summary_runs_the_example_outside_of_any_step(capsys):
+    class Summed(models.ZooModule):
+        def __init__(self):
+            super().__init__(models.case("mlp"))
+            self.example_input_array = torch.zeros(2, models.FEATURES)
+
+        def forward(self, x):
+            return self.net(x)
+
+    for accelerator in ("cpu", "simgpu"):
+        strategy = parity.streaming_strategy(accelerator, window=1)
+        trainer = trainer_with(strategy, accelerator, enable_model_summary=True, callbacks=[cb.ModelSummary(-1)])
+        trainer.fit(seeded(Summed), models.loader(models.case("mlp"), 1))
+        assert "[2, 12]" in capsys.readouterr().out
+
+
+@BOTH
+def test_averages_stay_on_the_host(accelerator):
+    """Unless the user names a device; and the callback is what it was when the run is over."""
+
+    class Looking(cb.Callback):
+        def __init__(self, averaging):
+            self.averaging, self.seen = averaging, set()
+
+        def on_train_batch_end(self, *_):
+            average = self.averaging._average_model
+            self.seen |= {(tensor.device.type) for tensor in average.state_dict().values()}
+
+    module = seeded(zoo("batch_norm"))
+    for device, expected in ((None, {"cpu"}), (torch.device(accelerator), {accelerator})):
+        for averaging in (
+            cb.EMAWeightAveraging(device=device),
+            cb.StochasticWeightAveraging(1e-2, swa_epoch_start=0, device=device),
+        ):
+            looking = Looking(averaging)
+            strategy = parity.streaming_strategy(accelerator, window=2)
+            trainer = trainer_with(strategy, accelerator, callbacks=[averaging, looking])
+            trainer.fit(module, models.loader(module.case, 2))
+            assert looking.seen == expected
+            assert averaging._device == device
+
+
+class Sized(models.ZooModule):
+    """Its batch size and learning rate are to be found."""
+
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+        self.batch_size = 2
+
+    def train_dataloader(self):
+        batches = [self.case.batch(index) for index in range(8)]
+        data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches)))
+        return torch.utils.data.DataLoader(data, self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@BOTH
+def test_the_tuner_finds_what_it_finds_plainly_and_leaves_the_weights(accelerator):
+    def run(make_strategy):
+        module = seeded(Sized)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        tuner = L.pytorch.tuner.Tuner(trainer_with(make_strategy(accelerator), accelerator))
+        size = tuner.scale_batch_size(module, mode="power", steps_per_trial=2, max_trials=3)
+        after_sizing = dict(module.state_dict())
+        finder = tuner.lr_find(module, num_training=8)
+        assert_same(before, after_sizing)
+        assert_same(before, dict(module.state_dict()))
+        return {"size": size, "rate": finder.suggestion(), "losses": finder.results["loss"], "lr": module.lr}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+@BOTH
+def test_the_batch_size_finder_as_a_callback(accelerator):
+    def run(make_strategy):
+        module = seeded(Sized)
+        finder = cb.BatchSizeFinder(steps_per_trial=2, max_trials=2)
+        trainer = trainer_with(make_strategy(accelerator), accelerator, callbacks=[finder])
+        trainer.fit(module)
+        return {"size": module.batch_size, **module.state_dict()}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+# ---- who makes the weights, and where
+
+
+class Configured(models.ZooModule):
+    """Builds its net when the Trainer asks for it."""
+
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = self.case.make()
+
+
+def build_configured(trainer):
+    return Configured()
+
+
+def build_in_init_module(trainer):
+    with trainer.init_module():
+        return zoo("mlp")()
+
+
+def build_empty(trainer):
+    with trainer.init_module(empty_init=True):
+        module = zoo("mlp")()
+    for parameter in module.parameters():
+        torch.nn.init.uniform_(parameter, -0.1, 0.1)
+    return module
+
+
+def build_on_meta(trainer):
+    with trainer.init_module(), torch.device("meta"):
+        return zoo("mlp")()
+
+
+def build_tied_on_meta(trainer):
+    with trainer.init_module(), torch.device("meta"):
+        module = zoo("tied_embedding")()
+    assert module.net.head.weight is module.net.embedding.weight
+    return module
+
+
+WAYS = [build_configured, build_in_init_module, build_empty, build_on_meta, build_tied_on_meta]
+
+
+@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_weights_are_made_on_the_host(build, precision):
+    import simgpu
+
+    trainer = trainer_with(parity.streaming_strategy("simgpu", window=1), "simgpu", precision=precision)
+    L.seed_everything(0, verbose=False)
+    simgpu.config.capacity = 0
+    module = build(trainer)
+    assert {parameter.device.type for parameter in module.parameters()} <= {"cpu", "meta"}
+    simgpu.config.capacity = 2**30
+    names = [name for name, _ in module.named_parameters()]
+    parameters = list(module.parameters())
+    trainer.fit(module, models.loader(module.case, 2))
+    kept = dict(module.named_parameters(remove_duplicate=False))
+    if names:
+        assert all(one is other for one, other in zip(parameters, module.parameters(), strict=True))
+    if build is build_tied_on_meta:
+        assert kept["net.head.weight"] is kept["net.embedding.weight"]
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {(parameter.device.type, parameter.dtype) for parameter in kept.values()} == {("cpu", dtype)}
+    assert all(parameter.isfinite().all() for parameter in kept.values())
+
+
+def test_weights_are_the_plain_ones_wherever_they_were_made():
+    def run(make_strategy, build):
+        trainer = trainer_with(make_strategy("cpu"))
+        L.seed_everything(0, verbose=False)
+        module = build(trainer)
+        trainer.fit(module, models.loader(module.case, 2))
+        return dict(module.state_dict())
+
+    for build in (build_configured, build_in_init_module):
+        assert_same(run(parity.plain_strategy, build), run(parity.streaming_strategy, build))
+
+
+def test_meta_weights_that_nothing_can_make_are_refused_by_name():
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+    trainer = trainer_with(parity.streaming_strategy("cpu"))
+    with torch.device("meta"):
+        module = zoo("mlp")()
+        module.net.bare = Bare()
+    with pytest.raises(sp_lightning.errors.PartitionError, match=r"net\.bare has parameters on the meta device and no reset_p"):
+        trainer.fit(module, models.loader(module.case, 1))
+
+
+# ---- which device
+
+
+def test_by_name_on_the_cpu():
+    trainer = trainer_with("superpipeline")
+    assert isinstance(trainer.strategy, sp_lightning.SuperpipelineStrategy)
+    module = seeded(zoo("mlp"))
+    trainer.fit(module, models.loader(module.case, 2))
+    assert trainer.strategy.root_device == torch.device("cpu")
+    assert trainer.strategy.handle.stats()["fetches"] > 0
+
+
+def test_by_name_on_the_accelerator_that_the_trainer_chose():
+    trainer = trainer_with("superpipeline", "simgpu")
+    assert trainer.strategy.root_device == torch.device("simgpu", 0)
+    module = seeded(zoo("mlp"))
+    trainer.fit(module, models.loader(module.case, 2))
+    assert torch.accelerator.max_memory_allocated() > 0
+
+
+@pytest.mark.parametrize("strategy", ["superpipeline", "instance"])
+def test_several_devices_are_refused_and_told_what_to_use(strategy):
+    strategy = sp_lightning.SuperpipelineStrategy() if strategy == "instance" else strategy
+    said = "devices must be 1: this strategy streams a model through one device; use strategy='fsdp' for several, got 2"
+    with pytest.raises(OptionError, match=said):
+        trainer_with(strategy, devices=2)
+    with pytest.raises(OptionError, match="num_nodes must be 1"):
+        trainer_with("superpipeline", num_nodes=2)
+
+
+def test_mps_is_refused_and_told_what_to_use():
+    said = r"device 'mps' shares its memory with the host.*use Lightning's default strategy \(strategy='auto'\)"
+    with pytest.raises(UnsupportedError, match=said):
+        sp_lightning.SuperpipelineStrategy(device="mps")
+    strategy = sp_lightning.SuperpipelineStrategy()
+    with pytest.raises(UnsupportedError, match=said):
+        strategy.parallel_devices = [torch.device("mps", 0)]  # as the Trainer does
+
+
+def test_a_device_of_another_accelerator_is_refused():
+    with pytest.raises(OptionError, match=r"device must be on the Trainer's accelerator \('cpu'\).*got 'simgpu:0'"):
+        trainer_with(sp_lightning.SuperpipelineStrategy(device="simgpu:0"))
+
+
+WRONG = {
+    "window": (0, -1, 1.5, True, "two"),
+    "transfer": (0, "all"),
+    "units": ([], 3),
+    "activations": ("drop",),
+    "memory_budget": ("lots", 0),
+}
+
+
+@pytest.mark.parametrize("argument, value", [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_arguments_are_refused_by_name_at_construction(argument, value):
+    with pytest.raises(OptionError, match=f"^{argument} must be .*got {value!r}".replace("[", r"\[")):
+        sp_lightning.SuperpipelineStrategy(**{argument: value})
+
+
+def test_plain_lightning_accepts_what_comes_out():
+    """After streaming, the same module object trains on under another strategy."""
+    def run(first):
+        module = seeded(zoo("batch_norm"))
+        for strategy in (first, SingleDeviceStrategy(device="cpu")):
+            trainer_with(strategy).fit(module, models.loader(module.case, 2))
+        return dict(module.state_dict())
+
+    assert_same(run(parity.plain_strategy("cpu")), run(parity.streaming_strategy("cpu", window=2)))

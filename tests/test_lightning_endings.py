@@ -1,0 +1,338 @@
+"""However a run ends, the module is plain again, nothing of it is on the device, and the next run works."""
+
+import contextlib
+import functools
+import gc
+import signal
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import models
+import parity
+from sp_lightning import parameters, stream
+from sp_lightning.gradients import Downlink
+from sp_lightning.store import UnitStore
+
+pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
+BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+SIDES = {"plain": parity.plain_strategy, "streaming": functools.partial(parity.streaming_strategy, window=2)}
+CASE = models.case("batch_norm")
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "max_epochs": 1,
+    "limit_val_batches": 2,
+}
+SCALING = GradScaler._unscale_grads_
+
+
+class Boom(Exception):
+    pass
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Boom("in backward")
+
+
+class FailingStep(torch.optim.AdamW):
+    """Fails before anything was written, or after everything was."""
+
+    fail = None
+
+    def step(self, closure=None):
+        loss = closure()
+        if self.fail == "before":
+            raise Boom("before the step")
+        super().step()
+        if self.fail == "after":
+            raise Boom("after the step")
+        return loss
+
+
+class Module(models.ZooModule):
+    """Fails in its third batch, at a place that the test names."""
+
+    def __init__(self, place=None, error=Boom):
+        super().__init__(CASE)
+        self.place, self.error = place, error
+
+    def fail_at(self, place, index):
+        if place == self.place and index == 2:
+            raise self.error(place)
+
+    def training_step(self, batch, index):
+        self.fail_at("training_step", index)
+        hooks = []
+        if index == 2 and self.place == "forward":
+            hooks = [self.net.blocks[2].register_forward_pre_hook(lambda *_: self.fail_at("forward", 2))]
+        if index == 2 and self.place == "backward":
+            hooks = [self.net.blocks[1].register_forward_hook(lambda *args: FailingBackward.apply(args[2]))]
+        try:
+            return super().training_step(batch, index)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def on_after_backward(self):
+        self.fail_at("on_after_backward", self.trainer.fit_loop.batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.fail_at("on_train_batch_end", index)
+
+    def validation_step(self, batch, index):
+        if self.place == "validation" and not self.trainer.sanity_checking:
+            raise self.error("validation")
+        if self.place == "sanity":
+            raise self.error("sanity")
+        super().validation_step(batch, index)
+
+    def optimizer_step(self, epoch, index, optimizer, closure=None):
+        if self.place in ("before", "after"):
+            optimizer.optimizer.fail = self.place if index == 2 else None
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self):
+        self.fail_at("configure_optimizers", 2)
+        return FailingStep(self.parameters(), 1e-2, foreach=False, fused=False)
+
+
+def fit(side, accelerator, module, batches=4, **options):
+    if accelerator == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    trainer = L.Trainer(strategy=SIDES[side](accelerator), accelerator=accelerator, devices=1, **{**QUIET, **options})
+    loaders = models.loader(CASE, batches), models.loader(CASE, 2)
+    L.seed_everything(1, verbose=False)
+    before = world(module)
+    try:
+        trainer.fit(module, *loaders)
+    finally:
+        if side == "streaming":
+            assert world(module) == before
+            assert module.device == torch.device("cpu")
+    return trainer
+
+
+def world(module):
+    """All that streaming touches and has to put back."""
+    assert not parameters._watchers
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"cpu"}
+    return {
+        "parameters": [(name, id(parameter)) for name, parameter in module.named_parameters()],
+        "forwards": [name for name, child in module.named_modules() if "forward" in vars(child)],
+        "hooks": [len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules()],
+        "step hooks": (
+            len(_global_optimizer_pre_hooks),
+            len(_global_optimizer_post_hooks),
+        ),
+        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "scaling": GradScaler._unscale_grads_ is SCALING,
+        "dispatch": parameters.HostParameter.__torch_function__ is torch._C._disabled_torch_function_impl,
+        "attributes": [sorted(vars(child)) for child in module.net.modules()],
+    }
+
+
+def seeded(*args):
+    L.seed_everything(0, verbose=False)
+    return Module(*args)
+
+
+def weights(module):
+    return {name: value.detach().clone().cpu() for name, value in module.state_dict().items()}
+
+
+def assert_same(expected, actual):
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        assert not (wrong := parity.difference(value, actual[name])), f"{name}: {wrong}"
+
+
+def left_on_device():
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+def run_on(side, accelerator, place, error=Boom, raised=Boom):
+    """A run that fails, and another one of the same module; gives the weights after each."""
+    module = seeded(place, error)
+    if place is None:
+        fit(side, accelerator, module)
+    else:
+        with pytest.raises(raised):
+            fit(side, accelerator, module)
+    after_first, module.place = weights(module), None
+    fit(side, accelerator, module)
+    return after_first, weights(module)
+
+
+PLACES = "training_step forward backward on_after_backward before after on_train_batch_end validation sanity".split()
+
+
+@BOTH
+@pytest.mark.parametrize("place", [None, *PLACES])
+def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
+    expected = run_on("plain", accelerator, place)
+    allocated = accelerator == "simgpu" and left_on_device()
+    actual = run_on("streaming", accelerator, place)
+    assert_same(expected[0], actual[0])
+    assert_same(expected[1], actual[1])
+    if accelerator == "simgpu":
+        assert left_on_device() == allocated
+
+
+@pytest.fixture
+def interrupts():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it for the rest of the process
+
+
+@BOTH
+@pytest.mark.parametrize("place", ["forward", "backward", "on_train_batch_end"])
+def test_ctrl_c(place, accelerator, interrupts):
+    def interrupted(side):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with mock_error(FailingBackward):
+            return run_on(side, accelerator, place, KeyboardInterrupt, raised=SystemExit)
+
+    expected, actual = interrupted("plain"), interrupted("streaming")
+    assert_same(expected[0], actual[0])
+    assert_same(expected[1], actual[1])
+
+
+@contextlib.contextmanager
+def mock_error(function):
+    backward = function.backward
+
+    def interrupt(ctx, grad):
+        raise KeyboardInterrupt
+
+    function.backward = staticmethod(interrupt)
+    try:
+        yield
+    finally:
+        function.backward = backward
+
+
+@BOTH
+def test_should_stop(accelerator):
+    class Stopping(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 2
+
+    def run(side):
+        module = seeded()
+        fit(side, accelerator, module, callbacks=[Stopping()], max_epochs=3)
+        return weights(module)
+
+    assert_same(run("plain"), run("streaming"))
+
+
+def test_close_is_safe_twice_and_in_the_middle_of_a_step():
+    module = seeded()
+    before = world(module)
+    handle = stream(module.net, "simgpu", window=1)
+    batch = [tensor.to("simgpu") for tensor in CASE.batch(0)]
+    loss = CASE.loss(module.net, batch)
+    handle.close()
+    handle.close()
+    assert world(module) == before
+    with pytest.raises(Exception, match="."):
+        loss.backward()
+    del loss, batch
+    assert CASE.loss(module.net, CASE.batch(0)).isfinite()
+
+
+# ---- what a plain run cannot fail in: the copies
+
+
+def fail_once(monkeypatch, owner, name, count, error):
+    """The call with that number fails."""
+    original, calls = getattr(owner, name), []
+
+    def failing(*args):
+        calls.append(name)
+        if len(calls) == count:
+            raise error
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@functools.cache
+def finished_steps(accelerator):
+    """The weights after 0, 1, ... steps of the plain run."""
+
+    class Keeping(L.Callback):
+        kept = [weights(seeded())]
+
+        def on_train_batch_end(self, trainer, module, *_):
+            self.kept.append(weights(module))
+
+    fit("plain", accelerator, seeded(), callbacks=[keeping := Keeping()])
+    return keeping.kept
+
+
+UP, DOWN = (UnitStore, "load"), (Downlink, "fetch")
+COPIES = [(UP, 1), (UP, 8), (UP, 25), (UP, 29), (UP, 34), (UP, 37), (UP, 41), (DOWN, 1), (DOWN, 9), (DOWN, 12)]
+
+
+@BOTH
+@pytest.mark.parametrize("way, count", COPIES, ids=[f"{way[1]} {count}" for way, count in COPIES])
+@pytest.mark.parametrize("error", [Boom, torch.OutOfMemoryError])
+def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(way, count, error, accelerator, monkeypatch):
+    module, plain = seeded(), seeded()
+    fail_once(monkeypatch, *way, count, error("no copy"))
+    with pytest.raises(error, match="no copy"):
+        fit("streaming", accelerator, module)
+    found, trained = weights(module), dict(module.named_parameters())
+    matches = [all(torch.equal(step[name], found[name]) for name in trained) for step in finished_steps(accelerator)]
+    assert sum(matches) == 1
+    plain.load_state_dict(found)
+    module.train()  # Lightning leaves a module whose validation failed as it was in there
+    fit("plain", accelerator, plain)
+    fit("streaming", accelerator, module)
+    assert_same(weights(plain), weights(module))
+
+
+def test_a_device_too_small_for_a_unit():
+    import simgpu
+
+    module = seeded()
+    before = weights(module)
+    allocated = left_on_device()
+    simgpu.config.capacity = allocated + 8192
+    with pytest.raises(torch.OutOfMemoryError):
+        fit("streaming", "simgpu", module)
+    assert_same(before, weights(module))
+    assert left_on_device() == allocated
+    simgpu.config.capacity = 2**30
+    fit("streaming", "simgpu", module)
+
+
+@pytest.mark.parametrize("place", ["engine.Schedule", "handle.Scope"])
+def test_a_failure_while_streaming_begins(place, monkeypatch):
+    def fail(*args):
+        raise Boom
+
+    module, allocated = seeded(), left_on_device()
+    monkeypatch.setattr(f"sp_lightning.{place}", fail)
+    with pytest.raises(Boom):
+        fit("streaming", "simgpu", module)
+    assert left_on_device() == allocated
+    monkeypatch.undo()
+    fit("streaming", "simgpu", module)

@@ -1,0 +1,232 @@
+"""What travels between host and device, counted and seen on the device: as much as the schedule says, and no more.
+
+The ledger (traffic.py) checks this for every cell of test_exactness.py, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from side_by_side import sgd, squares
+
+import models
+import parity
+import sp_lightning
+import traffic
+from sp_lightning import schedule
+
+BLOCKS = 8
+uniform = models.stack_of(models.Block, BLOCKS)  # and a small stem and head, which are resident
+
+
+@contextlib.contextmanager
+def streaming(make, device, **options):
+    torch.manual_seed(0)
+    module = make()
+    with sp_lightning.stream(module, device, **options) as handle:
+        yield module, handle
+
+
+def train(module, device, loss=squares, stepping=True, steps=1):
+    """Steps of training on the same batch, which is on the device already; the loss stays there."""
+    x = models.vectors(0)[0].to(device)
+    optimizer = sgd(module)
+    for _ in range(steps):
+        if stepping:
+            optimizer.zero_grad()
+        loss(module, x).backward()
+        if stepping:
+            optimizer.step()
+
+
+def added(handle, run):
+    """What the counters gained while `run` ran."""
+    before = handle.stats()
+    run()
+    after = handle.stats()
+    return {name: after[name] - before[name] for name in ("fetches", "bytes_up", "bytes_down", "bytes_written_back")}
+
+
+def blocks_of(handle):
+    return [unit for unit in handle.units if not unit.resident]
+
+
+def gradient_nbytes(parameters):
+    return sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+
+
+# --- Up
+
+
+@pytest.mark.parametrize("window", range(1, BLOCKS + 1))
+def test_a_training_step_fetches_each_unit_twice_less_the_window_and_the_root_once(device, window):
+    with streaming(uniform, device, window=window) as (net, handle):
+        train(net, device, steps=2)
+        step = added(handle, lambda: train(net, device))
+        block, root = handle.units[0].nbytes, handle.units[-1].nbytes
+    assert step["fetches"] == 2 * BLOCKS - window + 1
+    assert step["bytes_up"] == (2 * BLOCKS - window) * block + root
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, BLOCKS])
+def test_what_is_resident_stays_between_micro_batches(device, window):
+    with streaming(uniform, device, window=window) as (net, handle):
+        train(net, device, stepping=False)
+        step = added(handle, lambda: train(net, device, stepping=False))
+    # Forward begins with the units with which backward ended; with one place, the turn is the only unit visited twice.
+    assert step["fetches"] == 2 * (BLOCKS - window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, BLOCKS])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_fetches_what_an_order_that_starts_again_needs(device, window, context):
+    with streaming(uniform, device, window=window) as (net, handle), context():
+        x = models.vectors(0)[0].to(device)
+        for _ in range(3):
+            net(x)
+        step = added(handle, lambda: [net(x) for _ in range(3)])
+    order = 6 * list(range(BLOCKS))
+    both = len(schedule.loads([1] * BLOCKS, order, window, wrap=True))
+    first = len(schedule.loads([1] * BLOCKS, order[: 3 * BLOCKS], window, wrap=True))
+    assert step["fetches"] == both - first
+    assert step["fetches"] == 0 or window < BLOCKS
+
+
+def test_a_tied_weight_travels_in_one_unit(device):
+    with streaming(lambda: models.TokenStack(tied=True), device, window=1) as (net, handle):
+        names = [name for unit in handle.units for name, _ in unit.params]
+    assert names.count("embedding.weight") == 1 and "head.weight" not in names
+
+
+def test_recomputation_fetches_nothing_more(device):
+    with streaming(uniform, device, window=2, activations="recompute") as (net, handle):
+        train(net, device, steps=2)
+        step = added(handle, lambda: train(net, device))
+    assert step["fetches"] == 2 * BLOCKS - 2 + 1
+
+
+# --- Down
+
+
+def test_gradients_that_exist_come_down_once(device):
+    with streaming(uniform, device, window=2) as (net, handle):
+        step = added(handle, lambda: train(net, device))
+        assert step["bytes_down"] == gradient_nbytes(net.parameters()) == sum(4 * p.numel() for p in net.parameters())
+
+
+def test_frozen_units_send_no_gradients_and_a_frozen_prefix_is_not_fetched_for_backward(device):
+    with streaming(models.frozen_prefix, device, window=1) as (net, handle):
+        train(net, device)
+        step = added(handle, lambda: train(net, device))
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        assert step["bytes_down"] == sum(4 * p.numel() for p in trainable)
+        frozen = [unit for unit in blocks_of(handle) if not unit.trainable]
+        root, block = handle.units[-1], blocks_of(handle)[0]
+        assert len(frozen) == 2 and root.resident
+        # Forward fetches four blocks; backward has the last one, fetches the third, and needs no other.
+        stepped = (len(blocks_of(handle)) + 1) * block.nbytes + root.nbytes
+        assert step["bytes_up"] == stepped
+
+
+def test_a_unit_sends_the_gradients_of_its_trainable_part_alone(device):
+    with streaming(models.stack_of(models.AdaptedBlock, 4), device, window=2) as (net, handle):
+        step = added(handle, lambda: train(net, device))
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        assert 0 < step["bytes_down"] == sum(4 * p.numel() for p in trainable) < sum(p.numel() for p in net.parameters())
+
+
+def test_experts_that_get_no_row_send_nothing(device):
+    with streaming(models.stack_of(models.ExpertBlock, 3), device, window=2) as (net, handle):
+        step = added(handle, lambda: train(net, device, stepping=False))
+        missing = [p for p in net.parameters() if p.grad is None]
+        assert missing and step["bytes_down"] == gradient_nbytes(net.parameters())
+
+
+@pytest.mark.parametrize("block", [models.RescalingBlock, models.DataRescalingBlock])
+def test_weights_come_down_only_where_the_model_wrote_them(device, block):
+    with streaming(models.stack_of(block, 4), device, window=1) as (net, handle):
+        step = added(handle, lambda: train(net, device))
+        assert step["bytes_written_back"] == 4 * 4 * net.blocks[0].weight.numel()
+        assert step["bytes_down"] == gradient_nbytes(net.parameters())
+
+
+# --- As the device saw it
+
+
+def copies(traced):
+    """Bytes copied up and down."""
+    return [sum(op.nbytes for op in traced if op.name == f"copy {way}") for way in ("H2D", "D2H")]
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "adapters", "dropout", "spectral_norm"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_no_byte_crosses_that_is_not_counted(name, activations):
+    import simgpu
+
+    case, device = models.case(name), torch.device("simgpu", 0)
+    with streaming(case.make, device, window=2, activations=activations) as (net, handle):
+        batch = torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), case.batch(0))
+        before = handle.stats()
+        with simgpu.trace() as traced:
+            case.loss(net, batch).backward()
+        after = handle.stats()
+        moved = {key: after[key] - before[key] for key in before if key.startswith("bytes_")}
+    up, down = copies(traced)
+    assert up == moved["bytes_up"] + moved["bytes_brought_back"]
+    assert down == moved["bytes_down"] + moved["bytes_offloaded"]
+    assert moved["bytes_down"] == gradient_nbytes(net.parameters())
+    assert bool(moved["bytes_offloaded"]) == (activations == "offload")
+
+
+# --- The ledger sees what is not as it should be
+
+
+def ledger_of(monkeypatch, fault):
+    """The check of one run into which `fault` put something."""
+    ledger, case = traffic.Ledger(), models.case("mlp")
+    fault(monkeypatch)
+    with ledger.listening():
+        make = functools.partial(models.ZooModule, case)
+        parity.record(make, parity.streaming_strategy("cpu", window=2))
+    gradients = sum(4 * p.numel() for p in case.make().parameters())
+    return lambda: traffic.assert_streamed(ledger, [gradients] * 4, writes=False)
+
+
+def test_the_ledger_accepts_a_good_run(monkeypatch):
+    ledger_of(monkeypatch, lambda monkeypatch: None)()
+
+
+def fetch_twice(monkeypatch):
+    from sp_lightning.store import UnitStore
+
+    wait_load = UnitStore.wait_load
+    monkeypatch.setattr(UnitStore, "wait_load", lambda store: (store.load(), wait_load(store)))
+
+
+def send_gradients_of_all(monkeypatch):
+    from sp_lightning.gradients import Downlink
+
+    fetch = Downlink.fetch
+
+    def fetch_more(downlink, grads, *args):
+        downlink.counters.bytes_down += sum(grad is None for grad in grads) + 1
+        return fetch(downlink, grads, *args)
+
+    monkeypatch.setattr(Downlink, "fetch", fetch_more)
+
+
+def write_weights_back(monkeypatch):
+    from sp_lightning.store import UnitStore
+
+    free = UnitStore.free
+    monkeypatch.setattr(UnitStore, "free", lambda store: (store.write_back(0), free(store)))
+
+
+@pytest.mark.parametrize("fault", [fetch_twice, send_gradients_of_all, write_weights_back])
+def test_the_ledger_refuses_a_run_that_moves_more(monkeypatch, fault):
+    with pytest.raises(AssertionError):
+        ledger_of(monkeypatch, fault)()

@@ -1,0 +1,691 @@
+"""What users do to a module while it streams, each with the outcome that the contract names.
+
+Bitwise equal to the plain run, the error that the plain run raises, or a typed error; afterwards everything goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+import pickle
+import threading
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import models
+import parity
+import sp_lightning
+from side_by_side import assert_plain, blocks, check, fit, inputs, kept, sgd, squares, training
+from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedError
+
+# --- After something went wrong
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_training_goes_on_after_the_device_was_too_small_for_a_unit(where, window):
+    import simgpu
+
+    def run(net, device):
+        streaming = next(net.parameters()).device.type == "cpu"
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device, 4)):
+            optimizer.zero_grad()
+            if index == 1 and streaming:
+                with pytest.raises(torch.OutOfMemoryError), memory_full(simgpu, when=where == "forward"):
+                    loss = squares(net, x)
+                    with memory_full(simgpu):
+                        loss.backward()
+                optimizer.zero_grad()
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+
+    check(blocks, run, torch.device("simgpu", 0), window=window)
+
+
+@contextlib.contextmanager
+def memory_full(simgpu, when=True):
+    """Nothing more can be allocated within."""
+    before = simgpu.config.capacity
+    if when:
+        simgpu.config.capacity = torch.accelerator.memory_allocated()
+    try:
+        yield
+    finally:
+        simgpu.config.capacity = before
+
+
+class Fault(BaseException):
+    """Like KeyboardInterrupt: no ``except Exception`` sees it."""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_an_interruption_anywhere_leaves_the_weights_and_the_next_step_right(device, where, window):
+    def run(net, device):
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device)):
+            optimizer.zero_grad()
+            if index == 1:
+                with pytest.raises(Fault), failing(net, optimizer, where):
+                    squares(net, x).backward()
+                    optimizer.step()
+                yield dict(net.named_parameters())
+                optimizer.zero_grad()
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+
+    check(blocks, run, device, window=window)
+
+
+@contextlib.contextmanager
+def failing(net, optimizer, where):
+    """Something in the middle raises."""
+
+    def fail(*_):
+        raise Fault
+
+    if where == "forward":
+        hook = net.blocks[2].register_forward_pre_hook(fail)
+    elif where == "backward":
+        hook = net.blocks[1].register_full_backward_pre_hook(fail)
+    else:
+        hook = optimizer.register_step_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_an_exception_inside_the_context_manager_leaves_a_plain_module(device):
+    net = blocks()
+    net.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), sp_lightning.stream(net, device, window=1):
+        squares(net, next(inputs(device)))
+    assert_plain(net)
+
+
+# --- One module, several users
+
+
+class OnChildren(L.LightningModule):
+    """Calls what its units are made of, never a unit."""
+
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = net or blocks()
+
+    def training_step(self, batch, batch_index):
+        x = self.net.stem(batch[0])
+        for block in self.net.blocks:
+            x = x + block.down(block.up(block.norm(x)).relu())
+        loss = self.net.head(x).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+class OnWhole(OnChildren):
+    def training_step(self, batch, batch_index):
+        loss = squares(self.net, batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+
+def strategy(device, streamed=True, **options):
+    return sp_lightning.SuperpipelineStrategy(device=device, **({"window": 1} | options)) if streamed else None
+
+
+def both(device, run):
+    """``run(streamed)`` plainly and streaming: the same losses, and parameters."""
+    plain, streamed = run(False), run(True)
+    assert streamed.losses == plain.losses
+    for (name, p), q in zip(streamed.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.cpu(), q.cpu()), name
+
+
+def test_a_lightning_module_that_calls_a_units_children_but_never_the_unit(device):
+    both(device, lambda streamed: fit(OnChildren, strategy(device, streamed), device))
+
+
+def test_two_trainers_one_after_another(device):
+    def run(streamed):
+        module = fit(OnWhole, strategy(device, streamed), device)
+        return fit(lambda: module, strategy(device, streamed), device)
+
+    both(device, run)
+
+
+def test_a_trainer_that_fits_validates_and_fits_again(device):
+    def run(streamed):
+        module = fit(OnWhole, strategy(device, streamed), device)
+        return fit(lambda: module, strategy(device, streamed, window=2), device, accumulate_grad_batches=2)
+
+    both(device, run)
+
+
+def test_a_module_used_by_two_lightning_modules_in_turns(device):
+    def run(streamed):
+        net = blocks()
+        for kind in (OnWhole, OnChildren, OnWhole):
+            module = fit(lambda kind=kind: kind(net), strategy(device, streamed), device)
+        return module
+
+    torch.manual_seed(3)
+    plain = run(False)
+    torch.manual_seed(3)
+    streamed = run(True)
+    assert streamed.losses == plain.losses
+
+
+def test_a_module_that_streams_already_is_refused(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=1):
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.norm\.weight is streamed already"):
+            sp_lightning.stream(nn.Sequential(net.blocks[0], nn.Linear(3, 3)), device)
+        squares(net, next(inputs(device))).backward()
+    assert_plain(net)
+    sp_lightning.stream(net, device).close()
+
+
+def test_two_modules_stream_side_by_side(device):
+    def run(pair, device):
+        for x in inputs(device):
+            loss = squares(pair[0], x) + squares(pair[1], x)
+            loss.backward()
+            yield loss, [p.grad for p in pair.parameters()]
+
+    def stream_both(pair, device):
+        with sp_lightning.stream(pair[0], device, window=1), sp_lightning.stream(pair[1], device, window=2):
+            yield from run(pair, device)
+
+    torch.manual_seed(0)
+    pair = nn.ModuleList([blocks(), blocks()])
+    expected = list(parity.leaves(list(map(kept, run(copy.deepcopy(pair).to(device), device)))))
+    actual = list(parity.leaves(list(map(kept, stream_both(pair, device)))))
+    for (name, one), (_, other) in zip(expected, actual, strict=True):
+        assert torch.equal(one.cpu(), other.cpu()), name
+
+
+# --- Parameters that change between steps
+
+
+def replaced(net):
+    """New parameters, on the device in a plain run."""
+    torch.manual_seed(7)
+    for layer in (net.blocks[1].up, net.blocks[3].down, net.head):
+        layer.weight = nn.Parameter(torch.randn(layer.weight.shape).to(layer.weight.device) / 5)
+
+
+def assigned(net):
+    net.load_state_dict({name: value.clone() * 0.5 for name, value in net.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [replaced, assigned])
+def test_parameters_replaced_between_steps(device, change):
+    def run(net, device):
+        for _ in range(3):
+            yield from training(steps=2)(net, device)
+            change(net)
+
+    check(blocks, run, device)
+
+
+def test_a_module_made_double_between_steps(device):
+    def run(net, device):
+        yield from training(steps=2)(net, device)
+        net.double()
+        for x in inputs(device):
+            squares(net, x.double()).backward()
+            yield [p.grad for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+@pytest.mark.simgpu
+def test_a_streamed_module_that_is_moved_to_the_device_is_an_error():
+    net, device = blocks(), torch.device("simgpu", 0)
+    with sp_lightning.stream(net, device, window=1):
+        net.to(device)
+        with pytest.raises(ExactnessError, match=r"on simgpu:0.*stay on the host"):
+            squares(net, next(inputs(device)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_requires_grad_flipped_between_steps(device, first):
+    def run(net, device):
+        needed = first
+        for x in inputs(device, 5):
+            needed = not needed
+            net.blocks[1].requires_grad_(needed)
+            net.blocks[2].up.weight.requires_grad_(not needed)
+            net.zero_grad()
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_requires_grad_flipped_while_an_older_graph_waits_for_its_backward(device, needed):
+    def run(net, device):
+        batches = inputs(device)
+        net.blocks[1].requires_grad_(not needed)
+        older = squares(net, next(batches))
+        net.blocks[1].requires_grad_(needed)
+        younger = squares(net, next(batches))
+        younger.backward()
+        yield [p.grad for p in net.parameters()]
+        older.backward()
+
+    check(blocks, run, device)
+
+
+# --- Graphs that live on
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_the_losses_of_all_steps_stay_alive(device, window):
+    def run(net, device):
+        optimizer, losses = sgd(net), []
+        for x in inputs(device, 4):
+            losses.append(squares(net, x))
+            optimizer.zero_grad()
+            losses[-1].backward(retain_graph=True)
+            optimizer.step()
+            yield losses
+
+    check(blocks, run, device, window=window)
+
+
+CHANGED = "modified by an inplace operation"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_backward_of_a_graph_from_before_the_optimizers_step_is_the_plain_error(device, streamed):
+    net = blocks()
+    with streaming(net, device, streamed):
+        optimizer, batches = sgd(net), inputs(device)
+        older = squares(net, next(batches))
+        squares(net, next(batches)).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            older.backward()
+        squares(net, next(batches)).backward()
+
+
+def streaming(net, device, streamed=True, **options):
+    """Streams, or moves, the module."""
+    if streamed:
+        return sp_lightning.stream(net, device, **({"window": 1} | options))
+    return contextlib.nullcontext(net.to(device))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("where", ["after the forward", "in a hook"])
+def test_a_weight_changed_between_its_forward_and_its_backward_is_the_plain_error(device, streamed, where):
+    net = blocks()
+    if where == "in a hook":
+        net.blocks[1].register_forward_hook(lambda block, *_: halve(block.up.weight))
+    with streaming(net, device, streamed):
+        loss = squares(net, next(inputs(device)))
+        if where == "after the forward":
+            halve(net.blocks[1].up.weight)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+
+
+@torch.no_grad()
+def halve(weight):
+    weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("write", [lambda w: w.mul_(0.5), lambda w: w.__setitem__(0, 1.0), lambda w: w.add_(1)])
+def test_a_weight_written_in_place_while_autograd_records_is_an_error(device, streamed, write):
+    net = blocks()
+    net.blocks[2].register_forward_pre_hook(lambda block, _: write(block.up.weight))
+    with streaming(net, device, streamed):
+        with pytest.raises(ExactnessError if streamed else RuntimeError, match="in[- ]place|inplace"):
+            squares(net, next(inputs(device)))
+
+
+# --- Copies
+
+
+def pickled(net):
+    return pickle.loads(pickle.dumps(net))
+
+
+def saved(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def rebuilt(net):
+    other = blocks()
+    other.load_state_dict(net.state_dict())
+    return other
+
+
+COPIES = [copy.deepcopy, pickled, saved, rebuilt]
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_copies_made_between_steps_are_plain_modules_that_train_alike(device, make_copy):
+    def run(net, device):
+        yield from training(steps=1)(net, device)
+        copied = make_copy(net)
+        assert {type(p) for p in copied.parameters()} == {nn.Parameter}
+        copied.to(device).zero_grad()
+        net.zero_grad()
+        yield from training()(copied, device)
+        yield from training()(net, device)
+
+    check(blocks, run, device)
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_copies_made_inside_a_forward_are_plain_modules(device, make_copy):
+    copies = []
+    net = blocks()
+    net.blocks[1].register_forward_pre_hook(lambda *_: copies.append(make_copy(hookless(net))))
+
+    def hookless(net):
+        net.blocks[1]._forward_pre_hooks.clear()
+        return net
+
+    with sp_lightning.stream(net, device, window=1):
+        expected = net(next(inputs(device)))
+    (copied,) = copies
+    for (name, p), q in zip(copied.named_parameters(), net.parameters(), strict=True):
+        assert type(p) is nn.Parameter and p.is_leaf and torch.equal(p.cpu(), q), name
+    assert torch.equal(copied.to(device)(next(inputs(device))).cpu(), expected.cpu())
+
+
+# --- Functional calls and function transforms
+
+
+def substitutes(net, device):
+    return {name: p.detach().to(device) * 0.9 for name, p in net.named_parameters()}
+
+
+def test_functional_call_with_other_weights(device):
+    def run(net, device):
+        weights = {name: value.requires_grad_() for name, value in substitutes(net, device).items()}
+        output = torch.func.functional_call(net, weights, (next(inputs(device)),))
+        yield output, torch.autograd.grad(output.sum(), list(weights.values()))
+        yield from training()(net, device)
+
+    check(blocks, run, device)
+
+
+def test_functional_call_with_some_other_weights(device):
+    def run(net, device):
+        weights = {name: value for name, value in substitutes(net, device).items() if "up" in name}
+        output = torch.func.functional_call(net, weights, (next(inputs(device)),))
+        output.sum().backward()
+        yield output, [p.grad for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+TRANSFORMS = {
+    "grad": lambda net, x: torch.func.grad(lambda x: net(x).square().sum())(x),
+    "vjp": lambda net, x: torch.func.vjp(net, x)[1](torch.ones(models.BATCH, models.CLASSES, device=x.device)),
+    "jvp": lambda net, x: torch.func.jvp(net, (x,), (torch.ones_like(x),)),
+    "vmap": lambda net, x: torch.func.vmap(net)(x),
+    "jacrev": lambda net, x: torch.func.jacrev(lambda x: net(x).sum(dim=0))(x),
+    "forward_ad": lambda net, x: forward_slope(net, x),
+}
+
+
+def forward_slope(net, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(net(dual))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("training_too", [False, True])
+def test_function_transforms_over_a_streamed_module(device, transform, training_too):
+    def run(net, device):
+        if not training_too:
+            net.requires_grad_(False)
+        yield tuple(TRANSFORMS[transform](net, next(inputs(device))))
+        yield from training()(net.requires_grad_(), device)
+
+    check(blocks, run, device)
+
+
+def test_per_sample_gradients(device):
+    def run(net, device):
+        weights = substitutes(net, device)
+
+        def loss(weights, x):
+            return torch.func.functional_call(net, weights, (x,)).square().mean()
+
+        yield torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, next(inputs(device)))
+        yield from training()(net, device)
+
+    check(blocks, run, device)
+
+
+# --- Checkpoints in checkpoints
+
+
+class Shared(models.Stack):
+    """Its first block is visited three times, twice of them under a checkpoint in a checkpoint."""
+
+    use_reentrant = True
+
+    def run(self, x):
+        def inner(x):
+            return checkpoint(self.blocks[0], self.blocks[1](x), use_reentrant=self.use_reentrant)
+
+        x = self.blocks[0](x)
+        x = checkpoint(lambda x: inner(self.blocks[2](x)), x, use_reentrant=self.use_reentrant)
+        return checkpoint(inner, x, use_reentrant=self.use_reentrant)
+
+
+class SharedNested(Shared):
+    use_reentrant = False
+
+
+@pytest.mark.parametrize("kind", [Shared, SharedNested])
+@pytest.mark.parametrize("window", [1, 2])
+def test_nested_checkpoints_over_a_shared_block(device, kind, window):
+    check(lambda: kind(models.Block() for _ in range(3)), training(), device, window=window)
+
+
+# --- Hooks on gradients
+
+
+def test_hooks_that_change_gradients(device):
+    def run(net, device):
+        seen = []
+        for p in net.blocks.parameters():
+            p.register_hook(lambda g: g * 0.5)
+            p.register_hook(lambda g: seen.append(g.norm()))
+        yield from training()(net, device)
+        yield seen
+
+    check(blocks, run, device)
+
+
+def test_hooks_that_step_an_optimizer_as_soon_as_a_gradient_is_there(device):
+    def run(net, device):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9, foreach=False) for p in net.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            p.grad = None
+
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for x in inputs(device):
+            loss = squares(net, x)
+            loss.backward()
+            yield loss, dict(net.named_parameters())
+
+    check(blocks, run, device)
+
+
+def test_hooks_on_modules_see_what_they_see_in_the_plain_run(device):
+    def run(net, device):
+        seen = []
+        for block in net.blocks:
+            block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+            block.register_forward_hook(lambda *args: seen.append(args[2]))
+            block.register_full_backward_pre_hook(lambda _, grads: seen.append(grads[0]))
+            block.register_full_backward_hook(lambda _, inner, outer: (inner[0] * 0.5,))
+            block.up.register_forward_hook(lambda layer, _, output: output + layer.weight.sum() + layer.bias)
+        yield from training()(net, device)
+        yield seen
+
+    check(blocks, run, device)
+
+
+class SparseStack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, models.WIDTH, sparse=True)
+        self.blocks = nn.ModuleList(models.Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_sparse_gradients_of_an_embedding(resident):
+    def run(net, device):
+        sparse = torch.optim.SparseAdam(net.embedding.parameters())
+        dense = sgd(net.blocks)
+        for index in range(6):
+            squares(net, models.tokens(index)["input_ids"].to(device)).backward()
+            yield [p.grad for p in net.parameters()]
+            if index % 2:  # two batches accumulate
+                sparse.step()
+                dense.step()
+                net.zero_grad()
+
+    units = ["Block"] if resident else ["Block", "Embedding"]
+    check(SparseStack, run, torch.device("cpu"), units=units)
+
+
+# --- Streams, threads, data
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("window", [1, 2, 6])
+def test_forward_and_backward_on_a_stream_of_the_user(window):
+    import simgpu
+
+    def run(net, device):
+        side = torch.Stream(device=device)
+        optimizer = sgd(net)
+        simgpu.config.h2d_us = 100
+        for x in inputs(device):
+            optimizer.zero_grad()
+            side.wait_event(torch.accelerator.current_stream().record_event())
+            with side:
+                loss = squares(net, x)
+                loss.backward()
+            torch.accelerator.current_stream().wait_event(side.record_event())
+            optimizer.step()
+            yield loss, squares(net, x)
+
+    check(blocks, run, torch.device("simgpu", 0), window=window)
+
+
+@pytest.mark.simgpu
+def test_batches_from_pinned_memory():
+    device = torch.device("simgpu", 0)
+    importlib.import_module("simgpu.lightning")
+    data = torch.stack([models.vectors(index)[0] for index in range(6)]).flatten(0, 1)
+
+    def run(streamed):
+        torch.manual_seed(0)
+        module = OnWhole()
+        module.losses = []
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=4, pin_memory=True)
+        trainer = L.Trainer(
+            strategy=strategy(device, streamed) or parity.plain_strategy("simgpu"),
+            accelerator="simgpu",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader)
+        return module
+
+    both(device, run)
+
+
+def test_forward_and_backward_in_another_thread(device):
+    def run(net, device):
+        seen = []
+
+        def work():
+            seen.extend(kept(item) for item in training()(net, device))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        yield seen
+        yield from training()(net, device)
+
+    check(blocks, run, device)
+
+
+def test_forward_in_one_thread_and_backward_in_another(device):
+    def run(net, device):
+        for x in inputs(device):
+            loss = squares(net, x)
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            yield [p.grad for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+def test_two_forwards_at_once_are_an_error(device):
+    net, inside, errors = blocks(), threading.Event(), []
+
+    def second():
+        try:
+            net(next(inputs(device)))
+        except SuperpipelineError as error:
+            errors.append(error)
+
+    def first(*_):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    hook = net.blocks[1].register_forward_pre_hook(first)
+    net.blocks[1].up.register_forward_hook(lambda *_: inside.set())
+    with sp_lightning.stream(net, device, window=1):
+        output = net(next(inputs(device)))
+        hook.remove()
+        assert torch.equal(net(next(inputs(device))), output)
+    assert len(errors) == 1 and "thread" in str(errors[0])
