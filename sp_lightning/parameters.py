@@ -6,7 +6,8 @@
    tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
    It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
-4. Copies (deepcopy, pickle) are plain parameters.
+4. Who asks for ``.grad`` waits for gradients that are on their way.
+5. Copies (deepcopy, pickle) are plain parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 _data = torch.Tensor.data  # type: ignore[attr-defined]
 _device = torch.Tensor.device
 _dtype = torch.Tensor.dtype
+_grad = torch.Tensor.grad
 
 
 class Keeper(Protocol):
@@ -36,6 +38,9 @@ class Keeper(Protocol):
 
     def apparent_device(self) -> torch.device | None:
         """The device that ``p.device`` tells, or None for the true one."""
+
+    def land(self) -> None:
+        """Gradients that are under way are in ``.grad``."""
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that ``p.dtype`` tells, where this is the true one."""
@@ -79,6 +84,16 @@ class HostParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _watchers[id(self)].data_taken()
         _data.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        keeper_of(self).land()
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        keeper_of(self).land()
+        _grad.__set__(self, value)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
