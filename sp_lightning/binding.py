@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .errors import ExactnessError
-from .gradients import Gradients, link
+from .gradients import Receive, link
 from .parameters import stand_in, true_data
 from .store import UnitStore
 from .units import Slot
@@ -33,7 +33,7 @@ class Binding:
         self,
         store: UnitStore,
         slots: Sequence[tuple[int, Slot]],
-        receive: Callable[[Gradients], Gradients],
+        receive: Receive,
     ) -> None:
         self.store = store
         self.slots = slots  # each with the index of its parameter

@@ -50,8 +50,8 @@ class StreamedUnit:
         self.store = store
         self.visits = 0
 
-        def receive(grads: Gradients) -> Gradients:
-            return engine.gradients_ready(self, grads)
+        def receive(node: Any, grads: Gradients) -> Gradients:
+            return engine.gradients_ready(self, node, grads)
 
         self.binding = Binding(store, slots, receive)
 
@@ -319,10 +319,8 @@ class Engine:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
         in_backward = _in_backward()
         store = unit.store
-        if in_backward and not self._backward:
-            self._backward = True
-            self._listen()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        if in_backward:
+            self._in_backward_from_here()
         if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
             store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
         if unit.unit.resident:
@@ -395,12 +393,24 @@ class Engine:
 
     # ---- backward
 
-    def gradients_ready(self, unit: StreamedUnit, grads: Gradients) -> Gradients:
+    def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""
-        return self.downlink.fetch(grads, [field.dtype for field in unit.store.host_layout.fields])
+        self._in_backward_from_here()
+        return self.downlink.receive(unit.store, node, grads)
+
+    def land(self) -> None:
+        """Gradients that are under way are in ``.grad``."""
+        self.downlink.finish()
+
+    def _in_backward_from_here(self) -> None:
+        if not self._backward:
+            self._backward = True
+            self._listen()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
         self._backward = False
+        self.land()
         self._ignore()
         self.settle()
 
@@ -413,6 +423,7 @@ class Engine:
                 self.saved.pop()
             self._open.pop().visits = 0
         self._backward = False
+        self.downlink.drop()
         for unit in self.units:
             unit.visits = 0
             unit.binding.unbind()

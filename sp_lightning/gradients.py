@@ -5,25 +5,35 @@
 2. It runs with the priority of a leaf's accumulation (the highest): as soon as the last use of the unit's weights is
    done. With the low number of a node made at attach, all gradients would pile up on the device until the very end.
 3. Outputs share the unit's storage but not a version counter: an in-place write to one weight concerns that one only.
-4. Gradients are returned on the host, so autograd itself accumulates into ``.grad``, runs the user's hooks and leaves
-   ``None`` where nothing came. What is returned has memory of its own: autograd may keep it as ``.grad``.
-5. Under ``create_graph`` the way down is part of the graph.
+4. Gradients are *taken* where nobody sees when they arrive: they are packed into one buffer, start their way down, and
+   are accumulated into ``.grad`` as autograd would, in the order in which they came, before backward returns.
+5. They are *returned*, arrived, where autograd has something to do with them: hooks on the parameter, and
+   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. What the task does not ask for is dropped.
+6. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
+   buffer on its way, one being made.
+7. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
+   written again: such a parameter gets new memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .device import Device
-from .layout import ALIGNMENT, aligned
+from .layout import ALIGNMENT, Layout
+from .parameters import true_dtype
 from .store import UnitStore
 from .telemetry import Counters
 
 Gradients = tuple[Tensor | None, ...]
+Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
 LEAF_PRIORITY = 2**64 - 1
 
 
@@ -31,7 +41,7 @@ class Link(torch.autograd.Function):
     """Host parameters in, device stand-ins out; device gradients in, host gradients out."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: list[Tensor], receive: Callable[[Gradients], Gradients], *params: Tensor) -> Any:
+    def forward(ctx: Any, outputs: list[Tensor], receive: Receive, *params: Tensor) -> Any:
         ctx.receive = receive
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -41,10 +51,10 @@ class Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, *ctx.receive(grads))
+        return (None, None, *ctx.receive(ctx, grads))
 
 
-def link(store: UnitStore, receive: Callable[[Gradients], Gradients]) -> list[Tensor]:
+def link(store: UnitStore, receive: Receive) -> list[Tensor]:
     """The stand-ins of a unit's parameters as they are now: trainable ones lead to the host parameters."""
     views = store.device_views()
     if not any(parameter.requires_grad for parameter in store.params):
@@ -56,56 +66,204 @@ def link(store: UnitStore, receive: Callable[[Gradients], Gradients]) -> list[Te
     return outputs
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a gradient lands: a tensor, and the bytes of a flat page-locked buffer that it is."""
+
+    tensor: Tensor
+    flat: Tensor
+    offset: int
+
+
+@dataclass
+class Landing:
+    """Gradients of a unit on their way down."""
+
+    packed: Tensor  # on the device; dropped early, its memory would be given away while it is read
+    host: list[tuple[Tensor, Tensor]]  # a parameter, and where its gradient lands
+    done: Any
+
+
 class Downlink:
     """Brings gradients to the host."""
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
-        self._landing = device.host_bytes(0)
+        self._slabs: dict[UnitStore, GradientSlab] = {}
+        self._under_way: list[Landing] = []
+        self._last: Landing | None = None  # whose device buffer is still held
 
-    def fetch(self, grads: Gradients, dtypes: Sequence[torch.dtype]) -> Gradients:
-        """The same gradients on the host, in the host parameters' types (Rules 4 and 5)."""
-        self.counters.bytes_down += sum(g.numel() * g.element_size() for g in grads if g is not None)
+    def receive(self, store: UnitStore, node: Any, grads: Gradients) -> Gradients:
+        """Takes a unit's gradients, and returns those that autograd has to have (Rules 4 and 5)."""
         if torch.is_grad_enabled():
-            return tuple(g if g is None else g.to("cpu", dtype) for g, dtype in zip(grads, dtypes, strict=True))
-        dense = [g for g in grads if g is not None and g.layout is torch.strided]
-        landed = iter(self._land(dense))
-        return tuple(
-            None if g is None else _own(next(landed) if g.layout is torch.strided else g.cpu(), dtype)
-            for g, dtype in zip(grads, dtypes, strict=True)
-        )
+            return self._differentiable(store, grads)
+        taken: list[int] = []
+        returned: list[int] = []
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            fate = _fate(store.params[index], node.next_functions[index][0], grad)
+            if fate is Fate.TAKE:
+                taken.append(index)
+            elif fate is Fate.RETURN:
+                returned.append(index)
+        if taken:
+            self._take(store, taken, grads)
+        return self._arrived(store, returned, grads)
 
-    def _land(self, grads: list[Tensor]) -> list[Tensor]:
-        """Copies all of them to page-locked memory at once; blocks until they are there."""
-        if self.device.is_host:
-            return grads
-        offsets, end = [], 0
-        for grad in grads:
-            offsets.append(end)
-            end += aligned(grad.numel() * grad.element_size())
-        if end > self._landing.numel():
-            self._landing = self.device.host_bytes(end)
-        landed = [_like(grad, self._landing, offset) for grad, offset in zip(grads, offsets, strict=True)]
-        self.device.down.wait_event(self.device.compute.record_event())
-        with self.device.down:
-            for host, grad in zip(landed, grads, strict=True):
-                host.copy_(grad, non_blocking=True)
-            done = self.device.down.record_event()
-        with self.counters.stall("gradients"):
-            done.synchronize()  # the host reads them next; and until then the device's must not be freed
-        return landed
+    def finish(self) -> None:
+        """All that was taken is in ``.grad`` (Rule 4)."""
+        self._let_go()
+        under_way, self._under_way = self._under_way, []
+        for landing in under_way:
+            with self.counters.stall("gradients"):
+                landing.done.synchronize()
+            for parameter, grad in landing.host:
+                _accumulate(parameter, grad)
+
+    def drop(self) -> None:
+        """Forgets what is under way: its backward failed."""
+        self._let_go()
+        self._under_way = []
+
+    # ---- taken
+
+    def _take(self, store: UnitStore, indices: list[int], grads: Gradients) -> None:
+        """Starts the way down."""
+        self._let_go()
+        slab = self._slabs.setdefault(store, GradientSlab(store, self.device))
+        host = [slab.room(index, _known(grads[index])) for index in indices]
+        landing = self._send([_known(grads[index]) for index in indices], host)
+        landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]
+        self._under_way.append(landing)
+
+    def _send(self, grads: list[Tensor], host: list[Place]) -> Landing:
+        """Packs gradients and copies them to their places on the host, in runs of adjacent ones."""
+        layout = Layout.of([("", place.tensor) for place in host])
+        packed = torch.empty(max(layout.nbytes, ALIGNMENT), dtype=torch.uint8, device=self.device.torch_device)
+        storage = packed.untyped_storage()
+        views = [layout.view(storage, field) for field in layout.fields]
+        torch._foreach_copy_(views, grads)
+        down = self.device.down
+        down.wait_event(self.device.compute.record_event())
+        with down:
+            for flat, offset, source, nbytes in _runs(host, layout):
+                flat[offset : offset + nbytes].copy_(packed[source : source + nbytes], non_blocking=True)
+            done = down.record_event()
+        self.counters.bytes_down += sum(field.nbytes for field in layout.fields)
+        self._last = Landing(packed, [], done)
+        return self._last
+
+    def _let_go(self) -> None:
+        """The device buffer on its way may be freed after its copy (Rule 6)."""
+        if self._last is not None:
+            self.device.compute.wait_event(self._last.done)
+            self._last.packed = torch.empty(0)
+            self._last = None
+
+    # ---- returned
+
+    def _arrived(self, store: UnitStore, indices: list[int], grads: Gradients) -> Gradients:
+        """Copies nobody else holds, in the host parameters' types; blocks until they are there."""
+        result: list[Tensor | None] = [None] * len(grads)
+        dense = [index for index in indices if _known(grads[index]).layout is torch.strided]
+        if dense:
+            self._let_go()
+            room = Layout.of([("", _known(grads[index])) for index in dense])
+            flat = self.device.host_bytes(max(room.nbytes, ALIGNMENT))
+            places = [Place(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields]
+            landing = self._send([_known(grads[index]) for index in dense], places)
+            with self.counters.stall("gradients"):
+                landing.done.synchronize()
+            for index, place in zip(dense, places, strict=True):
+                result[index] = place.tensor.to(store.host_layout.fields[index].dtype, copy=True)
+        for index in set(indices) - set(dense):
+            result[index] = _known(grads[index]).cpu()
+            self.counters.bytes_down += _known(result[index])._values().nbytes  # sparse
+        return tuple(result)
+
+    def _differentiable(self, store: UnitStore, grads: Gradients) -> Gradients:
+        """Copies that are part of the graph."""
+        self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
+        fields = store.host_layout.fields
+        return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
 
 
-def _like(grad: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """A tensor in ``flat`` with a gradient's shape, and its strides where they are dense."""
-    assert offset % ALIGNMENT == 0
-    storage = flat.untyped_storage()
-    stride = torch.empty_like(grad, device="meta").stride()
-    empty = torch.empty(0, dtype=grad.dtype)
-    return empty.set_(storage, offset // grad.element_size(), grad.shape, stride)  # type: ignore[call-overload]
+class GradientSlab:
+    """Where a unit's gradients land (Rule 7)."""
+
+    def __init__(self, store: UnitStore, device: Device) -> None:
+        self._layout = store.layout
+        self._device = device
+        flat = device.host_bytes(max(store.host_layout.nbytes, ALIGNMENT))
+        storage = flat.untyped_storage()
+        self._places = [
+            Place(store.host_layout.own_view(storage, field), flat, field.offset) for field in store.host_layout.fields
+        ]
+        self._unseen = [_references(place.tensor) for place in self._places]
+
+    def room(self, index: int, grad: Tensor) -> Place:
+        """Page-locked memory for one gradient, with the parameter's strides, that nobody looks at."""
+        place = self._places[index]
+        if grad.dtype is place.tensor.dtype and _references(place.tensor) == self._unseen[index]:
+            return place
+        field = self._layout.fields[index]
+        flat = self._device.host_bytes(max(field.nbytes, ALIGNMENT))
+        tensor = torch.empty(0, dtype=grad.dtype).set_(flat.untyped_storage(), 0, field.shape, field.stride)
+        return Place(tensor, flat, 0)
 
 
-def _own(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that nobody else holds, in the parameter's type."""
-    return grad.to(dtype, copy=True)
+def _references(tensor: Tensor) -> tuple[int, int, int]:
+    """From Python and C++ to a tensor, and to its storage."""
+    storage = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return sys.getrefcount(tensor), tensor._use_count(), storage
+
+
+def _runs(places: list[Place], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
+    """Copies that bring packed fields to their places: (buffer, offset there, offset here, bytes), as few as can be."""
+    run: tuple[Tensor, int, int, int] | None = None
+    for place, field in zip(places, layout.fields, strict=True):
+        if run is not None and run[0] is place.flat and place.offset - field.offset == run[1] - run[2]:
+            run = (*run[:3], field.offset + field.nbytes - run[2])
+            continue
+        if run is not None:
+            yield run
+        run = (place.flat, place.offset, field.offset, field.nbytes)
+    if run is not None:
+        yield run
+
+
+def _known(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad
+
+
+class Fate(enum.Enum):
+    """What becomes of a gradient."""
+
+    TAKE = "take"
+    RETURN = "return"
+    DROP = "drop"
+
+
+def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Fate:
+    """Rules 4 and 5."""
+    try:
+        if not torch._C._will_engine_execute_node(leaf):
+            return Fate.DROP
+    except RuntimeError:  # autograd.grad: the gradient itself is asked for
+        return Fate.RETURN
+    seen = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return Fate.RETURN if seen or grad.layout is not torch.strided else Fate.TAKE
+
+
+def _accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """As autograd does for a leaf."""
+    grad = grad.to(true_dtype(parameter))
+    if parameter.grad is None:
+        parameter.grad = grad
+    elif parameter.grad.requires_grad or parameter.grad.layout is not torch.strided:
+        parameter.grad = parameter.grad + grad
+    else:
+        parameter.grad += grad

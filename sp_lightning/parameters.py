@@ -8,6 +8,7 @@
    It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
 4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
    would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
+5. Who asks for ``.grad`` waits for gradients that are on their way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 _data = torch.Tensor.data  # type: ignore[attr-defined]
 _device = torch.Tensor.device
 _dtype = torch.Tensor.dtype
+_grad = torch.Tensor.grad
 
 
 class Keeper(Protocol):
@@ -37,6 +39,9 @@ class Keeper(Protocol):
 
     def apparent_device(self) -> torch.device | None:
         """The device that ``p.device`` tells, or None for the true one."""
+
+    def land(self) -> None:
+        """Gradients that are under way are in ``.grad``."""
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that ``p.dtype`` tells, where this is the true one."""
@@ -81,6 +86,16 @@ class HostParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _watchers[id(self)].data_taken()
         _data.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        keeper_of(self).land()
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        keeper_of(self).land()
+        _grad.__set__(self, value)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
