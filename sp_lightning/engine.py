@@ -31,6 +31,7 @@ from .config import Options, format_bytes
 from .device import Device
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
+from .parameters import true_device
 from .recompute import Recompute, Written
 from .schedule import Schedule
 from .store import Residency, UnitStore
@@ -202,6 +203,15 @@ class Engine:
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins."""
         return (self._scopes > 0 or self._backward) and not self.optimizing
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor's bytes are the device's, or a unit's there."""
+        return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
+
+    def in_slab(self, tensor: Tensor) -> bool:
+        """Whether they are those of a managed parameter on the host."""
+        starts = ((unit.store.slab.data_ptr(), unit.store.slab.numel()) for unit in self.units)
+        return any(start <= tensor.data_ptr() < start + length for start, length in starts)
 
     def read_on_host(self, parameter: Tensor) -> None:
         """Said once: of all that streaming does, only this can cost bits."""

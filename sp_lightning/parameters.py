@@ -52,6 +52,12 @@ class Keeper(Protocol):
     def suspect(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written."""
 
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor's bytes are the device's, or a unit's there."""
+
+    def in_slab(self, tensor: Tensor) -> bool:
+        """Whether they are those of a managed parameter on the host."""
+
     def read_on_host(self, parameter: Tensor) -> None:
         """Something was computed from a host parameter itself."""
 
@@ -66,6 +72,9 @@ class Watcher(Protocol):
 
     def data_taken(self) -> None:
         """The host bytes may be written from here on, unseen by any version counter."""
+
+    def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """What the parameter's data becomes when it is set to this: on the host, whatever was given."""
 
 
 _new = nn.Parameter.__new__
@@ -84,8 +93,9 @@ class HostParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _watchers[id(self)].data_taken()
-        _data.__set__(self, value)
+        watcher = _watchers[id(self)]
+        watcher.data_taken()
+        _data.__set__(self, watcher.data_given(self, value.detach()))
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .device import Device
 from .errors import ExactnessError
@@ -97,6 +97,15 @@ class UnitStore:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
         self._suspect = True
         self.settle()
+
+    def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """Rule 1. What a plain run sets is on the device, often as a copy made by ``.to(p.device)``, which is none here:
+        memory that is somebody else's is not shared."""
+        host, index = true_data(parameter), self.index_of[id(parameter)]
+        if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
+            return host  # its own stand-in, as ``module.to()`` within a step sets it
+        shared = self.device.is_host or self.keeper.in_slab(value)
+        return value if shared and not self.keeper.on_device(value) else value.to("cpu", copy=True)
 
     def suspect(self) -> None:
         """Rule 6, by an optimizer that stepped or any other writer that says so."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
@@ -221,7 +222,18 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             for callback in self._averages:
                 callback._device = None
             self._averages.clear()
-            super().teardown()
+            self._base_teardown()
+
+    def _base_teardown(self) -> None:
+        """As the base class does, but a module on the meta device stays there: it must not hide the error that says so."""
+        _optimizers_to_device(self.optimizers, HOST)
+        if self.lightning_module is not None:
+            self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(HOST))
+            _update_properties(self.lightning_module, device=HOST)
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -83,7 +83,7 @@ def test_gradients_of_a_block_are_there_before_the_next_block_begins_its_backwar
 
 @pytest.mark.parametrize("window", [1, 2, BLOCKS])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_gradients_of_a_block_leave_the_device_before_the_next_block_begins_its_backward(window, activations):
+def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
     with streaming(window=window, activations=activations) as (net, _, x):
         loss = squares(net, x)
         with simgpu.trace() as traced:
@@ -91,8 +91,19 @@ def test_gradients_of_a_block_leave_the_device_before_the_next_block_begins_its_
         events = {}
         for index, block in enumerate(net.blocks):
             events["aten::threshold_backward", 3 * 4 * models.BATCH * block.hidden] = f"block {index}"
-            events["copy D2H", 4 * block.up.weight.numel()] = f"gradients {index}"
+            events["copy D2D", 4 * block.up.weight.numel()] = f"gradients {index}"
     assert without_repeats(events[op[1:3]] for op in traced if op[1:3] in events) == BACKWARD
+
+
+def test_gradients_of_a_block_are_gone_before_those_of_the_next_are_packed():
+    with streaming(window=2) as (net, _, x):
+        loss = squares(net, x)
+        simgpu.config.d2h_us = 2000  # as slow as that, backward would be over before they are down
+        with simgpu.trace() as traced:
+            loss.backward()
+        size = 4 * net.blocks[0].up.weight.numel()  # of the smallest
+    events = ["pack" if op.name == "copy D2D" else "send" for op in traced if op.nbytes >= size and op.name[:7] == "copy D2"]
+    assert without_repeats(events) == ["pack", "send"] * BLOCKS
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])

@@ -16,7 +16,7 @@ import models
 import parity
 import sp_lightning
 import traffic
-from sp_lightning import schedule
+from sp_lightning import layout, schedule
 
 BLOCKS = 8
 uniform = models.stack_of(models.Block, BLOCKS)  # and a small stem and head, which are resident
@@ -175,9 +175,10 @@ def test_no_byte_crosses_that_is_not_counted(name, activations):
             case.loss(net, batch).backward()
         after = handle.stats()
         moved = {key: after[key] - before[key] for key in before if key.startswith("bytes_")}
+        gaps = layout.ALIGNMENT * sum(p.grad is not None for p in net.parameters())  # gradients come down as one
     up, down = copies(traced)
     assert up == moved["bytes_up"] + moved["bytes_brought_back"]
-    assert down == moved["bytes_down"] + moved["bytes_offloaded"]
+    assert 0 <= down - moved["bytes_down"] - moved["bytes_offloaded"] < gaps
     assert moved["bytes_down"] == gradient_nbytes(net.parameters())
     assert bool(moved["bytes_offloaded"]) == (activations == "offload")
 
@@ -207,16 +208,16 @@ def fetch_twice(monkeypatch):
     monkeypatch.setattr(UnitStore, "wait_load", lambda store: (store.load(), wait_load(store)))
 
 
-def send_gradients_of_all(monkeypatch):
+def send_more_gradients(monkeypatch):
     from sp_lightning.gradients import Downlink
 
-    fetch = Downlink.fetch
+    receive = Downlink.receive
 
-    def fetch_more(downlink, grads, *args):
-        downlink.counters.bytes_down += sum(grad is None for grad in grads) + 1
-        return fetch(downlink, grads, *args)
+    def receive_more(downlink, store, node, grads):
+        downlink.counters.bytes_down += 1
+        return receive(downlink, store, node, grads)
 
-    monkeypatch.setattr(Downlink, "fetch", fetch_more)
+    monkeypatch.setattr(Downlink, "receive", receive_more)
 
 
 def write_weights_back(monkeypatch):
@@ -226,7 +227,7 @@ def write_weights_back(monkeypatch):
     monkeypatch.setattr(UnitStore, "free", lambda store: (store.write_back(0), free(store)))
 
 
-@pytest.mark.parametrize("fault", [fetch_twice, send_gradients_of_all, write_weights_back])
+@pytest.mark.parametrize("fault", [fetch_twice, send_more_gradients, write_weights_back])
 def test_the_ledger_refuses_a_run_that_moves_more(monkeypatch, fault):
     with pytest.raises(AssertionError):
         ledger_of(monkeypatch, fault)()
