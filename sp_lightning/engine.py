@@ -72,6 +72,17 @@ class StreamedUnit:
         return not self.visits and not self.binding.in_use()
 
 
+class _InUse:
+    """The units that can not leave the device now, asked one by one."""
+
+    def __init__(self, units: list[StreamedUnit]) -> None:
+        self._units = units
+
+    def __contains__(self, index: object) -> bool:
+        assert isinstance(index, int)
+        return not self._units[index].movable
+
+
 class Engine:
     """Streams the units of one module. Use it through ``sp_lightning.stream`` or the strategy."""
 
@@ -90,6 +101,7 @@ class Engine:
         self.counters = counters
         self.downlink = Downlink(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
+        self._in_use = _InUse(self.units)
         self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
@@ -140,31 +152,33 @@ class Engine:
 
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
-        if not self._scopes and (self._open or self._backward):
-            self.reset()  # of an interrupted step
-        self._scopes += 1
-        self._interrupted.append(self.optimizing)
-        self.optimizing = False
-        if self._scopes > 1:
-            return
-        self._grow(self._kind)
-        self._orders[self._kind] = self._recorded
-        self._recorded = []
-        self._kind = (kind, torch.is_grad_enabled())
-        self._last = None
-        self._drop_stale()
-        self._listen()
-        self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
+        with _quietly():
+            if not self._scopes and (self._open or self._backward):
+                self.reset()  # of an interrupted step
+            self._scopes += 1
+            self._interrupted.append(self.optimizing)
+            self.optimizing = False
+            if self._scopes > 1:
+                return
+            self._grow(self._kind)
+            self._orders[self._kind] = self._recorded
+            self._recorded = []
+            self._kind = (kind, torch.is_grad_enabled())
+            self._last = None
+            self._drop_stale()
+            self._listen()
+            self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
 
     def close_scope(self) -> None:
         """It ends: user code runs next (Rule 4)."""
-        self._scopes = max(0, self._scopes - 1)
-        self.optimizing = self._interrupted.pop() if self._interrupted else False
-        if not self._scopes:
-            self.offload.finish()
-            if not torch.is_grad_enabled():
-                self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
-            self.settle()
+        with _quietly():
+            self._scopes = max(0, self._scopes - 1)
+            self.optimizing = self._interrupted.pop() if self._interrupted else False
+            if not self._scopes:
+                self.offload.finish()
+                if not torch.is_grad_enabled():
+                    self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
+                self.settle()
 
     def settle(self) -> None:
         """Host weights may be written from here on."""
@@ -258,29 +272,31 @@ class Engine:
 
     def enter(self, unit: StreamedUnit) -> None:
         """Code that belongs to this unit is about to run (Rule 1)."""
-        if not unit.visits:
-            reads.resume()
-            self.require(unit)
-            self._restore(unit)
-            unit.binding.bind()
-        unit.visits += 1
-        hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
-        self._open.append(unit)
-        self._hooked.append(hook)
-        if hook:
-            self.saved.push(unit.name)
+        with _quietly():
+            if not unit.visits:
+                reads.resume()
+                self.require(unit)
+                self._restore(unit)
+                unit.binding.bind()
+            unit.visits += 1
+            hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
+            self._open.append(unit)
+            self._hooked.append(hook)
+            if hook:
+                self.saved.push(unit.name)
 
     @torch.compiler.disable
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
-        while len(self._open) > depth:
-            unit = self._open.pop()
-            if self._hooked.pop():
-                self.saved.pop()
-            unit.visits -= 1
-            if not unit.visits:
-                unit.binding.collect_writes(self._replayed(unit))
-                unit.binding.unbind()
+        with _quietly():
+            while len(self._open) > depth:
+                unit = self._open.pop()
+                if self._hooked.pop():
+                    self.saved.pop()
+                unit.visits -= 1
+                if not unit.visits:
+                    unit.binding.collect_writes(self._replayed(unit))
+                    unit.binding.unbind()
 
     @torch.compiler.disable(recursive=False)
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -327,27 +343,27 @@ class Engine:
 
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
-        in_backward = _in_backward()
-        store = unit.store
-        if in_backward:
-            self._in_backward_from_here()
-        if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
-            store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
-        if unit.unit.resident:
-            if store.residency is Residency.HOST:
-                store.load()
-        elif unit is not self._last or store.residency is Residency.HOST:
-            self._visit(unit)
-        store.wait_load()
-        if not unit.binding.bound:
-            unit.binding.refresh()
+        with _quietly():
+            in_backward = _in_backward()
+            store = unit.store
+            if in_backward:
+                self._in_backward_from_here()
+            if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
+                store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
+            if unit.unit.resident:
+                if store.residency is Residency.HOST:
+                    store.load()
+            elif unit is not self._last or store.residency is Residency.HOST:
+                self._visit(unit)
+            store.wait_load()
+            if not unit.binding.bound:
+                unit.binding.refresh()
 
     def _visit(self, unit: StreamedUnit) -> None:
         """Does what the schedule says."""
-        held = {index for index in self.schedule.resident if not self.units[index].movable}
-        decision = self.schedule.visit(unit.index, held)
+        decision = self.schedule.visit(unit.index, self._in_use)
         self.counters.surprises += decision.surprise
-        self.counters.extra_held += len(held - {unit.index}) > 0 and len(self.schedule.resident) > self.schedule.window
+        self.counters.extra_held += len(self.schedule.resident) > self.schedule.window
         for index in decision.evict:
             self._evict(self.units[index])
         for index in decision.load:
@@ -405,12 +421,14 @@ class Engine:
 
     def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""
-        self._in_backward_from_here()
-        return self.downlink.receive(unit.store, node, grads)
+        with _quietly():
+            self._in_backward_from_here()
+            return self.downlink.receive(unit.store, node, grads)
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        self.downlink.finish()
+        with _quietly():
+            self.downlink.finish()
 
     def _in_backward_from_here(self) -> None:
         if not self._backward:
@@ -419,10 +437,11 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
-        self._backward = False
-        self.land()
-        self._ignore()
-        self.settle()
+        with _quietly():
+            self._backward = False
+            self.land()
+            self._ignore()
+            self.settle()
 
     # ---- ends
 
@@ -474,3 +493,7 @@ class Engine:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+# Our own looks at host parameters are no reads (reads.py).
+_quietly = torch._C.DisableTorchFunctionSubclass

@@ -114,6 +114,8 @@ class Downlink:
 
     def finish(self) -> None:
         """All that was taken is in ``.grad`` (Rule 4)."""
+        if not self._under_way:
+            return
         self._let_go()
         under_way, self._under_way = self._under_way, []
         for landing in under_way:
@@ -132,7 +134,9 @@ class Downlink:
     def _take(self, store: UnitStore, indices: list[int], grads: Gradients) -> None:
         """Starts the way down."""
         self._let_go()
-        slab = self._slabs.setdefault(store, GradientSlab(store, self.device))
+        slab = self._slabs.get(store)
+        if slab is None:
+            slab = self._slabs[store] = GradientSlab(store, self.device)
         host = [slab.room(index, _known(grads[index])) for index in indices]
         landing = self._send([_known(grads[index]) for index in indices], host)
         landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 NEVER = sys.maxsize
@@ -97,12 +97,11 @@ class Schedule:
         asked = self.resident if units is None else units
         return tuple(unit for unit in asked if self._resident.pop(unit, None) is not None)
 
-    def visit(self, unit: int, held: Collection[int] = ()) -> Decision:
-        """`unit` must be resident now; the units in `held` may not be evicted."""
+    def visit(self, unit: int, held: Container[int] = ()) -> Decision:
+        """`unit` must be resident now; the units in `held` may not be evicted. It is asked only where that matters."""
         surprise = self._arrive(unit)
-        others_held = {other for other in held if other != unit}
-        evict, load = self._demand(unit, others_held)
-        ahead_evict, ahead_load = self._prefetch(unit, others_held)
+        evict, load = self._demand(unit, held)
+        ahead_evict, ahead_load = self._prefetch(unit, held)
         self._resident[unit] = self._tick()
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
@@ -164,16 +163,18 @@ class Schedule:
 
     # What to move
 
-    def _demand(self, unit: int, held: set[int]) -> tuple[list[int], list[int]]:
+    def _demand(self, unit: int, held: Container[int]) -> tuple[list[int], list[int]]:
         """Make the visited unit resident, and the window no larger than it may be (Rules 1 and 7)."""
         load = [] if unit in self._resident else [unit]
-        counted = len(self._resident) - sum(other in self._resident for other in held)
-        excess = counted + len(load) - self._window
-        evict = self._evictable(unit, held)[:excess] if excess > 0 else []
+        evict: list[int] = []
+        if len(self._resident) + len(load) > self._window:
+            evictable = self._evictable(unit, held)
+            excess = len(evictable) + 1 - self._window
+            evict = evictable[: max(excess, 0)]
         self._move(evict, load)
         return evict, load
 
-    def _prefetch(self, unit: int, held: set[int]) -> tuple[list[int], list[int]]:
+    def _prefetch(self, unit: int, held: Container[int]) -> tuple[list[int], list[int]]:
         """Bring what is due, and what is free (Rules 3 and 4)."""
         if self._resident.keys() >= self._ahead_units:
             return [], []
@@ -215,7 +216,7 @@ class Schedule:
         busy.discard(self._unit_at(position - 1))
         return all(self._next_use(other, position) < victim_use for other in busy)
 
-    def _evictable(self, unit: int, held: set[int]) -> list[int]:
+    def _evictable(self, unit: int, held: Container[int]) -> list[int]:
         """What may go while `unit` is visited, in the order of Rule 2."""
         idle = [other for other in self._resident if other != unit and other not in held]
         return sorted(idle, key=lambda other: (-self._next_use(other, self._at), self._resident[other]))

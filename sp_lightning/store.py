@@ -67,6 +67,7 @@ class UnitStore:
         self._offsets = [field.offset for field in self.layout.fields]
         self.residency = Residency.HOST
         self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
+        self._waiting: list[Any] = []  # streams that are ordered after the fill
         self._suspect = False
         self._slab_addresses = self._adopt()
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
@@ -130,8 +131,8 @@ class UnitStore:
 
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
-        self._check_shapes()
         self._addresses = self._current_addresses()
+        moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
         self._suspect = False
         self._fill_wire()
@@ -141,17 +142,21 @@ class UnitStore:
             if self.residency is Residency.HOST:
                 self.device.grow(self.storage, self.nbytes)
             self.flat.copy_(self.wire, non_blocking=True)
-            for index in self._moved():
+            for index in moved:
                 field = self.layout.fields[index]
                 self.layout.view(self.storage, field).copy_(true_data(self.params[index]))
             self.ready = self.device.up.record_event()
+        self._waiting = []
         self.residency = Residency.DEVICE
         self.counters.fetches += 1
         self.counters.bytes_up += self.nbytes
 
     def wait_load(self) -> None:
-        """Orders the caller's stream after the fill."""
-        self.device.compute.wait_event(self.ready)
+        """Orders the caller's stream after the fill, once for each stream."""
+        stream = self.device.compute
+        if stream not in self._waiting:
+            stream.wait_event(self.ready)
+            self._waiting.append(stream)
 
     def free(self) -> None:
         """Drops the device bytes once what is queued on the caller's stream has read them (Rule 3)."""
@@ -191,9 +196,11 @@ class UnitStore:
 
     def _moved(self) -> list[int]:
         """Parameters whose data the user replaced: their bytes are no longer in the slab."""
-        return [
-            i for i, (now, then) in enumerate(zip(self._addresses, self._slab_addresses, strict=True)) if now != then
-        ]
+        if self._addresses == self._slab_addresses:
+            return []
+        self._check_shapes()
+        pairs = zip(self._addresses, self._slab_addresses, strict=True)
+        return [index for index, (now, then) in enumerate(pairs) if now != then]
 
     def _fill_wire(self) -> None:
         """Converts what travels, where that is not the slab itself."""
