@@ -2,8 +2,9 @@
 
     python benchmarks/host_optimizer.py [--threads N] [--sizes 1e6 5e7] [--json FILE]
 
-Repetitions are interleaved, so that other load falls on all alike; figures are medians. Pieces have the bits of the loop, the
-fused kernels of AdamW do not. Tensors of fewer than 4 pieces (2^19 elements a thread) are left whole: their ratio is 1.
+Repetitions are interleaved, so that other load falls on all alike; figures are medians. Measure on an idle machine: on
+busy cores every kernel waits for its slowest thread, and pieces are many kernels. Pieces have the bits of the loop, the
+fused kernels of AdamW do not. A tensor of fewer than 4 pieces (2^19 elements a thread) is left whole.
 """
 
 import argparse

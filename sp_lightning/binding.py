@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ from .store import UnitStore
 from .units import Slot
 
 _hooks = torch._C._autograd
+
+
+class Hidden(Protocol):
+    """What is out of the way while the unit is bound."""
+
+    def hide(self) -> None: ...
+
+    def show(self) -> None: ...
 
 
 class Binding:
@@ -38,6 +47,7 @@ class Binding:
         self.store = store
         self.slots = slots  # each with the index of its parameter
         self.receive = receive
+        self.hidden: list[Hidden] = []
         self.bound = False
         self.build = -1  # how often the stand-ins were made anew
         self.outputs: list[Tensor] = []
@@ -67,6 +77,8 @@ class Binding:
             if slot.get() is self.store.params[index]:
                 slot.set(self.outputs[index])
                 self._bound_slots += 1
+        for entry in self.hidden:
+            entry.hide()
         self.bound = True
 
     def unbind(self) -> None:
@@ -76,6 +88,8 @@ class Binding:
         for index, slot in self.slots:
             if slot.get() is self.outputs[index]:
                 slot.set(self.store.params[index])
+        for entry in self.hidden:
+            entry.show()
         self._bound_slots = 0
         self.bound = False
 

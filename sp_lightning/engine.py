@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from . import reads
 from .activations import SavedTensors, tensors_in
@@ -29,6 +32,7 @@ from .autotune import UnitBytes, first_window, grown_window
 from .binding import Binding
 from .config import Options, format_bytes
 from .device import Device
+from .errors import UnsupportedError
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
 from .parameters import true_device
@@ -117,6 +121,7 @@ class Engine:
         self._scopes = 0
         self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
+        self._thread = 0  # that entered the first of them
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
         self._backward = False  # whether a backward visits units; still so after one that failed
         self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 2)
@@ -272,6 +277,13 @@ class Engine:
 
     def enter(self, unit: StreamedUnit) -> None:
         """Code that belongs to this unit is about to run (Rule 1)."""
+        if self._open and self._thread != threading.get_ident() and not _in_backward():
+            raise UnsupportedError(
+                f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit the device "
+                "for one thread at a time: run the two one after the other, or stream a copy of the module for each"
+            )
+        if not self._open:
+            self._thread = threading.get_ident()
         with _quietly():
             if not unit.visits:
                 reads.resume()
@@ -496,4 +508,14 @@ def _in_backward() -> bool:
 
 
 # Our own looks at host parameters are no reads (reads.py).
-_quietly = torch._C.DisableTorchFunctionSubclass
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def _quietly() -> AbstractContextManager[None]:
+    """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
+    if torch._C._are_functorch_transforms_active():
+        return _outside_transforms()
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]

@@ -81,6 +81,7 @@ class Landing:
 
     packed: Tensor  # on the device; dropped early, its memory would be given away while it is read
     host: list[tuple[Tensor, Tensor]]  # a parameter, and where its gradient lands
+    stream: Any  # on which the packed buffer was made: its memory is given out there again
     done: Any
 
 
@@ -149,20 +150,20 @@ class Downlink:
         storage = packed.untyped_storage()
         views = [layout.view(storage, field) for field in layout.fields]
         torch._foreach_copy_(views, grads)
-        down = self.device.down
-        down.wait_event(self.device.compute.record_event())
+        down, compute = self.device.down, self.device.compute
+        down.wait_event(compute.record_event())
         with down:
             for flat, offset, source, nbytes in _runs(host, layout):
                 flat[offset : offset + nbytes].copy_(packed[source : source + nbytes], non_blocking=True)
             done = down.record_event()
         self.counters.bytes_down += sum(field.nbytes for field in layout.fields)
-        self._last = Landing(packed, [], done)
+        self._last = Landing(packed, [], compute, done)
         return self._last
 
     def _let_go(self) -> None:
         """The device buffer on its way may be freed after its copy (Rule 6)."""
         if self._last is not None:
-            self.device.compute.wait_event(self._last.done)
+            self._last.stream.wait_event(self._last.done)
             self._last.packed = torch.empty(0)
             self._last = None
 
@@ -254,7 +255,7 @@ class Fate(enum.Enum):
 def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Fate:
     """Rules 4 and 5."""
     try:
-        if not torch._C._will_engine_execute_node(leaf):
+        if not torch._C._will_engine_execute_node(leaf) or not parameter.requires_grad:  # frozen since its forward
             return Fate.DROP
     except RuntimeError:  # autograd.grad: the gradient itself is asked for
         return Fate.RETURN

@@ -17,12 +17,14 @@ from . import scaler
 from .config import Options
 from .device import Device
 from .engine import Engine
-from .errors import PartitionError
+from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Part, Questioner, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
-from .parameters import unwatch
+from .parameters import is_watched, unwatch
 from .telemetry import Counters
 from .units import Unit, partition, slots
+
+SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +124,12 @@ class Handle:
         units = partition(self.module, self.options.units)
         if not units:
             raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
+        for name, parameter in self.module.named_parameters():
+            if is_watched(parameter):
+                raise UnsupportedError(
+                    f"{name} is streamed already, and has one place to stream from: close() the handle that streams it, "
+                    "or let the fit() that does end first"
+                )
         self._entries: list[Entry] = []
         try:
             move_buffers(self.module, self.device.torch_device)
@@ -135,6 +143,7 @@ class Handle:
         self._structure = _structure(self.module)
 
     def _detach(self) -> None:
+        self.engine.reset()  # shows the entries that are to be removed
         self._leave()
         try:
             self.engine.close()
@@ -162,13 +171,17 @@ class Handle:
             if root is not None:
                 yield UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
             elif owners:
-                yield Part(module, self.engine, owners)
+                part = Part(module, self.engine, owners)
+                if len(owners) == 1:
+                    owners[0].binding.hidden.append(part)
+                yield part
             elif isinstance(module, nn.TransformerEncoder):
                 yield Questioner(module)
 
     def _changed(self) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since."""
-        return self._structure != _structure(self.module)
+        """Whether parameters were replaced, added, removed or retyped since; not by ``functional_call`` for one call."""
+        before, now = self._structure, _structure(self.module)
+        return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
@@ -216,11 +229,13 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _structure(module: nn.Module) -> list[Any]:
     """What tells whether the table of slots still holds."""
-    return [
-        (name, id(p), p.shape, p.dtype) if p is not None else name
-        for child in module.modules()
-        for name, p in child._parameters.items()
-    ]
+
+    def described(name: str, p: Any) -> Any:
+        if p is None:
+            return name
+        return (name, id(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
+
+    return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
 
 
 def _materialize(module: nn.Module) -> None:

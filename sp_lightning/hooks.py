@@ -7,7 +7,7 @@
    called again.
 4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it is,
    and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to do and
-   is traced through, so that a unit is one graph.
+   is out of the way: graphs are told apart by the objects that they met, and blocks that are alike share one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ class Entry:
         """The module's own forward again; where somebody wrapped this entry, it only passes on."""
         if self.module.__dict__.get("forward") is not self:
             self.__class__ = Entry  # type: ignore[assignment]
-        elif self._own is None:
-            del self.module.forward
         else:
-            self.module.forward = self._own
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._own is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -65,11 +69,25 @@ class Part(Entry):
         super().__init__(module)
         self.engine = engine
         self.units = units
+        self.hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if all(unit.binding.bound for unit in self.units):
             return self.forward(*args, **kwargs)
         return self.visit(*args, **kwargs)
+
+    def hide(self) -> None:
+        """Inside a visit of its only unit (Rule 4)."""
+        if self.module.__dict__.get("forward") is self:
+            self.hidden = True
+            self._restore()
+
+    def show(self) -> None:
+        """After it."""
+        if self.hidden:
+            self.hidden = False
+            if self.module.__dict__.get("forward") is self._own:
+                self.module.__dict__["forward"] = self
 
     @outside_graphs
     def visit(self, *args: Any, **kwargs: Any) -> Any:

@@ -168,6 +168,11 @@ def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
         parameter.__class__ = HostParameter
 
 
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether Rule 1 holds for this one."""
+    return id(parameter) in _watchers
+
+
 def unwatch(parameter: nn.Parameter) -> None:
     """Ends Rule 1."""
     if type(parameter) is HostParameter:

@@ -136,8 +136,8 @@ class UnitStore:
         self._versions = [parameter._version for parameter in self.params]
         self._suspect = False
         self._fill_wire()
-        if self.residency is Residency.DEVICE:  # filled again in place, once its last reader is done
-            self.device.up.wait_event(self.device.compute.record_event())
+        if self.residency is Residency.DEVICE:  # filled again in place
+            self._let_readers_finish()
         with self.device.up, torch.no_grad():
             if self.residency is Residency.HOST:
                 self.device.grow(self.storage, self.nbytes)
@@ -159,12 +159,17 @@ class UnitStore:
             self._waiting.append(stream)
 
     def free(self) -> None:
-        """Drops the device bytes once what is queued on the caller's stream has read them (Rule 3)."""
-        self.device.up.wait_event(self.device.compute.record_event())
+        """Drops the device bytes once what is queued has read them (Rule 3)."""
+        self._let_readers_finish()
         with self.device.up:
             self.device.shrink(self.storage)
         self.residency = Residency.HOST
         self.counters.evictions += 1
+
+    def _let_readers_finish(self) -> None:
+        """The up stream goes on after what is queued on the caller's stream, and on every other that read the bytes."""
+        for stream in {self.device.compute, *self._waiting}:
+            self.device.up.wait_event(stream.record_event())
 
     def write_back(self, index: int) -> None:
         """Model code changed this weight on the device: so does the host. Blocks until it has."""

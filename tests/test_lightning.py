@@ -4,11 +4,14 @@ Both sides of a comparison are one real run each, recorded by parity.py.
 """
 
 import functools
+import inspect
+import re
 
 import lightning as L
 import pytest
 import torch
 import torchmetrics
+import yaml
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -582,3 +585,110 @@ def test_plain_lightning_accepts_what_comes_out():
         return dict(module.state_dict())
 
     assert_same(run(parity.plain_strategy("cpu")), run(parity.streaming_strategy("cpu", window=2)))
+
+
+# ---- compiled modules
+
+
+class Counting:
+    """A backend that counts what ran compiled: layers, not graphs, as streaming cuts the model into more of these."""
+
+    def __init__(self, name):
+        self.compile = torch._dynamo.lookup_backend(name)
+        self.graphs = self.layers = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        layers = sum(node.target is torch._C._nn.linear for node in graph.graph.nodes)
+        run = self.compile(graph, inputs)
+
+        def counted(*args):
+            self.layers += layers
+            return run(*args)
+
+        return counted
+
+
+def compiled_blocks(backend, module):
+    for block in module.net.blocks:
+        block.compile(backend=backend)
+    return module
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_blocks], ids=["module", "blocks"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_module_computes_what_it_computes_plainly_and_as_much_of_it_compiled(backend, compiled):
+    def run(strategy):
+        torch.compiler.reset()
+        counting = Counting(backend)
+
+        def make_module():
+            module = zoo("mlp")()
+            if compiled is torch.compile:
+                return torch.compile(module, backend=counting)
+            return compiled_blocks(counting, module)
+
+        return parity.record(make_module, strategy), counting
+
+    expected, plain = run(parity.plain_strategy("cpu"))
+    actual, streaming = run(parity.streaming_strategy("cpu", window=2))
+    parity.compare(expected, actual)
+    assert streaming.layers == plain.layers > 0
+    assert streaming.graphs <= plain.graphs + 12
+
+
+# ---- LightningCLI
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs LightningCLI with a strategy's init_args, as YAML has them; gives the trainer."""
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    def run(*arguments, **init_args):
+        strategy = {"class_path": "sp_lightning.SuperpipelineStrategy", "init_args": init_args}
+        options = {**QUIET, "accelerator": "cpu", "limit_train_batches": 1, "limit_val_batches": 1, "strategy": strategy}
+        with open("config.yaml", "w") as file:
+            yaml.safe_dump({"trainer": options}, file)
+        monkeypatch.setattr("sys.argv", ["program"])
+        return LightningCLI(BoringModel, args=["fit", *(arguments or ("--config", "config.yaml"))]).trainer
+
+    return run
+
+
+def test_yaml_gives_every_argument_as_number_or_text(cli):
+    given = {"window": 2, "transfer": "1", "units": ["Linear"], "memory_budget": "1 GB", "activations": "recompute"}
+    options = cli(**given, fused_optimizer=True).strategy.options
+    expected = (2, 1, ("Linear",), 10**9, "recompute", True)
+    names = ("window", "transfer", "units", "memory_budget", "activations", "fused_optimizer")
+    assert tuple(getattr(options, name) for name in names) == expected
+    assert cli(window="3", memory_budget=10**9).strategy.options.window == 3
+
+
+def test_the_command_line_describes_every_argument(cli, capsys):
+    with pytest.raises(SystemExit):
+        cli("--trainer.strategy.help", "sp_lightning.SuperpipelineStrategy")
+    text = capsys.readouterr().out
+    arguments = inspect.signature(sp_lightning.SuperpipelineStrategy).parameters
+    for name in arguments:
+        described = re.search(rf"--trainer\.strategy\.{name} (\S+)\n((?: {{12,}}.*\n)+)", text)
+        assert described, f"{name} is not listed"
+        assert len(described[2].split("(type:")[0].split()) >= 5, f"{name} is not described"
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [("window", 0), ("window", 1.5), ("transfer", "all"), ("units", 3), ("activations", "drop"), ("memory_budget", "lots")],
+)
+def test_wrong_init_args_are_named(argument, value, cli, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        cli(**{argument: value})
+    said = str(error.value) + capsys.readouterr().err
+    assert re.search(rf'Parser key "{argument}"|{argument} must be', said)
+
+
+def test_an_unknown_init_arg_is_named(cli, capsys):
+    with pytest.raises(SystemExit):
+        cli(windw=2)
+    assert "Option 'windw' is not accepted" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""What is written to disk is as large as plain Lightning's: slabs and buffers of ours never travel with a tensor."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import zipfile
+
+import lightning as L
+import pytest
+import torch
+from side_by_side import sgd, squares
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+
+adapted = models.stack_of(models.AdaptedBlock)
+
+
+def saved(what):
+    """The file that torch.save writes, as bytes of tensors: (sum, number of storages)."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return tensor_bytes(file)
+
+
+def tensor_bytes(file):
+    with zipfile.ZipFile(file) as archive:
+        sizes = [entry.file_size for entry in archive.infolist() if "/data/" in entry.filename]
+    return sum(sizes), len(sizes)
+
+
+def trained(make, device, **options):
+    """A module after a step, plain if there are no options, and what closes it."""
+    torch.manual_seed(0)
+    module = make()
+    handle = sp_lightning.stream(module, device, **options) if options else None
+    if handle is None:
+        module.to(device)
+    optimizer = sgd(module)
+    squares(module, models.vectors(0)[0].to(device)).backward()
+    optimizer.step()
+    return module, optimizer, handle.close if handle else lambda: None
+
+
+def of_both(make, device, choose):
+    """What `choose(module, optimizer)` saves of a plain module and of a streamed one."""
+    for options in ({}, {"window": 1}):
+        module, optimizer, close = trained(make, device, **options)
+        yield saved(choose(module, optimizer))
+        close()
+
+
+CHOICES = {
+    "state_dict": lambda module, optimizer: module.state_dict(),
+    "one small entry": lambda module, optimizer: {"head.bias": module.state_dict()["head.bias"]},
+    "one block": lambda module, optimizer: module.blocks[1].state_dict(),
+    "adapters alone": lambda module, optimizer: {
+        name: tensor for name, tensor in module.state_dict().items() if "shrink" in name or "grow" in name
+    },
+    "trainable parameters": lambda module, optimizer: {n: p for n, p in module.named_parameters() if p.requires_grad},
+    "one parameter": lambda module, optimizer: module.blocks[0].up.weight,
+    "gradients": lambda module, optimizer: [p.grad for p in module.parameters()],
+    "one gradient": lambda module, optimizer: module.blocks[0].grow.weight.grad,
+    "optimizer state": lambda module, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_is_saved_is_as_large_as_from_a_plain_module(device, choice):
+    plain, streamed = of_both(adapted, device, CHOICES[choice])
+    assert plain == streamed and plain[0] > 0
+
+
+def test_a_tied_weight_is_saved_once(device):
+    make = lambda: models.TokenStack(tied=True)  # noqa: E731
+    torch.manual_seed(0)
+    expected = saved(make().state_dict())
+    with sp_lightning.stream(make(), device, window=1) as handle:
+        assert saved(handle.module.state_dict()) == expected
+
+
+def test_a_pickled_parameter_is_no_larger(device):
+    net = adapted()
+    expected = len(pickle.dumps(net.blocks[0].grow.weight))
+    with sp_lightning.stream(net, device, window=1):
+        assert len(pickle.dumps(net.blocks[0].grow.weight)) == expected
+
+
+def test_nothing_is_larger_after_streaming_ended(device):
+    module, optimizer, close = trained(adapted, device, window=1)
+    close()
+    plain = next(of_both(adapted, device, CHOICES["state_dict"]))
+    assert saved(module.state_dict()) == plain
+    assert saved(module.head.bias)[0] == 4 * models.CLASSES
+
+
+# --- Lightning's files
+
+
+class Saving(models.ZooModule):
+    """Saves the adapters alone if it is told to."""
+
+    def __init__(self, only_adapters):
+        self.only_adapters = only_adapters
+        super().__init__(models.case("adapters"))
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.only_adapters:
+            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in names}
+
+
+def checkpoint_of(strategy, device, path, only_adapters, weights_only):
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    L.seed_everything(0, verbose=False)
+    module = Saving(only_adapters)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator=device.type,
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = models.loader(module.case, 2)
+    trainer.fit(module, loader, loader)
+    trainer.save_checkpoint(path, weights_only=weights_only)
+    return tensor_bytes(path)
+
+
+@pytest.mark.parametrize("only_adapters", [False, True])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_is_as_large_as_plain_lightnings(device, tmp_path, only_adapters, weights_only):
+    strategies = parity.plain_strategy(device.type), parity.streaming_strategy(device.type, window=1)
+    plain, streamed = (
+        checkpoint_of(strategy, device, tmp_path / f"{index}.ckpt", only_adapters, weights_only)
+        for index, strategy in enumerate(strategies)
+    )
+    assert plain == streamed
+    trainable = [p.nbytes for p in adapted().parameters() if p.requires_grad]
+    saved_weights = sum(trainable) if only_adapters else sum(p.nbytes for p in adapted().parameters())
+    adamw_state = 0 if weights_only else 2 * sum(trainable) + 4 * len(trainable)
+    assert plain[0] == saved_weights + adamw_state
+
+
+class Deep(nn.Module):
+    """One large weight beside a small one, in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 1)) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[0](x) + self.blocks[1](x)
+
+
+def test_a_small_parameter_does_not_bring_its_units_slab(device):
+    with sp_lightning.stream(Deep(), device, window=1) as handle:
+        assert saved(handle.module.blocks[0][1].bias)[0] == 4
+        assert handle.units[0].nbytes > 256 * 256 * 4

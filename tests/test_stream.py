@@ -1,0 +1,298 @@
+"""`sp_lightning.stream`: the engine by hand, as a user of plain torch meets it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from side_by_side import assert_plain, blocks, inputs, sgd, squares
+from torch import nn
+
+import models
+import sp_lightning
+from sp_lightning import errors
+
+
+def train(net, device, steps=2):
+    optimizer = sgd(net)
+    for x in inputs(device, steps):
+        optimizer.zero_grad()
+        loss = squares(net, x)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def used_bytes(device):
+    return torch.accelerator.memory_allocated() if device.type == "simgpu" else 0
+
+
+# --- What a handle tells
+
+
+def test_units_and_managed_cover_every_parameter_once(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        assert sorted(handle.managed) == sorted(name for name, _ in net.named_parameters())
+        assert [unit.name for unit in handle.units] == [f"blocks.{i}" for i in range(4)] + ["(root)"]
+        assert sum(unit.numel for unit in handle.units) == sum(p.numel() for p in net.parameters())
+        assert all(unit.trainable == 1 and unit.nbytes >= 4 * unit.numel for unit in handle.units)
+        assert [unit.resident for unit in handle.units] == [False] * 4 + [True]
+
+
+def test_a_tied_parameter_is_managed_under_its_first_name(device):
+    net = models.TokenStack(tied=True)
+    with sp_lightning.stream(net, device) as handle:
+        assert sorted(handle.managed) == sorted(name for name, _ in net.named_parameters())
+
+
+STATS = {
+    "fetches": int,
+    "bytes_up": int,
+    "bytes_down": int,
+    "bytes_offloaded": int,
+    "bytes_brought_back": int,
+    "writebacks": int,
+    "bytes_written_back": int,
+    "evictions": int,
+    "extra_held": int,
+    "surprises": int,
+    "stall_ms": dict,
+    "window": int,
+    "transfer": int,
+    "units": int,
+    "resident_root_bytes": int,
+    "device_peak": int,
+    "host_bytes": int,
+}
+
+
+def test_stats_have_these_figures(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        train(net, device)
+        stats = handle.stats()
+    assert STATS.items() <= {name: type(value) for name, value in stats.items()}.items()
+    assert (stats["window"], stats["transfer"], stats["units"]) == (2, 1, 4)
+    assert stats["host_bytes"] == sum(unit.nbytes for unit in handle.units)
+    assert stats["device_peak"] >= 2 * handle.units[0].nbytes + stats["resident_root_bytes"]
+
+
+def test_stats_are_a_snapshot(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        before = handle.stats()
+        kept = copy.deepcopy(before)
+        train(net, device)
+        assert before == kept and handle.stats()["fetches"] > before["fetches"]
+
+
+# --- What the module is meanwhile
+
+
+def test_parameters_are_the_same_objects_on_the_host_between_steps(device):
+    net = blocks()
+    before = dict(net.named_parameters())
+    with sp_lightning.stream(net, device, window=2):
+        train(net, device)
+        after = dict(net.named_parameters())
+        assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.device.type == "cpu" for p in after.values())
+        assert all(p.grad.device.type == "cpu" for p in after.values())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_results_without_gradients_are_those_of_the_plain_module(device, context):
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0].to(device)
+    with context():
+        expected = copy.deepcopy(net).to(device)(x).cpu()
+        with sp_lightning.stream(net, device, window=1):
+            assert torch.equal(net(x).cpu(), expected)
+            assert torch.equal(net(x).cpu(), expected)
+    assert torch.equal(net(x.cpu()), expected)
+
+
+def test_it_may_begin_in_inference_mode_and_train_afterwards(device):
+    torch.manual_seed(0)
+    net = blocks()
+    expected = train(copy.deepcopy(net).to(device), device)
+    with torch.inference_mode():
+        handle = sp_lightning.stream(net, device, window=1)
+        net(models.vectors(0)[0].to(device))
+    assert train(net, device) == expected
+    handle.close()
+
+
+@pytest.mark.parametrize("window", [5, 100])
+def test_with_a_window_larger_than_the_units_all_of_them_stay(device, window):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=window) as handle, torch.no_grad():
+        assert handle.stats()["window"] == 4
+        for x in inputs(device, 3):
+            net(x)
+        assert handle.stats()["fetches"] == 5
+
+
+def test_two_modules_stream_side_by_side(device):
+    torch.manual_seed(0)
+    nets = blocks(), models.stack_of(models.NormedBatchBlock)()
+    plain = [copy.deepcopy(net).to(device) for net in nets]
+    expected = [train(net, device) for net in plain]
+    with sp_lightning.stream(nets[0], device, window=1), sp_lightning.stream(nets[1], device, window=2):
+        assert [train(net, device) for net in nets] == expected
+
+
+# --- The end
+
+
+def test_a_closed_module_is_plain_trained_and_off_the_device(device):
+    torch.manual_seed(0)
+    net = models.stack_of(models.NormedBatchBlock)()
+    plain = copy.deepcopy(net).to(device)
+    train(plain, device)
+    plain.to("cpu")
+    before = used_bytes(device)
+    handle = sp_lightning.stream(net, device, window=2)
+    train(net, device)
+    net.zero_grad()
+    handle.close()
+    del handle
+    assert_plain(net)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True))
+    assert used_bytes(device) == before
+
+
+def test_the_module_runs_plainly_afterwards_and_streams_again(device):
+    torch.manual_seed(0)
+    net = blocks()
+    plain = copy.deepcopy(net).to(device)
+    expected = [train(plain, device) for _ in range(3)]
+    for index in (0, 2):
+        with sp_lightning.stream(net, device, window=1):
+            assert train(net, device) == expected[index]
+        if index == 0:
+            assert train(net.to(device), device) == expected[1]
+            net.to("cpu")
+
+
+def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
+    net = blocks()
+    handle = sp_lightning.stream(net, device, window=2)
+    train(net, device)
+    handle.close()
+    handle.close()
+    assert handle.closed and handle.stats()["fetches"] > 0
+    assert_plain(net)
+
+
+def test_leaving_the_block_closes_also_after_an_exception(device):
+    net = blocks()
+    with pytest.raises(KeyError, match="mine"), sp_lightning.stream(net, device, window=2) as handle:
+        train(net, device)
+        raise KeyError("mine")
+    assert handle.closed
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_in_a_step_the_next_one_is_exact(device, where):
+    class Interruption(RuntimeError):
+        pass
+
+    def interrupt(*_):
+        raise Interruption
+
+    torch.manual_seed(0)
+    net = blocks()
+    plain = copy.deepcopy(net).to(device)
+    expected = train(plain, device)
+    with sp_lightning.stream(net, device, window=1):
+        x = models.vectors(0)[0].to(device)
+        if where == "forward":
+            hook = net.blocks[2].down.register_forward_pre_hook(interrupt)
+            with pytest.raises(Interruption):
+                net(x)
+        else:
+            hook = net.blocks[1].up.register_forward_hook(lambda _m, _i, out: out.register_hook(interrupt) and None)
+            with pytest.raises(Interruption):
+                squares(net, x).backward()
+        hook.remove()
+        net.zero_grad()
+        assert train(net, device) == expected
+
+
+def test_a_module_that_streams_already_is_refused(device):
+    net = blocks()
+    with sp_lightning.stream(net, device), pytest.raises(errors.UnsupportedError, match="streamed already"):
+        sp_lightning.stream(net, device)
+    assert_plain(net)
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"window": 0}, r"window must be an int >= 1 or 'auto', got 0"),
+        ({"window": -1}, r"window must be an int >= 1 or 'auto', got -1"),
+        ({"window": 1.5}, r"window must be an int >= 1 or 'auto', got 1.5"),
+        ({"window": True}, r"window must be an int >= 1 or 'auto', got True"),
+        ({"window": 2, "transfer": 3}, r"transfer must be at most window \(2\), got 3"),
+        ({"activations": "drop"}, r"activations must be one of 'keep', .*, got 'drop'"),
+        ({"memory_budget": "much"}, r"memory_budget must be .*, got 'much'"),
+        ({"windows": 2}, r"an option must be one of .*window.*, got 'windows'"),
+        ({"units": []}, r"units must be 'auto', a list of class names or a callable.*, got \[\]"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(device, options, message):
+    net = blocks()
+    with pytest.raises(errors.OptionError, match=message):
+        sp_lightning.stream(net, device, **options)
+    assert_plain(net)
+
+
+def test_an_unknown_class_name_is_refused_with_those_that_exist(device):
+    net = blocks()
+    with pytest.raises(errors.PartitionError, match=r"'Blok', which is not in Stack; its modules are: Block \(4\)"):
+        sp_lightning.stream(net, device, units=["Blok"])
+    assert_plain(net)
+
+
+def test_a_module_without_parameters_is_refused(device):
+    with pytest.raises(errors.PartitionError, match="ReLU has no parameters, so there is nothing to stream"):
+        sp_lightning.stream(nn.ReLU(), device)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("mps", "device 'mps' shares its memory with the host.*strategy='auto'"), ("meta", "device 'meta' holds no data")],
+)
+def test_a_device_that_cannot_be_served_is_refused(name, message):
+    net = blocks()
+    with pytest.raises(errors.UnsupportedError, match=message):
+        sp_lightning.stream(net, name)
+    assert_plain(net)
+
+
+def test_a_device_that_torch_does_not_know_is_refused_by_torch():
+    with pytest.raises(RuntimeError, match="gpu0"):
+        sp_lightning.stream(blocks(), "gpu0")
+
+
+def test_a_budget_that_the_largest_unit_does_not_fit_into_is_refused_with_both_figures(device):
+    net = blocks()
+    with pytest.raises(errors.MemoryBudgetError, match=r"needs at least .* for blocks\.\d, got 4\.00 KiB"):
+        sp_lightning.stream(net, device, memory_budget="4KiB")
+    assert_plain(net)
+
+
+def test_nothing_is_logged_above_info(device, caplog):
+    with caplog.at_level(logging.DEBUG, logger="sp_lightning"), sp_lightning.stream(blocks(), device, window=2) as handle:
+        train(handle.module, device)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
