@@ -37,6 +37,7 @@ class Options:
     memory_budget: int | None = None  # device bytes
     units: Literal["auto"] | tuple[str, ...] | UnitFinder = "auto"
     activations: Literal["keep", "recompute", "offload"] = "keep"
+    optimizer_overlap: bool = True
     fused_optimizer: bool = False
     master_weights: bool = False
 
@@ -59,6 +60,7 @@ class Options:
         if self.activations not in ACTIVATIONS:
             allowed = "one of " + ", ".join(map(repr, ACTIVATIONS))
             raise OptionError(argument="activations", found=self.activations, allowed=allowed)
+        self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
 

@@ -123,6 +123,7 @@ class Engine:
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
         self._thread = 0  # that entered the first of them
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
+        self._backward_task = -1  # autograd's number of the outermost backward
         self._backward = False  # whether a backward visits units; still so after one that failed
         self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 2)
         self._recorded: list[int] = []
@@ -435,22 +436,28 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with _quietly():
             self._in_backward_from_here()
-            return self.downlink.receive(unit.store, node, grads)
+            return self.downlink.receive(unit.store, node, grads, self._is_outermost())
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
         with _quietly():
             self.downlink.finish()
 
+    def _is_outermost(self) -> bool:
+        """Whether the backward that runs is not one inside another, which may bring a part of the gradients only."""
+        return torch._C._current_graph_task_id() == self._backward_task
+
     def _in_backward_from_here(self) -> None:
         if not self._backward:
             self._backward = True
+            self._backward_task = torch._C._current_graph_task_id()
             self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
         with _quietly():
             self._backward = False
+            self.downlink.let_go()
             self.land()
             self._ignore()
             self.settle()

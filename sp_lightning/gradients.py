@@ -28,7 +28,8 @@ from torch import Tensor
 
 from .device import Device
 from .layout import ALIGNMENT, Layout
-from .parameters import true_dtype
+from .parameters import set_true_grad, true_dtype, true_grad
+from .overlap import HostThread, StepAhead
 from .store import UnitStore
 from .telemetry import Counters
 
@@ -94,8 +95,9 @@ class Downlink:
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[Landing] = []
         self._last: Landing | None = None  # whose device buffer is still held
+        self.ahead: StepAhead | None = None  # steps what arrives, while a step that may be overlapped is under way
 
-    def receive(self, store: UnitStore, node: Any, grads: Gradients) -> Gradients:
+    def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
         """Takes a unit's gradients, and returns those that autograd has to have (Rules 4 and 5)."""
         if torch.is_grad_enabled():
             return self._differentiable(store, grads)
@@ -110,38 +112,51 @@ class Downlink:
             elif fate is Fate.RETURN:
                 returned.append(index)
         if taken:
-            self._take(store, taken, grads)
+            self._take(store, taken, grads, final)
         return self._arrived(store, returned, grads)
 
     def finish(self) -> None:
         """All that was taken is in ``.grad`` (Rule 4)."""
-        if not self._under_way:
+        if HostThread.is_current():
             return
-        self._let_go()
-        under_way, self._under_way = self._under_way, []
-        for landing in under_way:
-            with self.counters.stall("gradients"):
-                landing.done.synchronize()
-            for parameter, grad in landing.host:
-                _accumulate(parameter, grad)
+        if self.ahead is not None:
+            with self.counters.stall("optimizer"):
+                self.ahead.finish()
+        if self._under_way:
+            self.let_go()
+            under_way, self._under_way = self._under_way, []
+            for landing in under_way:
+                with self.counters.stall("gradients"):
+                    self._land(landing)
 
     def drop(self) -> None:
         """Forgets what is under way: its backward failed."""
-        self._let_go()
+        self.let_go()
         self._under_way = []
+
+    @staticmethod
+    def _land(landing: Landing) -> list[Tensor]:
+        """Waits for gradients and accumulates them; tells whose they were."""
+        landing.done.synchronize()
+        for parameter, grad in landing.host:
+            _accumulate(parameter, grad)
+        return [parameter for parameter, _ in landing.host]
 
     # ---- taken
 
-    def _take(self, store: UnitStore, indices: list[int], grads: Gradients) -> None:
+    def _take(self, store: UnitStore, indices: list[int], grads: Gradients, final: bool) -> None:
         """Starts the way down."""
-        self._let_go()
+        self.let_go()
         slab = self._slabs.get(store)
         if slab is None:
             slab = self._slabs[store] = GradientSlab(store, self.device)
         host = [slab.room(index, _known(grads[index])) for index in indices]
         landing = self._send([_known(grads[index]) for index in indices], host)
         landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]
-        self._under_way.append(landing)
+        if self.ahead is not None and final and not self._under_way:
+            self.ahead.submit(lambda: self._land(landing))
+        else:
+            self._under_way.append(landing)
 
     def _send(self, grads: list[Tensor], host: list[Place]) -> Landing:
         """Packs gradients and copies them to their places on the host, in runs of adjacent ones."""
@@ -160,7 +175,7 @@ class Downlink:
         self._last = Landing(packed, [], compute, done)
         return self._last
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """The device buffer on its way may be freed after its copy (Rule 6)."""
         if self._last is not None:
             self._last.stream.wait_event(self._last.done)
@@ -174,7 +189,7 @@ class Downlink:
         result: list[Tensor | None] = [None] * len(grads)
         dense = [index for index in indices if _known(grads[index]).layout is torch.strided]
         if dense:
-            self._let_go()
+            self.let_go()
             room = Layout.of([("", _known(grads[index])) for index in dense])
             flat = self.device.host_bytes(max(room.nbytes, ALIGNMENT))
             places = [Place(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields]
@@ -265,10 +280,10 @@ def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Fate:
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:
     """As autograd does for a leaf."""
-    grad = grad.to(true_dtype(parameter))
-    if parameter.grad is None:
-        parameter.grad = grad
-    elif parameter.grad.requires_grad or parameter.grad.layout is not torch.strided:
-        parameter.grad = parameter.grad + grad
+    grad, before = grad.to(true_dtype(parameter)), true_grad(parameter)
+    if before is None:
+        set_true_grad(parameter, grad)
+    elif before.requires_grad or before.layout is not torch.strided:
+        set_true_grad(parameter, before + grad)
     else:
-        parameter.grad += grad
+        before += grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from .device import Device
 from .engine import Engine
 from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Part, Questioner, Scope, UnitRoot
+from .overlap import HostThread, StepAhead
 from .optimizer import ShadowStep, fuse, step_in_pieces
 from .parameters import is_watched, unwatch
 from .telemetry import Counters
@@ -49,6 +51,7 @@ class Handle:
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._counters = Counters()  # of all engines, one after the other
+        self._thread = HostThread()
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -105,6 +108,7 @@ class Handle:
                 if step is not None:
                     step.close()
             self._steps.clear()
+            self._thread.close()
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -186,14 +190,57 @@ class Handle:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
         managed = self._managed_by(optimizer)
-        if managed and optimizer not in self._steps:  # its own hooks run after this one, already in this step
-            self._steps[optimizer] = (fuse if self.options.fused_optimizer else step_in_pieces)(optimizer)
+        if managed:
+            self._prepare(optimizer)  # its own hooks run after this one, already in this step
         self.engine.optimizing = True
         self.engine.suspect(managed)
+
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = (fuse if self.options.fused_optimizer else step_in_pieces)(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.engine.optimizing = False
         self.engine.suspect(self._managed_by(optimizer))
+
+    @contextlib.contextmanager
+    def stepping_ahead(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
+        units are stepped while backward still runs. Where the optimizer does not step each parameter by itself, nothing
+        is different."""
+        self._prepare(optimizer)
+        step = self._steps[optimizer]
+        if step is None:
+            yield
+            return
+        ahead = StepAhead(optimizer, step, self._thread)
+        self.engine.downlink.ahead = ahead
+
+        def stepped() -> set[int]:
+            ahead.finish()
+            return ahead.stepped
+
+        step.stepped_ahead = stepped
+        try:
+            yield
+        except BaseException:
+            self._say_partly_stepped(ahead)
+            raise
+        finally:
+            self.engine.downlink.ahead = None
+            step.stepped_ahead = set
+
+    def _say_partly_stepped(self, ahead: StepAhead) -> None:
+        """A failure in the middle: weights are not those of one step."""
+        with contextlib.suppress(Exception):  # it is being raised, or is what is raised
+            ahead.finish()
+        if ahead.stepped:
+            log.error(
+                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
+                "optimizer_overlap=False keeps a failed step from changing any",
+                len(ahead.stepped),
+                len(self.managed),
+            )
 
     def _managed_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         params = (param for group in optimizer.param_groups for param in group["params"])

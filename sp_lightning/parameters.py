@@ -154,6 +154,16 @@ def true_device(tensor: torch.Tensor) -> torch.device:
     return _device.__get__(tensor)
 
 
+def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad`` as it is, whatever is under way."""
+    return _grad.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def set_true_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """``parameter.grad = value``, whatever is under way."""
+    _grad.__set__(parameter, value)
+
+
 def true_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The type of the bytes."""
     return _dtype.__get__(tensor)

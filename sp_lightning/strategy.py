@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
@@ -20,8 +22,11 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchmetrics import Metric
 
 from .callback import SuperpipelineCallback
@@ -49,6 +54,12 @@ class MappedCheckpointIO(TorchCheckpointIO):
         return {**checkpoint, **apply_to_collection(kept, torch.Tensor, _on_host)}
 
 
+log = logging.getLogger(__name__)
+
+CALLBACKS_BETWEEN = ("on_after_backward", "on_before_optimizer_step")
+BETWEEN_BACKWARD_AND_STEP = (*CALLBACKS_BETWEEN, "backward", "configure_gradient_clipping", "optimizer_step")
+
+
 class SuperpipelineStrategy(SingleDeviceStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
@@ -64,6 +75,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             takes the module and gives the submodules that are to be units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute" keeps
             the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back.
+        optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
+            nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: faster, but not the bits of the default loop.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
@@ -83,6 +96,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
         memory_budget: int | str | None = None,
         activations: Literal["keep", "recompute", "offload"] = "keep",
+        optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
         master_weights: bool = False,
         device: torch.device | str | None = None,
@@ -102,12 +116,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             memory_budget=memory_budget,
             units=units,
             activations=activations,
+            optimizer_overlap=optimizer_overlap,
             fused_optimizer=fused_optimizer,
             master_weights=master_weights,
         )
         self.handle: Handle | None = None  # of the last run, closed when it ended
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
+        self._said: str | None = None  # why the optimizer does not overlap, as it was last logged
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
         check_supported(self.root_device)
 
@@ -269,6 +285,48 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, _on_host)
 
     # ---- steps
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
+        assert self.handle is not None and self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization or not self._may_step_ahead(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.handle.stepping_ahead(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _may_step_ahead(self, optimizer: Optimizer) -> bool:
+        if not self.options.optimizer_overlap:
+            return False
+        reason = self._why_not_ahead(optimizer)
+        if reason is not None and reason != self._said:
+            self._said = reason
+            log.info("superpipeline: the optimizer steps after backward, as %s", reason)
+        return reason is None
+
+    def _why_not_ahead(self, optimizer: Optimizer) -> str | None:
+        """What comes between backward and the step, and may look at gradients."""
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.gradient_clip_val:
+            return "gradients are clipped"
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            return "the gradient scaler has to see all gradients first"
+        for hook in BETWEEN_BACKWARD_AND_STEP:
+            if is_overridden(hook, module, LightningModule):
+                return f"{type(module).__name__} overrides {hook}"
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            for hook in CALLBACKS_BETWEEN:
+                if is_overridden(hook, callback, Callback):
+                    return f"{type(callback).__name__} overrides {hook}"
+        if len(optimizer._optimizer_step_pre_hooks) > 1 or len(_global_optimizer_pre_hooks) > 1:
+            return "there are step hooks beside ours"
+        return None
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:

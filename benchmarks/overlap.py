@@ -1,0 +1,175 @@
+"""A step whose every part takes a known time, on the simulated accelerator: how much of it is hidden behind the rest.
+
+    python benchmarks/overlap.py [--units 24] [--window 3] [--steps 5] [--json FILE]
+
+Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' way down 10 and its step on the host 10.
+Compute alone is units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which nothing can
+hide. "one after the other" is the same engine made to wait after each submission, with ``optimizer_overlap=False``.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import pathlib
+import statistics
+import sys
+import time
+import warnings
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+
+import simgpu
+import simgpu.lightning
+
+import lightning as L
+import torch
+from importlib import import_module
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sp_lightning
+from sp_lightning.gradients import Downlink
+from sp_lightning.store import UnitStore
+
+MS = 1000  # microseconds
+UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10
+WIDTH = 64
+
+
+class Delay(torch.autograd.Function):
+    """One operation of a given time in forward, one in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return taking(FORWARD, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return taking(BACKWARD, grad)
+
+
+def taking(milliseconds, x):
+    simgpu.config.compute_us = milliseconds * MS
+    try:
+        return x * 1
+    finally:
+        simgpu.config.compute_us = 0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.linear(Delay.apply(x))
+
+
+class Stack(L.LightningModule):
+    def __init__(self, units):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(units))
+        self.starts = []
+
+    def training_step(self, batch, _):
+        self.starts.append(time.perf_counter())
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@contextlib.contextmanager
+def sleeping_optimizer():
+    """SGD that takes its time for each parameter, of which a unit has one."""
+    module = import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
+    plain = module.sgd
+
+    def sgd(params, *args, **kwargs):
+        time.sleep(len(params) * STEP / 1000)
+        plain(params, *args, **kwargs)
+
+    module.sgd = sgd
+    try:
+        yield
+    finally:
+        module.sgd = plain
+
+
+@contextlib.contextmanager
+def waiting():
+    """Every submission is followed by its wait."""
+    load, send = UnitStore.load, Downlink._send
+
+    def load_and_wait(self):
+        load(self)
+        self.ready.synchronize()
+
+    def send_and_wait(self, *args):
+        landing = send(self, *args)
+        landing.done.synchronize()
+        return landing
+
+    UnitStore.load, Downlink._send = load_and_wait, send_and_wait
+    try:
+        yield
+    finally:
+        UnitStore.load, Downlink._send = load, send
+
+
+def step_ms(units, window, steps, overlap):
+    """The median time from one step's begin to the next one's, warm."""
+    simgpu.config.h2d_us, simgpu.config.d2h_us = UP * MS, DOWN * MS
+    module = Stack(units)
+    strategy = sp_lightning.SuperpipelineStrategy(
+        window=window, units=["Block"], device=torch.device("simgpu", 0), optimizer_overlap=overlap
+    )
+    trainer = L.Trainer(
+        accelerator="simgpu",
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TensorDataset(torch.randn(steps + 3, 4, WIDTH))
+    with sleeping_optimizer():
+        trainer.fit(module, DataLoader(data, batch_size=None))
+    simgpu.config.h2d_us = simgpu.config.d2h_us = 0
+    times = [later - earlier for earlier, later in zip(module.starts[2:], module.starts[3:], strict=False)]
+    return statistics.median(times) * 1000
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--window", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+    compute = arguments.units * (FORWARD + BACKWARD)
+    best = compute + DOWN + STEP + UP
+    overlapped = step_ms(arguments.units, arguments.window, arguments.steps, overlap=True)
+    with waiting():
+        serial = step_ms(arguments.units, arguments.window, arguments.steps, overlap=False)
+    print(f"compute {compute} ms, best possible {best} ms")
+    print(f"overlapped          {overlapped:7.0f} ms   {overlapped / best:.2f} x best")
+    print(f"one after the other {serial:7.0f} ms   {serial / overlapped:.2f} x overlapped")
+    if arguments.json:
+        facts = {"torch": torch.__version__, "units": arguments.units, "window": arguments.window}
+        rows = {"compute_ms": compute, "best_ms": best, "overlapped_ms": overlapped, "serial_ms": serial}
+        arguments.json.write_text(json.dumps({**facts, **rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""``optimizer_overlap``: a unit is stepped on the host while backward of the units below it still runs.
+
+1. What is stepped ahead is final: its gradients came out of the outermost backward of the last micro-batch, and nothing
+   between that backward and the step may look at gradients or parameters (the strategy knows).
+2. One thread does it, in the order of arrival: it waits for a unit's gradients, accumulates them into ``.grad`` and
+   steps the unit's parameters with the optimizer's own code and state. ``optimizer.step()`` then steps the rest.
+3. Who asks for a gradient waits for the thread. So does the step, and an error of the thread is raised there.
+4. The order in which state is created is not that of the parameters; it is put right before anybody can see it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .optimizer import ShadowStep
+
+Arrive = Callable[[], Sequence[Tensor]]  # waits for gradients, accumulates them, and tells whose they were
+_thread = threading.local()
+
+
+class HostThread:
+    """The thread that steps ahead; it is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "superpipeline-optimizer", initializer=self._mark)
+
+    @staticmethod
+    def _mark() -> None:
+        _thread.steps_ahead = True
+
+    @staticmethod
+    def is_current() -> bool:
+        """Whether it asks itself."""
+        return getattr(_thread, "steps_ahead", False)
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Does this after all that was submitted before."""
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._pool.shutdown()
+
+
+class StepAhead:
+    """One step of an optimizer, of which parameters whose gradients arrive are stepped at once."""
+
+    def __init__(self, optimizer: Optimizer, step: ShadowStep, thread: HostThread) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._thread = thread
+        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._under_way: list[Future[None]] = []
+        self._states = len(optimizer.state)
+        self._failed = False
+        self.stepped: set[int] = set()  # ids of parameters
+
+    def submit(self, arrive: Arrive) -> None:
+        """Gradients are under way whose parameters can be stepped when they arrive."""
+        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive)))
+
+    def finish(self) -> None:
+        """All that was submitted is stepped (Rule 3)."""
+        if HostThread.is_current():
+            return
+        under_way, self._under_way = self._under_way, []
+        for work in under_way:
+            work.exception()  # waits for each before the first error is raised
+        self._sort_state()
+        for work in under_way:
+            work.result()
+
+    def _arrived(self, arrive: Arrive) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        with torch._C.DisableTorchFunctionSubclass():  # host parameters are meant (reads.py)
+            params = [param for param in arrive() if id(param) in self._group_of]
+            self._step.step_some(self._optimizer, params, self._group_of)
+        self.stepped.update(map(id, params))
+        self._failed = False
+
+    def _sort_state(self) -> None:
+        """Rule 4."""
+        state: dict[Any, Any] = self._optimizer.state
+        if len(state) != self._states:
+            self._states = len(state)
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            order = {id(param): i for i, param in enumerate(params)}
+            entries = sorted(state.items(), key=lambda entry: order.get(id(entry[0]), len(order)))
+            state.clear()
+            state.update(entries)
