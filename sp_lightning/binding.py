@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import ExactnessError
 from .gradients import Receive, link
-from .parameters import stand_in, true_data
+from .parameters import stand_in, true_data, true_grad_fn
 from .store import UnitStore
 from .units import Slot
 
@@ -63,7 +63,8 @@ class Binding:
         if trainable == self._trainable and self.outputs:
             return
         assert not self.bound
-        self.outputs = [stand_in(output, self.taken) for output in link(self.store, self.receive)]
+        outputs = zip(link(self.store, self.receive), self.store.params, strict=True)
+        self.outputs = [stand_in(output, parameter, self.taken) for output, parameter in outputs]
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
@@ -113,6 +114,12 @@ class Binding:
         self._versions = versions
         self.taken[0] = False
 
+    def overwritten(self, indices: Sequence[int]) -> None:
+        """These have new bytes: what autograd saved of the old ones, without our hooks, is an error as in a plain run."""
+        for index in indices:
+            torch.autograd.graph.increment_version(self.outputs[index])
+        self._versions = self.versions()
+
     def _replay(self, index: int) -> None:
         """A weight is what it was after the first write: a recomputation may have stopped before it came to that."""
         field = self.store.layout.fields[index]
@@ -139,7 +146,8 @@ class Binding:
             )
 
     def _is_link(self, output: Tensor) -> bool:
-        return output.grad_fn is not None and output.grad_fn.name() == "LinkBackward"
+        node = true_grad_fn(output)
+        return node is not None and node.name() == "LinkBackward"
 
     def _write_back_if_differs(self, index: int) -> None:
         host, field = true_data(self.store.params[index]), self.store.layout.fields[index]

@@ -131,6 +131,7 @@ class Engine:
         self._last: StreamedUnit | None = None  # the unit required last
         self._listening = False
         self._told = False
+        self._closed = False
         self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
@@ -211,11 +212,43 @@ class Engine:
 
     def _drop_stale(self) -> None:
         """Units whose host bytes changed have to come up again: better planned than at their visit."""
+        self.follow()
         for index in self.schedule.resident:
             unit = self.units[index]
             if unit.store.stale() and unit.movable:
                 self.schedule.invalidate([index])
                 self._evict(unit)
+
+    def follow(self) -> None:
+        """Device bytes that the user keeps a reference to become what the host's are now."""
+        with _quietly():
+            for unit in self._kept():
+                if unit.store.stale():
+                    self._refill(unit)
+
+    def collect_writes(self) -> None:
+        """What the user wrote through kept references is on the host."""
+        with _quietly():
+            for unit in self._kept():
+                unit.binding.collect_writes()
+
+    @property
+    def keeps_references(self) -> bool:
+        """Whether stand-ins outlive their visit."""
+        return any(True for _ in self._kept())
+
+    def _kept(self) -> Iterator[StreamedUnit]:
+        for unit in self.units:
+            if unit.store.residency is Residency.DEVICE and not unit.visits and unit.binding.in_use():
+                yield unit
+
+    def _refill(self, unit: StreamedUnit) -> None:
+        """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
+        unit.binding.collect_writes()
+        written = unit.store.written()
+        unit.store.load()
+        unit.store.wait_load()
+        unit.binding.overwritten(written)
 
     # ---- reads outside visits (reads.py)
 
@@ -357,12 +390,17 @@ class Engine:
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
         with _quietly():
+            if self._closed:
+                raise UnsupportedError(
+                    f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or because "
+                    "the module's parameters changed: run its backward before"
+                )
             in_backward = _in_backward()
             store = unit.store
             if in_backward:
                 self._in_backward_from_here()
             if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
-                store.load()  # in place: whoever refers to the bytes sees the new ones, as in a plain run
+                self._refill(unit)
             if unit.unit.resident:
                 if store.residency is Residency.HOST:
                     store.load()
@@ -484,11 +522,12 @@ class Engine:
     def close(self) -> None:
         """The parameters are plain again; nothing is left on the device."""
         self.reset()
+        self._closed = True
         try:
             self.device.synchronize()
         finally:  # what failed on the device takes nothing from the host
             for unit in self.units:
-                unit.store.release()
+                unit.store.release(kept=unit.binding.in_use())
 
     # ---- figures
 

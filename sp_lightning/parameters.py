@@ -5,7 +5,8 @@
 2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so that
    tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
-   It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
+   It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter. Asked for
+   what belongs to a leaf, it answers for its host parameter.
 4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
    would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Who asks for ``.grad`` waits for gradients that are on their way.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 _data = torch.Tensor.data  # type: ignore[attr-defined]
 _device = torch.Tensor.device
+_grad_fn = torch.Tensor.grad_fn
 _dtype = torch.Tensor.dtype
 _grad = torch.Tensor.grad
 
@@ -126,6 +128,7 @@ class DeviceParameter(nn.Parameter):
     """The stand-in of a host parameter inside a visit (Rule 3)."""
 
     taken: list[bool]  # shared by the stand-ins of a unit: [True] once any of them gave its data away
+    host: nn.Parameter
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -138,6 +141,31 @@ class DeviceParameter(nn.Parameter):
         self.taken[0] = True
         _data.__get__(self).copy_(value)
 
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        grad = self.host.grad
+        return None if grad is None else grad.to(_device.__get__(self))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.host.grad = None if value is None else value.to(true_device(self.host))
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return True
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_data.__get__(self).clone(), self.requires_grad)
+        return memo[id(self)]
+
 
 def true_data(parameter: nn.Parameter) -> torch.Tensor:
     """``parameter.data``, unnoticed."""
@@ -147,6 +175,11 @@ def true_data(parameter: nn.Parameter) -> torch.Tensor:
 def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """``parameter.data = value``, unnoticed."""
     _data.__set__(parameter, value)
+
+
+def true_grad_fn(tensor: torch.Tensor) -> Any:
+    """The node that made it."""
+    return _grad_fn.__get__(tensor)
 
 
 def true_device(tensor: torch.Tensor) -> torch.device:
@@ -203,8 +236,9 @@ def keeper_of(parameter: Tensor) -> Keeper:
     return _watchers[id(parameter)].keeper
 
 
-def stand_in(output: torch.Tensor, taken: list[bool]) -> DeviceParameter:
+def stand_in(output: torch.Tensor, host: nn.Parameter, taken: list[bool]) -> DeviceParameter:
     """Makes an output of the link look like the parameter that it stands for."""
     output.__class__ = DeviceParameter
+    output.host = host  # type: ignore[attr-defined]
     output.taken = taken  # type: ignore[attr-defined]
     return output  # type: ignore[return-value]

@@ -86,12 +86,13 @@ class UnitStore:
             watch(parameter, self)
         return self._current_addresses()
 
-    def release(self) -> None:
-        """The parameters are plain again, with the bytes they have; nothing is left on the device."""
+    def release(self, kept: bool = False) -> None:
+        """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes that
+        somebody keeps a reference to: they are left to them."""
         for parameter in self.params:
             unwatch(parameter)
         self.settle()
-        if self.residency is Residency.DEVICE:
+        if self.residency is Residency.DEVICE and not kept:
             self.free()
 
     def data_taken(self) -> None:
@@ -126,6 +127,11 @@ class UnitStore:
                 or self._addresses != self._current_addresses()
                 or any(map(_is_shared, self.params))
             )
+
+    def written(self) -> list[int]:
+        """The parameters that were written since the bytes went up, as far as it was noted."""
+        now = zip(self._versions, self._addresses, self.params, self._current_addresses(), strict=True)
+        return [i for i, (version, then, p, address) in enumerate(now) if p._version != version or address != then]
 
     # ---- the device side
 

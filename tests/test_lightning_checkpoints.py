@@ -1,14 +1,11 @@
 """Checkpoints cross over between this strategy and plain Lightning, both ways, and have the same size."""
 
 import functools
-import gc
-import os
-import weakref
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import models
@@ -55,7 +52,7 @@ class Filtered(Module):
 
 def make_trainer(side, accelerator="cpu", **options):
     if accelerator == "simgpu":
-        import simgpu.lightning
+        import simgpu.lightning  # noqa: F401
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"enable_checkpointing": False, "max_epochs": 2, "limit_val_batches": 2, **quiet, **options}
     return L.Trainer(strategy=SIDES[side](accelerator), accelerator=accelerator, devices=1, **options)
@@ -131,3 +128,131 @@ def test_files_hold_the_same_bytes(make_module, tmp_path):
     assert set(sizes["plain"]) == set(sizes["streaming"])
     for name, size in sizes["plain"].items():
         assert abs(sizes["streaming"][name] - size) <= 8 * len(name)  # directory names are in the files
+
+
+# ---- where what was loaded lies
+
+
+class Looking(Callback):
+    """What the optimizer holds, and where, as training begins."""
+
+    def on_train_start(self, trainer, module):
+        states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+        self.devices = {value.device.type for value in states}
+        self.files = mapped_files(states)
+
+
+def mapped_files(tensors):
+    """The files in whose mapped memory any of these tensors lies."""
+    with open("/proc/self/maps") as file:
+        lines = [line.split() for line in file]
+    ranges = [(*(int(part, 16) for part in line[0].split("-")), line[5]) for line in lines if len(line) > 5]
+    found = {path for start, end, path in ranges for tensor in tensors if start <= tensor.data_ptr() < end}
+    return {path for path in found if path.startswith("/") and not path.startswith("/dev/")}
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_restored_optimizer_state_is_on_the_host_in_memory_of_its_own(optimizer, accelerator, tmp_path):
+    make_module = functools.partial(Module, optimizer)
+    fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
+    looking = Looking()
+    fit("streaming", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt", callbacks=[looking])
+    assert looking.devices == {"cpu"} and not looking.files
+
+
+def test_a_file_is_mapped_not_read_and_only_what_is_copied_out_of_it(tmp_path):
+    fit("plain", max_epochs=1, save=tmp_path / "end.ckpt", callbacks=[Scores()])
+    checkpoint = make_trainer("streaming").strategy.load_checkpoint(tmp_path / "end.ckpt")
+    plain = make_trainer("plain").strategy.load_checkpoint(tmp_path / "end.ckpt")
+    assert_same(tensors(plain), tensors(checkpoint))
+    assert list(plain) == list(checkpoint)
+    everything = set(tensors(checkpoint))
+    in_file = {path for path, value in tensors(checkpoint).items() if mapped_files([value]) == {str(tmp_path / "end.ckpt")}}
+    assert {path for path in everything if path.startswith(("state_dict", "optimizer_states"))} == in_file
+    assert everything - in_file == {"callbacks.Scores.best"}
+
+
+class Scores(Callback):
+    def state_dict(self):
+        return {"best": torch.ones(3)}
+
+
+def test_what_was_loaded_outlives_its_file(tmp_path):
+    """Overwritten in place, as a copy does, a mapped file would end the process at the next read."""
+    path = tmp_path / "first.ckpt"
+    fit("plain", max_epochs=1, save=path)
+
+    class Overwriting(Callback):
+        def on_train_start(self, trainer, module):
+            path.write_bytes(b"")
+
+    expected = state_of(*fit("plain"))
+    assert_same(expected, state_of(*fit("streaming", ckpt_path=path, callbacks=[Overwriting()])))
+
+
+@pytest.mark.parametrize("inner", [None, TorchCheckpointIO()])
+def test_the_users_checkpoint_io_is_used(inner, tmp_path):
+    class Own(TorchCheckpointIO):
+        calls = []
+
+        def load_checkpoint(self, *args, **kwargs):
+            self.calls.append("load")
+            return super().load_checkpoint(*args, **kwargs)
+
+    fit("plain", max_epochs=1, save=tmp_path / "first.ckpt")
+    fit("streaming", ckpt_path=tmp_path / "first.ckpt", plugins=[Own()])
+    assert Own.calls == ["load"]
+    wrapped = AsyncCheckpointIO(inner)
+    trainer, _ = fit("streaming", ckpt_path=tmp_path / "first.ckpt", plugins=[wrapped])
+    assert trainer.strategy.checkpoint_io is wrapped
+    assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
+
+
+def test_a_file_of_the_old_format_is_read(tmp_path):
+    """As Lightning reads it."""
+    _, module = fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
+    checkpoint = torch.load(tmp_path / "new.ckpt", weights_only=False)
+    torch.save(checkpoint, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    expected = state_of(*fit("plain", ckpt_path=tmp_path / "new.ckpt"))
+    assert_same(expected, state_of(*fit("streaming", ckpt_path=tmp_path / "old.ckpt")))
+
+
+def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
+        fit("streaming", ckpt_path=tmp_path / "none.ckpt")
+
+
+# ---- written in the middle of things
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["asynchronous", "on_exception"])
+def test_files_written_while_training_goes_on_are_those_of_the_plain_run(way, accelerator, tmp_path):
+    class Stopping(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if way == "on_exception" and index == 2:
+                raise ValueError("stop")
+
+    def run(side):
+        folder = tmp_path / side
+        if way == "asynchronous":
+            saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+            fit(side, accelerator, callbacks=[saver], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
+        else:
+            with pytest.raises(ValueError, match="stop"):
+                fit(side, accelerator, callbacks=[Stopping(), OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+        return {path.name: tensors(torch.load(path, weights_only=False)) for path in sorted(folder.iterdir())}
+
+    expected, actual = run("plain"), run("streaming")
+    assert expected.keys() == actual.keys() and len(expected) == (8 if way == "asynchronous" else 1)
+    for name in expected:
+        assert_same(expected[name], actual[name])
+
+
+@BOTH
+def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
+    """No Trainer, no strategy: what was written while weights streamed is a plain file."""
+    _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
+    loaded = Module.load_from_checkpoint(tmp_path / "end.ckpt", map_location="cpu")
+    assert_same(dict(module.state_dict()), dict(loaded.state_dict()))

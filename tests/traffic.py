@@ -94,7 +94,7 @@ class Ledger:
         for engine, passes in self.passes.items():
             if engine.schedule is schedule:
                 passes[-1].visits.append(unit)
-                passes[-1].held.append(frozenset(held))
+                passes[-1].held.append(frozenset(index for index in schedule.resident if index in held))
         return original(schedule, unit, held)
 
     def _see_close(self, original: Any, engine: Engine) -> None:
