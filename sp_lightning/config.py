@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Count: TypeAlias = int | Literal["auto"]
 UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
 
-ACTIVATIONS = ("keep", "recompute", "offload")
+ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
@@ -36,10 +36,11 @@ class Options:
     transfer: Count = "auto"  # units exchanged at a time
     memory_budget: int | None = None  # device bytes
     units: Literal["auto"] | tuple[str, ...] | UnitFinder = "auto"
-    activations: Literal["keep", "recompute", "offload"] = "keep"
+    activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
     optimizer_overlap: bool = True
     fused_optimizer: bool = False
     master_weights: bool = False
+    compile_units: bool = False
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
@@ -63,6 +64,7 @@ class Options:
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
+        self._normalise("compile_units", _truth("compile_units", self.compile_units))
 
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the one moment at which a frozen instance may still change

@@ -110,7 +110,8 @@ class Engine:
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
         self.written = Written()
-        self.recompute = Recompute(device, self.written)
+        stow = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(device, self.written, stow)
         self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
         self._sizes = [unit.sizes() for unit in self.units if not unit.unit.resident]
         root_nbytes = sum(unit.store.nbytes for unit in self.units if unit.unit.resident)
@@ -348,8 +349,8 @@ class Engine:
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward of a unit's root that autograd records: as the ``activations`` option says."""
         saved: list[OnHost] = []
-        if self.options.activations == "recompute":
-            output = self.recompute.run(call, unit.name, root, args, kwargs)
+        if self.options.activations.startswith("recompute"):
+            output, saved = self.recompute.run(call, unit.name, root, args, kwargs)
         elif self.options.activations == "offload" and not self._open and not _in_backward():
             self.offload.begin()
             try:

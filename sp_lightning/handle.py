@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from . import scaler
@@ -203,6 +207,13 @@ class Handle:
         self.engine.optimizing = False
         self.engine.suspect(self._managed_by(optimizer))
 
+    def has_other_step_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether somebody but us wants to be called before this optimizer steps."""
+        self._prepare(optimizer)
+        ours = 0 if self._steps[optimizer] is None else 1
+        hooks = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        return len(hooks) > ours or len(_global_optimizer_pre_hooks) > 1
+
     @contextlib.contextmanager
     def stepping_ahead(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
@@ -229,6 +240,7 @@ class Handle:
         finally:
             self.engine.downlink.ahead = None
             step.stepped_ahead = set
+            self._counters.stepped_ahead += len(ahead.stepped)
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:
         """A failure in the middle: weights are not those of one step."""

@@ -115,6 +115,11 @@ class Questioner(Entry):
 class UnitRoot(Part):
     """A part that is a unit as a whole: its outputs lead into the unit's backward."""
 
+    def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
+        super().__init__(module, engine, units)
+        if engine.options.compile_units:
+            self.forward = torch.compile(self.forward)
+
     @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from .activations import tensors_in
 from .device import Device
 from .errors import ExactnessError
+from .offload import Offload, OnHost
 
 Call = Callable[..., Any]
 # What forward does not change, or what is kept in another way, of a module's attributes.
@@ -38,35 +39,35 @@ _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 class Recompute:
     """Runs forwards so that they can run again."""
 
-    def __init__(self, device: Device, written: Written) -> None:
+    def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
+        self._offload = offload
         self._anchor = torch.empty(0, device=device.torch_device)  # tells the checkpoint whose random state to keep
         self._written = written
 
-    def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> Any:
-        """``call(*args, **kwargs)`` now, and once more when backward needs what it saves."""
+    def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[OnHost]]:
+        """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
+
+        Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow through.
+        """
         before = _Before(root, args, kwargs, self._written)
-        first = True
-        passed = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in passed]
+        stowed = before.stow(self._offload) if self._offload is not None else []
+        versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        first = [(args, kwargs)]  # not kept by the closure any longer than it runs
 
         def forward(_anchor: Tensor) -> Any:
-            nonlocal first
-            if first:
-                first = False
-                return call(*args, **kwargs)
-            again, again_kwargs = before.arguments()
+            again, again_kwargs = first.pop() if first else before.arguments()
             return call(*again, **again_kwargs)
 
         def contexts() -> tuple[Any, Any]:
             return self._written.recording(before.weights), before
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
-        if versions != [tensor._version for tensor in passed]:
+        if any(tensor._version != version for tensor, version in versions):
             raise ExactnessError(
                 f"{name} changes a tensor that is passed to it in place, so its forward can not run again; "
                 "use activations='keep' or 'offload'"
             )
-        return output
+        return output, stowed
 
 
 class Written:
@@ -107,10 +108,30 @@ class _Before:
             if buffer is not None
         ]
         self._now: list[Callable[[], None]] = []
+        self._offload: Offload | None = None
+
+    def stow(self, offload: Offload) -> list[OnHost]:
+        """Sends the arguments that gradients flow through to the host: each unit has its own."""
+        offload.begin()
+        try:
+            self._arguments = _mapped(
+                self._arguments, lambda value: offload.pack(value) if _carries_gradient(value) else value
+            )
+        finally:
+            stowed = offload.end()
+        self._offload = offload
+        return stowed
 
     def arguments(self) -> Any:
         """The arguments of the first run, for another one to change."""
-        return _copied(self._arguments, {})
+        arguments = self._arguments
+        if self._offload is not None:
+            arguments = _mapped(arguments, self._back)
+        return _copied(arguments, {})
+
+    def _back(self, value: Any) -> Any:
+        assert self._offload is not None
+        return self._offload.unpack(value).requires_grad_() if isinstance(value, OnHost) else value
 
     def __enter__(self) -> None:
         self._now = [self._back_to_now()]
@@ -185,6 +206,19 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:  # it can not be copied: then it is hoped that forward does not change it, as for any checkpoint
         return value
+
+
+def _carries_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts of changed values."""
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, change) for item in value)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return change(value)
 
 
 def _holds_parameters(value: Any) -> bool:

@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchmetrics import Metric
 
 from .callback import SuperpipelineCallback
@@ -74,13 +73,15 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable that
             takes the module and gives the submodules that are to be units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute" keeps
-            the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back.
+            the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
+            "recompute+offload" moves the inputs and runs forward again.
         optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
             nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: faster, but not the bits of the default loop.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
+        compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -95,10 +96,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         transfer: int | Literal["auto"] = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
         memory_budget: int | str | None = None,
-        activations: Literal["keep", "recompute", "offload"] = "keep",
+        activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
         master_weights: bool = False,
+        compile_units: bool = False,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -119,6 +121,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             optimizer_overlap=optimizer_overlap,
             fused_optimizer=fused_optimizer,
             master_weights=master_weights,
+            compile_units=compile_units,
         )
         self.handle: Handle | None = None  # of the last run, closed when it ended
         self._device_given = device is not None
@@ -324,7 +327,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             for hook in CALLBACKS_BETWEEN:
                 if is_overridden(hook, callback, Callback):
                     return f"{type(callback).__name__} overrides {hook}"
-        if len(optimizer._optimizer_step_pre_hooks) > 1 or len(_global_optimizer_pre_hooks) > 1:
+        assert self.handle is not None
+        if self.handle.has_other_step_hooks(optimizer):
             return "there are step hooks beside ours"
         return None
 

@@ -25,6 +25,7 @@ class Counters:
     bytes_written_back: int = 0
     evictions: int = 0
     extra_held: int = 0  # visits that held a unit beyond the window
+    stepped_ahead: int = 0  # parameters stepped while backward ran
     surprises: int = 0  # visits that were not the predicted one
     stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
 

@@ -1,0 +1,187 @@
+"""The optimizer steps while backward runs where that is exact, and only there; either way the bits are the plain run's."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import models
+import parity
+import pytest
+import torch
+
+import sp_lightning
+
+ROOT = Path(__file__).parent.parent
+
+
+class Watched(L.Callback):
+    """Counts the parameters that were stepped ahead."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.counts.append(trainer.strategy.handle.stats()["stepped_ahead"])
+
+
+def fit(module, callbacks=(), options=None, **trainer):
+    watched = Watched()
+    strategy = sp_lightning.SuperpipelineStrategy(window=2, **(options or {}))
+    arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[watched, *callbacks],
+        enable_model_summary=False,
+        **arguments,
+        **trainer,
+    )
+    trainer.fit(module, models.loader(module.case, 4))
+    return watched.counts
+
+
+def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
+    torch.manual_seed(0)
+    return kind(models.case(name), optimizer=optimizer)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"])
+def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
+    options = {"window": 2, "optimizer_overlap": overlap}
+    parity.check(models.case(name), options, accelerator="simgpu", optimizer=optimizer, accumulate=2, epochs=2)
+
+
+def test_every_parameter_with_a_gradient_is_stepped_ahead():
+    module = module_of()
+    counts = fit(module)
+    assert counts == [len(list(module.parameters())) * step for step in (1, 2, 3, 4)]
+
+
+def test_with_accumulation_only_the_last_micro_batch_steps():
+    module = module_of()
+    parameters = len(list(module.parameters()))
+    assert fit(module, accumulate_grad_batches=2) == [0, parameters, parameters, 2 * parameters]
+
+
+class LooksAtGradients(models.ZooModule):
+    def on_after_backward(self):
+        self.norms = [p.grad.norm() for p in self.parameters()]
+
+
+class ChangesGradients(models.ZooModule):
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.mul_(0.5)
+
+
+class ClipsItself(models.ZooModule):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
+
+
+class StepsItself(models.ZooModule):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=optimizer_closure)
+
+
+class BackwardItself(models.ZooModule):
+    def backward(self, loss):
+        (loss * 2).backward()
+
+
+class SeesGradients(L.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        assert all(p.grad is not None for p in module.parameters())
+
+
+class HookedOptimizer(models.ZooModule):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    "kind, callbacks, trainer, reason",
+    [
+        (LooksAtGradients, [], {}, "overrides on_after_backward"),
+        (ChangesGradients, [], {}, "overrides on_before_optimizer_step"),
+        (ClipsItself, [], {}, "overrides configure_gradient_clipping"),
+        (StepsItself, [], {}, "overrides optimizer_step"),
+        (BackwardItself, [], {}, "overrides backward"),
+        (HookedOptimizer, [], {}, "step hooks beside ours"),
+        (models.ZooModule, [SeesGradients()], {}, "SeesGradients overrides on_before_optimizer_step"),
+        (models.ZooModule, [], {"gradient_clip_val": 0.5}, "gradients are clipped"),
+    ],
+)
+def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(kind, callbacks, trainer, reason, caplog):
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        assert fit(module_of(kind=kind), callbacks, **trainer) == [0, 0, 0, 0]
+    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_parameter_with_a_hook_takes_its_step_in_the_optimizers_own():
+    module = module_of()
+    seen = []
+    next(module.parameters()).register_hook(lambda grad: seen.append(grad.shape))
+    assert fit(module)[0] == len(list(module.parameters())) - 1 and len(seen) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "two"])
+def test_an_optimizer_that_is_not_elementwise_or_not_alone_does_not_overlap(optimizer):
+    assert fit(module_of(optimizer=optimizer)) == [0, 0, 0, 0]
+
+
+def test_switched_off_it_is_off():
+    assert fit(module_of(), options={"optimizer_overlap": False}) == [0, 0, 0, 0]
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("backward failed")
+
+
+def test_a_backward_that_fails_when_units_were_stepped_says_so(caplog):
+    module = module_of()
+    block = module.net.blocks[0]
+    block.register_forward_pre_hook(lambda _, args: (FailsInBackward.apply(args[0]), *args[1:]))
+    with pytest.raises(ValueError, match="backward failed"):
+        fit(module)
+    assert any("had already stepped" in record.getMessage() for record in caplog.records)
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters())
+
+
+def test_optimizer_state_is_in_the_order_of_the_parameters():
+    module = module_of()
+    order = []
+
+    class Order(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            (optimizer,) = trainer.optimizers
+            order.append([id(p) for p in optimizer.state])
+
+    fit(module, [Order()])
+    assert order[0] == [id(p) for p in module.parameters()]
+
+
+@pytest.mark.simgpu
+def test_a_step_takes_little_more_than_its_best_time_and_a_waiting_one_much_more():
+    """Loose, as timings are: benchmarks/overlap.py prints the figures."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--steps", "5", "--json", "times.json"]
+    subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    times = json.loads(Path("times.json").read_text())
+    assert times["overlapped_ms"] <= 1.35 * times["best_ms"]
+    assert times["serial_ms"] >= 1.5 * times["overlapped_ms"]
