@@ -5,10 +5,13 @@
 2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
 3. A weight that was written between its use and its backward is an error, as in a plain run, wherever it was written.
+4. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What autograd
+   saves meanwhile refers to the weights themselves, and holds their units on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _hooks = torch._C._autograd
+_disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class SavedWeight:
@@ -91,16 +95,34 @@ class SavedTensors:
         self._owner = owner  # of a storage
         self._require = require
         self._offload = offload
+        self._pushed: list[tuple[tuple[Pack, Unpack], Callable[[str], Any]]] = []  # and what pushing replaced
 
     def push(self, name: str) -> None:
         """Begins to see what autograd saves, in front of whoever saw it so far (Rule 2)."""
         outer = _hooks._top_saved_tensors_default_hooks(False)
         hooks = (self._pack, self._unpack) if outer is None else self._composed(name, *outer)
         _hooks._push_saved_tensors_default_hooks(*hooks)
+        self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
+        torch.autograd.graph.disable_saved_tensors_hooks = self._aside
 
     def pop(self) -> None:
         """Ends it."""
+        _, torch.autograd.graph.disable_saved_tensors_hooks = self._pushed.pop()
         _hooks._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def _aside(self, error_message: str) -> Iterator[None]:
+        """``disable_saved_tensors_hooks`` while ours are in force (Rule 4); anybody else's still refuse."""
+        hooks = _hooks._top_saved_tensors_default_hooks(False)
+        ours = bool(self._pushed) and hooks == self._pushed[-1][0]
+        if ours:
+            _hooks._pop_saved_tensors_default_hooks()
+        try:
+            with _disable(error_message):
+                yield
+        finally:
+            if ours:
+                _hooks._push_saved_tensors_default_hooks(*hooks)
 
     @staticmethod
     def enabled() -> bool:

@@ -63,8 +63,10 @@ class Binding:
         if trainable == self._trainable and self.outputs:
             return
         assert not self.bound
-        outputs = zip(link(self.store, self.receive), self.store.params, strict=True)
-        self.outputs = [stand_in(output, parameter, self.taken) for output, parameter in outputs]
+        self.outputs = [  # and nothing else refers to them: references are counted below
+            stand_in(output, parameter, self.taken)
+            for output, parameter in zip(link(self.store, self.receive), self.store.params, strict=True)
+        ]
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()

@@ -97,13 +97,17 @@ class Device:
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Gives an empty storage its memory, on the current stream."""
         storage.resize_(nbytes)
-        self._streamed_nbytes += nbytes
-        self._streamed_peak = max(self._streamed_peak, self._streamed_nbytes)
+        self.count(nbytes)
 
     def shrink(self, storage: torch.UntypedStorage) -> None:
         """Frees a storage's memory, on the current stream; whoever aliases it must not touch it until it grows."""
-        self._streamed_nbytes -= storage.nbytes()
+        self.count(-storage.nbytes())
         storage.resize_(0)
+
+    def count(self, nbytes: int) -> None:
+        """Bytes that streaming took, or gave back: the CPU keeps no figures of its own."""
+        self._streamed_nbytes += nbytes
+        self._streamed_peak = max(self._streamed_peak, self._streamed_nbytes)
 
     def memory_peak(self) -> int:
         """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""

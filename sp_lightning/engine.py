@@ -11,6 +11,8 @@
 4. Where a scope ends user code may write to weights: fills that still read them are waited for.
 5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights
    are the truth and are only ever written by write-backs and by the user's optimizer.
+6. A unit may be stepped while backward goes on (overlap.py) once a backward was seen that did not come back to it after
+   its gradients: one that uses a weight detached, too, does. If another one comes back all the same, that is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from .autotune import UnitBytes, first_window, grown_window
 from .binding import Binding
 from .config import Options, format_bytes
 from .device import Device
-from .errors import UnsupportedError
+from .errors import ExactnessError, UnsupportedError
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
 from .parameters import true_device
@@ -126,11 +128,15 @@ class Engine:
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
         self._backward_task = -1  # autograd's number of the outermost backward
         self._backward = False  # whether a backward visits units; still so after one that failed
+        self._complete: set[StreamedUnit] = set()  # whose gradients came out of it (Rule 6)
+        self._stepping: set[StreamedUnit] = set()  # those of them that may be stepped by now
+        self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
         self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 2)
         self._recorded: list[int] = []
         self._kind: Any = None
         self._last: StreamedUnit | None = None  # the unit required last
-        self._listening = False
+        self._listening = False  # to a step, and until the backward that may follow it
+        self._attending = False
         self._told = False
         self._closed = False
         self.optimizing = False
@@ -258,6 +264,17 @@ class Engine:
         """Whether reads of host parameters are answered with their stand-ins."""
         return (self._scopes > 0 or self._backward) and not self.optimizing
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether user code may bring host parameters together with tensors on the device."""
+        return self._attending and not self.serving and not self.optimizing
+
+    def attend(self) -> None:
+        """Begins to see what user code does between steps; where all is on the host there is nothing to see."""
+        if not self.device.is_host:
+            self._attending = True
+            reads.listen()
+
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are the device's, or a unit's there."""
         return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
@@ -269,7 +286,7 @@ class Engine:
 
     def read_on_host(self, parameter: Tensor) -> None:
         """Said once: of all that streaming does, only this can cost bits."""
-        if not self._told and not self.optimizing:
+        if self._listening and not self._told and not self.optimizing:
             self._told = True
             unit = self._by_parameter[id(parameter)]
             log.info(
@@ -288,6 +305,8 @@ class Engine:
             yield unit.stand_in(parameter)
         finally:
             self.leave_to(depth)
+            if not self.serving:
+                unit.store.settle()  # Rule 4
 
     def _listen(self) -> None:
         if not self._listening:
@@ -298,6 +317,8 @@ class Engine:
         if self._listening and not self._scopes and not self._backward:
             self._listening = False
             reads.ignore()
+        if self.optimizing:
+            reads.pause()  # an optimizer's arithmetic is on the host
 
     # ---- visits
 
@@ -400,6 +421,7 @@ class Engine:
             store = unit.store
             if in_backward:
                 self._in_backward_from_here()
+                self._check_complete(unit)
             if unit.visits == 0 and store.residency is Residency.DEVICE and not in_backward and store.stale():
                 self._refill(unit)
             if unit.unit.resident:
@@ -475,12 +497,29 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with _quietly():
             self._in_backward_from_here()
-            return self.downlink.receive(unit.store, node, grads, self._is_outermost())
+            final = self._is_outermost()
+            if final:
+                self._complete.add(unit)
+            if final and unit in self._left_alone:
+                self._stepping.add(unit)
+            return self.downlink.receive(unit.store, node, grads, final and unit in self._left_alone)
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
         with _quietly():
             self.downlink.finish()
+
+    def _check_complete(self, unit: StreamedUnit) -> None:
+        """Backward needs this unit (Rule 6)."""
+        if unit not in self._complete:
+            return
+        self._complete.discard(unit)
+        self._left_alone.discard(unit)
+        if unit in self._stepping and self.downlink.ahead is not None:
+            raise ExactnessError(
+                f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
+                "which it did not in the steps before; set optimizer_overlap=False"
+            )
 
     def _is_outermost(self) -> bool:
         """Whether the backward that runs is not one inside another, which may bring a part of the gradients only."""
@@ -490,12 +529,15 @@ class Engine:
         if not self._backward:
             self._backward = True
             self._backward_task = torch._C._current_graph_task_id()
+            self._complete.clear()
+            self._stepping.clear()
             self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
         with _quietly():
             self._backward = False
+            self._left_alone |= self._complete
             self.downlink.let_go()
             self.land()
             self._ignore()
@@ -524,6 +566,9 @@ class Engine:
         """The parameters are plain again; nothing is left on the device."""
         self.reset()
         self._closed = True
+        if self._attending:
+            self._attending = False
+            reads.ignore()
         try:
             self.device.synchronize()
         finally:  # what failed on the device takes nothing from the host

@@ -162,6 +162,7 @@ class Downlink:
         """Packs gradients and copies them to their places on the host, in runs of adjacent ones."""
         layout = Layout.of([("", place.tensor) for place in host])
         packed = torch.empty(max(layout.nbytes, ALIGNMENT), dtype=torch.uint8, device=self.device.torch_device)
+        self.device.count(packed.numel())
         storage = packed.untyped_storage()
         views = [layout.view(storage, field) for field in layout.fields]
         torch._foreach_copy_(views, grads)
@@ -179,6 +180,7 @@ class Downlink:
         """The device buffer on its way may be freed after its copy (Rule 6)."""
         if self._last is not None:
             self._last.stream.wait_event(self._last.done)
+            self.device.count(-self._last.packed.numel())
             self._last.packed = torch.empty(0)
             self._last = None
 

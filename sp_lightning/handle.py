@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from . import scaler
+from . import reads, scaler
 from .config import Options
 from .device import Device
 from .engine import Engine
@@ -26,7 +26,7 @@ from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Part, Questioner, Scope, UnitRoot
 from .overlap import HostThread, StepAhead
 from .optimizer import ShadowStep, fuse, step_in_pieces
-from .parameters import is_watched, unwatch
+from .parameters import DeviceParameter, is_watched, unwatch
 from .telemetry import Counters
 from .units import Unit, partition, slots
 
@@ -96,6 +96,8 @@ class Handle:
     def close_scope(self) -> None:
         """It ends."""
         self.engine.close_scope()
+        if not self.engine.in_scope and self.engine.keeps_references:
+            self._register_hosts()
 
     # ---- ends
 
@@ -148,11 +150,20 @@ class Handle:
         except BaseException:
             self._abandon()
             raise
+        self.engine.attend()
         self._structure = _structure(self.module)
+
+    def _register_hosts(self) -> None:
+        """Stand-ins that model code registered, as in ``self.again = self.linear.weight``, are host parameters there."""
+        for child in self.module.modules():
+            for name, parameter in child._parameters.items():
+                if type(parameter) is DeviceParameter:
+                    child._parameters[name] = parameter.host
 
     def _detach(self) -> None:
         self.engine.reset()  # shows the entries that are to be removed
         self._leave()
+        self._register_hosts()
         try:
             self.engine.close()
         finally:
@@ -197,6 +208,8 @@ class Handle:
         if managed:
             self._prepare(optimizer)  # its own hooks run after this one, already in this step
         self.engine.optimizing = True
+        reads.pause()
+        self.engine.collect_writes()
         self.engine.suspect(managed)
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +218,9 @@ class Handle:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.engine.optimizing = False
+        reads.resume()
         self.engine.suspect(self._managed_by(optimizer))
+        self.engine.follow()
 
     def has_other_step_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether somebody but us wants to be called before this optimizer steps."""

@@ -54,6 +54,10 @@ class Keeper(Protocol):
     def suspect(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written."""
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether user code may bring host parameters together with tensors on the device."""
+
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are the device's, or a unit's there."""
 

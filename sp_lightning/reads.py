@@ -7,7 +7,9 @@
    other host tensors, and while an optimizer steps: that is about the host parameter.
 3. Between a forward and its backward such a read is the user's, and on the host; it is reported: if the loss depends on
    it, gradients from the host and from the device are summed there, in another order.
-4. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
+4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
+   their stand-ins work too, and what is written to one goes down to the host.
+5. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
    mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run other kernels.
 """
 
@@ -34,6 +36,7 @@ _ABOUT = frozenset(
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
+_CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
 _listeners = 0
 
 
@@ -72,6 +75,9 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             return func(*args, **kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
         if not hosts:
+            hosts = _met_on_device(func, args, kwargs)
+            if hosts:
+                return _lent(func, args, kwargs, hosts)
             _report(args, kwargs)
             return func(*args, **kwargs)
         if _writes(func, args, kwargs):
@@ -80,9 +86,23 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             return func(*args, **kwargs)
         if _about_host(args, kwargs, keeper_of(hosts[0]).torch_device):
             return func(*args, **kwargs)
-        with contextlib.ExitStack() as visits:
-            stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
-            return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+        return _lent(func, args, kwargs, hosts)
+
+
+def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+    with contextlib.ExitStack() as visits:
+        stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
+        return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+
+
+def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Rule 4."""
+    hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
+    if not hosts or not keeper_of(hosts[0]).between_steps or _name(func) in _CROSSING:
+        return []
+    device = keeper_of(hosts[0]).torch_device
+    others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
+    return hosts if any(true_device(other) == device for other in others) else []
 
 
 def _report(args: Any, kwargs: Any) -> None:

@@ -613,6 +613,21 @@ class LinearKeepingWeight(torch.autograd.Function):
         return gradient @ ctx.weight, gradient.t() @ x.to(gradient.dtype)
 
 
+class DetachableBlock(Block):
+    def forward(self, x: Tensor, detached: bool = False) -> Tensor:
+        if not detached:
+            return super().forward(x)
+        up, down = self.up.weight.detach(), self.down.weight.detach()
+        return x + F.linear(F.gelu(F.linear(x, up)), down)
+
+
+class DetachingStack(Stack):
+    """Uses a block's weights detached before it uses them: backward needs them after their gradients are complete."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(self.blocks[2](x, detached=True))
+
+
 class ContextBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -796,6 +811,7 @@ def traits() -> Iterator[Case]:
     yield vector_case("auxiliary_attribute", stack_of(AuxiliaryBlock), loss=auxiliary_classification)
     yield token_case("weight_used_outside", FunctionalHead)
     yield vector_case("parameter_regulariser", stack_of(Block), loss=regularised_classification)
+    yield vector_case("detached_weight", lambda: DetachingStack(DetachableBlock() for _ in range(4)))
     yield vector_case("weight_on_context", stack_of(ContextBlock))
     yield vector_case("method_entry", lambda: EncodingStack(EncodingBlock() for _ in range(4)))
     yield vector_case("children_only", lambda: ChildrenOnlyStack(Block() for _ in range(4)))
