@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from .compiled import never_compiled
 from .errors import ExactnessError
 from .offload import Offload, OnHost
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _hooks = torch._C._autograd
-_disable = torch.autograd.graph.disable_saved_tensors_hooks
+_disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class SavedWeight:
@@ -77,8 +78,9 @@ class Kept:
         """It, if it is still what was saved (Rule 3)."""
         if self.tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-                f"of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected {self.version} instead"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead"
             )
         return self.tensor
 
@@ -95,7 +97,7 @@ class SavedTensors:
         self._owner = owner  # of a storage
         self._require = require
         self._offload = offload
-        self._pushed: list[tuple[tuple[Pack, Unpack], Callable[[str], Any]]] = []  # and what pushing replaced
+        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and what pushing replaced
 
     def push(self, name: str) -> None:
         """Begins to see what autograd saves, in front of whoever saw it so far (Rule 2)."""
@@ -129,7 +131,7 @@ class SavedTensors:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())
 
-    @torch.compiler.disable
+    @never_compiled
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._owner(tensor.untyped_storage()._cdata)
         if unit is not None:
@@ -137,11 +139,11 @@ class SavedTensors:
         packed = self._offload.pack(tensor)
         return Kept(tensor) if packed is tensor else packed
 
-    @torch.compiler.disable
+    @never_compiled
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is SavedWeight:
-            saved.check()
             self._require(saved.unit)
+            saved.check()
             return saved.tensor()
         if type(saved) is OnHost:
             return self._offload.unpack(saved)
@@ -155,8 +157,8 @@ class SavedTensors:
         def unpack(pair: Any) -> Tensor:
             saved, packed = pair
             if saved is not None:
-                saved.check()
                 self._require(saved.unit)
+                saved.check()
             try:
                 return outer_unpack(packed)
             except CheckpointError as error:

@@ -96,6 +96,11 @@ class Binding:
         self._bound_slots = 0
         self.bound = False
 
+    def forget(self) -> None:
+        """Drops the stand-ins. They lead to the engine by way of autograd's nodes, through which no garbage collector sees:
+        it would never be freed, nor would the host's slabs."""
+        self.outputs = []
+
     def versions(self) -> list[int]:
         """The stand-ins' version counters."""
         return [output._version for output in self.outputs]

@@ -32,6 +32,7 @@ from . import reads
 from .activations import SavedTensors, tensors_in
 from .autotune import UnitBytes, first_window, grown_window
 from .binding import Binding
+from .compiled import never_compiled, not_compiled_itself
 from .config import Options, format_bytes
 from .device import Device
 from .errors import ExactnessError, UnsupportedError
@@ -322,7 +323,7 @@ class Engine:
 
     # ---- visits
 
-    @torch.compiler.disable
+    @never_compiled
     def enter_all(self, units: list[StreamedUnit]) -> int:
         """Enters several units; returns the depth to leave to."""
         depth = len(self._open)
@@ -353,7 +354,7 @@ class Engine:
             if hook:
                 self.saved.push(unit.name)
 
-    @torch.compiler.disable
+    @never_compiled
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
         with _quietly():
@@ -366,7 +367,7 @@ class Engine:
                     unit.binding.collect_writes(self._replayed(unit))
                     unit.binding.unbind()
 
-    @torch.compiler.disable(recursive=False)
+    @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward of a unit's root that autograd records: as the ``activations`` option says."""
         saved: list[OnHost] = []
@@ -383,7 +384,7 @@ class Engine:
         self._announce(unit, saved, output)
         return output
 
-    @torch.compiler.disable
+    @never_compiled
     def _announce(self, unit: StreamedUnit, saved: list[OnHost], output: Any) -> None:
         """Has the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
@@ -574,6 +575,7 @@ class Engine:
         finally:  # what failed on the device takes nothing from the host
             for unit in self.units:
                 unit.store.release(kept=unit.binding.in_use())
+                unit.binding.forget()
 
     # ---- figures
 
@@ -610,4 +612,4 @@ def _quietly() -> AbstractContextManager[None]:
     """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
     if torch._C._are_functorch_transforms_active():
         return _outside_transforms()
-    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+    return torch._C.DisableTorchFunctionSubclass()

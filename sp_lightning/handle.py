@@ -19,13 +19,14 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from . import reads, scaler
+from .compiled import never_compiled
 from .config import Options
 from .device import Device
 from .engine import Engine
 from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Part, Questioner, Scope, UnitRoot
-from .overlap import HostThread, StepAhead
 from .optimizer import ShadowStep, fuse, step_in_pieces
+from .overlap import HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
 from .telemetry import Counters
 from .units import Unit, partition, slots
@@ -83,7 +84,7 @@ class Handle:
 
     # ---- steps
 
-    @torch.compiler.disable
+    @never_compiled
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
         if not self.engine.in_scope and self._changed():
@@ -92,7 +93,7 @@ class Handle:
             self._attach()
         self.engine.open_scope(kind)
 
-    @torch.compiler.disable
+    @never_compiled
     def close_scope(self) -> None:
         """It ends."""
         self.engine.close_scope()
@@ -210,7 +211,7 @@ class Handle:
         self.engine.optimizing = True
         reads.pause()
         self.engine.collect_writes()
-        self.engine.suspect(managed)
+        self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._steps:

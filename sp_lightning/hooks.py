@@ -5,9 +5,9 @@
 2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
 3. A unit's forward may run once more in backward, for recomputation: the entry calls it, user's hooks around it are not
    called again.
-4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it is,
-   and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to do and
-   is out of the way: graphs are told apart by the objects that they met, and blocks that are alike share one.
+4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it
+   is, and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to
+   do and is out of the way: graphs are told apart by the objects that they met, and blocks that are alike share one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from . import reads
+from .compiled import never_compiled, not_compiled_itself
 from .device import Device
 from .engine import Engine, StreamedUnit
-
-
-outside_graphs = torch.compiler.disable(recursive=False)  # Rule 4
 
 
 class Entry:
@@ -89,7 +87,7 @@ class Part(Entry):
             if self.module.__dict__.get("forward") is self._own:
                 self.module.__dict__["forward"] = self
 
-    @outside_graphs
+    @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, with the units there."""
         depth = self.engine.enter_all(self.units)
@@ -100,10 +98,12 @@ class Part(Entry):
 
 
 class Questioner(Entry):
-    """torch's encoder asks, before its first layer runs, whether that layer's weights take part in function dispatch; if
-    they do, it leaves its fast path. It reads nothing until then."""
+    """torch's encoder asks, before its first layer runs, whether that layer's weights take part in function dispatch.
 
-    @outside_graphs
+    If they do, it leaves its fast path. It reads nothing until then.
+    """
+
+    @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reads.pause()
         try:
@@ -120,7 +120,7 @@ class UnitRoot(Part):
         if engine.options.compile_units:
             self.forward = torch.compile(self.forward)
 
-    @outside_graphs
+    @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
         if not torch.is_grad_enabled():
@@ -145,7 +145,7 @@ class Scope(Entry):
         super().__init__(module)
         self.steps = steps
 
-    @outside_graphs
+    @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.open_scope(("forward", self.module.training))
         try:
@@ -155,7 +155,7 @@ class Scope(Entry):
             self.steps.close_scope()
 
 
-@torch.compiler.disable
+@never_compiled
 def moved(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,9 +4,9 @@
    subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
 2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so that
    tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
-3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the same.
-   It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter. Asked for
-   what belongs to a leaf, it answers for its host parameter.
+3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
+   same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
+   Asked for what belongs to a leaf, it answers for its host parameter.
 4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
    would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Who asks for ``.grad`` waits for gradients that are on their way.
@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-_data = torch.Tensor.data  # type: ignore[attr-defined]
-_device = torch.Tensor.device
-_grad_fn = torch.Tensor.grad_fn
-_dtype = torch.Tensor.dtype
-_grad = torch.Tensor.grad
+# The properties themselves, past those that are overridden below.
+_data: Any = torch.Tensor.data
+_device: Any = torch.Tensor.device
+_dtype: Any = torch.Tensor.dtype
+_grad: Any = torch.Tensor.grad
+_grad_fn: Any = torch.Tensor.grad_fn
 
 
 class Keeper(Protocol):

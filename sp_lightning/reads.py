@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import never_compiled
 from .parameters import HostParameter, keeper_of, true_device
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others only tell
@@ -67,7 +68,7 @@ def ignore() -> None:
 
 
 @classmethod  # type: ignore[misc]
-@torch.compiler.disable  # a compiled frame that reads such a weight ends its graph there
+@never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():

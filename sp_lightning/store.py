@@ -91,7 +91,6 @@ class UnitStore:
         somebody keeps a reference to: they are left to them."""
         for parameter in self.params:
             unwatch(parameter)
-        self.settle()
         if self.residency is Residency.DEVICE and not kept:
             self.free()
 
@@ -101,7 +100,7 @@ class UnitStore:
         self.settle()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """Rule 1. What a plain run sets is on the device, often as a copy made by ``.to(p.device)``, which is none here:
+        """Rule 1. What a plain run sets is on the device, often a copy made by ``.to(p.device)``, which is none here:
         memory that is somebody else's is not shared."""
         host, index = true_data(parameter), self.index_of[id(parameter)]
         if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
@@ -180,7 +179,6 @@ class UnitStore:
     def write_back(self, index: int) -> None:
         """Model code changed this weight on the device: so does the host. Blocks until it has."""
         parameter, field = self.params[index], self.layout.fields[index]
-        self.settle()
         view = self.layout.view(self.storage, field)
         self.keeper.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
@@ -217,8 +215,7 @@ class UnitStore:
         """Converts what travels, where that is not the slab itself."""
         if self.wire is self.slab:
             return
-        self.settle()
-        storage = self.wire.untyped_storage()
+        storage = self.wire.untyped_storage()  # a fill that still reads it finds the bytes it would have found
         with torch.no_grad():
             for parameter, field in zip(self.params, self.layout.fields, strict=True):
                 self.layout.view(storage, field).copy_(true_data(parameter))

@@ -244,10 +244,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._base_teardown()
 
     def _base_teardown(self) -> None:
-        """As the base class does, but a module on the meta device stays there: it must not hide the error that says so."""
+        """As the base class does, but weights on the meta device stay; moving them would hide the error about them."""
         _optimizers_to_device(self.optimizers, HOST)
         if self.lightning_module is not None:
-            self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(HOST))
+            self.lightning_module._apply(_unless_meta)  # type: ignore[no-untyped-call]
             _update_properties(self.lightning_module, device=HOST)
         self.precision_plugin.teardown()
         assert self.accelerator is not None
@@ -360,6 +360,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The module's, as one pass through the units."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
+
+
+def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(HOST)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,9 +75,8 @@ def test_it_is_not_in_checkpoints(tmp_path):
 
 
 def test_it_refuses_another_strategy():
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=sp_lightning.SuperpipelineCallback()
-    )
+    callback = sp_lightning.SuperpipelineCallback()
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callback)
     said = "the Trainer uses SingleDeviceStrategy; pass strategy='superpipeline' or remove the callback"
     with pytest.raises(sp_lightning.errors.UnsupportedError, match=said):
         trainer.fit(models.ZooModule(CASE), models.loader(CASE, 1))

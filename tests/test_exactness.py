@@ -1,21 +1,22 @@
 """Training through a window is plain training, bit for bit, and what it moves is what the schedule says.
 
-Each cell trains, validates and predicts plainly and then streaming, and compares all that the two runs leave (parity.py),
-with the race checker on; the ledger of what moved is checked in the same run (traffic.py). The default run takes a cover
-of all pairs of settings over the whole zoo; the products of which it is a cover are marked slow.
+Each cell trains, validates and predicts plainly and then streaming, and compares all that the two runs leave
+(parity.py), with the race checker on; the ledger of what moved is checked in the same run (traffic.py). The default run
+takes a cover of all pairs of settings over the whole zoo; the products of which it is a cover are marked slow.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
+import traffic
 
 import models
 import parity
-import traffic
 from sp_lightning import errors
 
 WINDOWS = {"1": 1, "2": 2, "all": 64}
@@ -162,25 +163,14 @@ def test_the_cover_has_every_pair_that_exists():
 
 
 def every_model() -> list[Cell]:
-    return [
-        Cell(Settings(case, accelerator), window, activations)
-        for case in models.ZOO
-        for accelerator in ACCELERATORS
-        for window in WINDOWS
-        for activations in ACTIVATIONS
-    ]
+    settings = itertools.starmap(Settings, itertools.product(models.ZOO, ACCELERATORS))
+    return [Cell(*of) for of in itertools.product(settings, WINDOWS, ACTIVATIONS)]
 
 
 def every_setting() -> list[Cell]:
-    settings = [
-        Settings(case, "simgpu", precision, accumulate, clip, optimizer)
-        for case in ("tied_embedding", "mixture_of_experts")
-        for precision in PRECISIONS
-        for accumulate in ACCUMULATE
-        for clip in CLIP
-        for optimizer in OPTIMIZERS
-    ]
-    return [Cell(shared, window, activations) for shared in settings for window in WINDOWS for activations in ACTIVATIONS]
+    product = itertools.product(("tied_embedding", "mixture_of_experts"), PRECISIONS, ACCUMULATE, CLIP, OPTIMIZERS)
+    settings = [Settings(case, "simgpu", *rest) for case, *rest in product]
+    return [Cell(*of) for of in itertools.product(settings, WINDOWS, ACTIVATIONS)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """References to a weight that outlive the visit in which they were taken.
 
-Reading device memory that was freed does not raise, it ends the process. So the cases run in a process of their own, one
-for each device; a case that took it down fails with the signal, and those after it run in another one.
+Reading device memory that was freed does not raise, it ends the process. So the cases run in a process of their own,
+one for each device; a case that took it down fails with the signal, and those after it run in another one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import traceback
 
 import pytest
 import torch
+from side_by_side import check, inputs, squares, training
 from torch import nn
 from torch.nn import functional
 
 import models
 import sp_lightning
-from side_by_side import check, inputs, squares, training
 from sp_lightning.errors import UnsupportedError
 
 TESTS = pathlib.Path(__file__).parent
@@ -205,7 +205,11 @@ def in_a_generator_that_is_the_whole_forward(device):
                 yield x
             yield self.head(x)
 
-    check(lambda: Stack(models.Block() for _ in range(4)), training(lambda net, x: list(net(x))[-1].square().mean()), device)
+    check(
+        lambda: Stack(models.Block() for _ in range(4)),
+        training(lambda net, x: list(net(x))[-1].square().mean()),
+        device,
+    )
 
 
 @case

@@ -7,7 +7,6 @@ test_unusual_use.py, and references that outlive a visit are in test_kept_refere
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import warnings
 
@@ -20,9 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
-import parity
 import sp_lightning
-
 
 # --- Saved-tensor hooks and recomputation
 
@@ -49,15 +46,21 @@ def test_a_checkpoint_around_several_units_recomputes_as_in_the_plain_run(device
 
 def test_saved_tensor_hooks_of_the_user_see_what_they_see_in_the_plain_run(device):
     def run(net, device):
+        seen = []
+
+        def pack(tensor):
+            seen.append(("packed", tuple(tensor.shape)))
+            return tensor.cpu()
+
+        def unpack(tensor):
+            seen.append(("unpacked", tuple(tensor.shape)))
+            return tensor.to(device)
+
         for x in inputs(device):
-            packed, unpacked = [], []
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: packed.append(tuple(t.shape)) or t.cpu(),
-                lambda t: unpacked.append(tuple(t.shape)) or t.to(device),
-            ):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 loss = squares(net, x)
             loss.backward()
-            yield loss, packed, unpacked
+            yield loss, seen
 
     check(blocks, run, device)
 
@@ -603,6 +606,15 @@ def test_optimizer_state_is_on_the_host_also_after_a_resume(device, tmp_path):
     assert module.kept == {torch.device("cpu")} and len(module.losses) == 2
 
 
+def test_loading_a_checkpoint_leaves_the_devices_memory_cache_alone(tmp_path, monkeypatch):
+    strategy = sp_lightning.SuperpipelineStrategy()
+    trainer = make_trainer(strategy, torch.device("cpu"))
+    trainer.strategy.connect(blocks())
+    torch.save({"state_dict": {}}, tmp_path / "model.ckpt")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the cache was emptied"))
+    assert strategy.load_checkpoint(tmp_path / "model.ckpt", weights_only=True) == {"state_dict": {}}
+
+
 def test_modules_made_under_the_trainer_are_made_on_the_host(device):
     trainer = make_trainer(sp_lightning.SuperpipelineStrategy(device=device), device)
     with trainer.init_module():
@@ -698,6 +710,26 @@ def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(dev
             yield norm, scaler.get_scale(), [p.grad for p in net.parameters()]
 
     check(blocks, run, device)
+
+
+class Overflowing(Critic):
+    """Has a batch whose scaled gradients are infinite."""
+
+    def training_step(self, batch, batch_index):
+        loss = super().training_step(batch, batch_index)
+        return loss * 1e36 if batch_index == 1 else loss
+
+    def on_train_batch_end(self, *_):
+        self.losses.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+@pytest.mark.simgpu
+def test_a_step_that_overflows_is_skipped_as_in_the_plain_run():
+    device, options = torch.device("simgpu", 0), {"precision": "16-mixed", "gradient_clip_val": 0.1}
+    plain = fit(Overflowing, None, device, **options)
+    streamed = fit(Overflowing, sp_lightning.SuperpipelineStrategy(window=1, device=device), device, **options)
+    assert streamed.losses == plain.losses and len(set(plain.losses[1::2])) > 1
+    assert_equal_parameters(streamed, plain)
 
 
 @pytest.mark.parametrize("training_mode", [True, False])

@@ -1,4 +1,4 @@
-"""Every feature of a Trainer under the strategy: the same bits as plain Lightning, and nothing of the model on the device.
+"""Every feature of a Trainer under the strategy: the bits of plain Lightning, with the weights on the host.
 
 Both sides of a comparison are one real run each, recorded by parity.py.
 """
@@ -16,13 +16,12 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
-
 from torch.optim.swa_utils import get_swa_avg_fn
 
 import models
 import parity
 import sp_lightning
-from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.errors import OptionError, PartitionError, UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -118,7 +117,7 @@ class Adversaries(L.LightningModule):
         self.generator, self.critic = self.case.make(), self.case.make()
 
     def training_step(self, batch, index):
-        for optimizer, net in zip(self.optimizers(), (self.generator, self.critic)):
+        for optimizer, net in zip(self.optimizers(), (self.generator, self.critic), strict=True):
             self.toggle_optimizer(optimizer)
             scores = self.critic(torch.cat([self.generator(batch[0]), batch[0][:, :7]], dim=1))
             loss = torch.nn.functional.cross_entropy(scores, batch[1]) * (1 if net is self.critic else -1)
@@ -200,6 +199,38 @@ class Unfreezing(cb.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks[2:], optimizer)
 
 
+@pytest.mark.parametrize("lottery", [True, False])
+def test_pruning_again_and_again(lottery):
+    """Each time to the weights that the run began with, which in a plain run on the CPU would be trained along."""
+    pruning = functools.partial(cb.ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
+    run_both(zoo("mlp"), "simgpu", lambda: {"epochs": 3, "callbacks": [pruning()]})
+
+
+class AveragingInBuffers(models.ZooModule):
+    """Keeps an average of its weights in buffers, and adds noise to them: between steps, device meets host."""
+
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+        for index, parameter in enumerate(self.net.parameters()):
+            self.register_buffer(f"average{index}", parameter.detach().clone())
+
+    def on_train_batch_end(self, outputs, batch, index):
+        with torch.no_grad():
+            for number, parameter in enumerate(self.net.parameters()):
+                average = getattr(self, f"average{number}")
+                average.lerp_(parameter, 0.1)
+                average.mul_(0.5).add_(0.5 * (average - parameter).abs() + parameter)
+                parameter.add_(torch.ones(parameter.shape, device=self.device), alpha=1e-3)
+                torch.mul(parameter, average.sign() + 2, out=parameter)
+                parameter.copy_(parameter.clamp(-1, 1))
+        self.log("distance", sum((p - a).norm() for p, a in zip(self.net.parameters(), self.buffers(), strict=True)))
+
+
+@BOTH
+def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
+    run_both(AveragingInBuffers, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
+
+
 @BOTH
 @pytest.mark.parametrize("make_module", [Adversaries, Closures, Measured, Scheduled])
 def test_module(make_module, accelerator):
@@ -259,7 +290,7 @@ def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers
                 found.append((trainer.fit(module, loader, loader), dict(module.state_dict())))
             else:
                 found.append(getattr(trainer, command)(module, loader))
-            found[-1] = [value.clone() if isinstance(value, torch.Tensor) else value for _, value in parity.leaves(found[-1])]
+            found[-1] = [parity.keep(value) for _, value in parity.leaves(found[-1])]
         return found
 
     expected = run(parity.plain_strategy)
@@ -386,7 +417,7 @@ class Sized(models.ZooModule):
 
     def train_dataloader(self):
         batches = [self.case.batch(index) for index in range(8)]
-        data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches)))
+        data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches, strict=True)))
         return torch.utils.data.DataLoader(data, self.batch_size)
 
     val_dataloader = train_dataloader
@@ -513,7 +544,7 @@ def test_meta_weights_that_nothing_can_make_are_refused_by_name():
     with torch.device("meta"):
         module = zoo("mlp")()
         module.net.bare = Bare()
-    with pytest.raises(sp_lightning.errors.PartitionError, match=r"net\.bare has parameters on the meta device and no reset_p"):
+    with pytest.raises(PartitionError, match=r"net\.bare has parameters on the meta device and no reset_parameters"):
         trainer.fit(module, models.loader(module.case, 1))
 
 
@@ -578,6 +609,7 @@ def test_wrong_arguments_are_refused_by_name_at_construction(argument, value):
 
 def test_plain_lightning_accepts_what_comes_out():
     """After streaming, the same module object trains on under another strategy."""
+
     def run(first):
         module = seeded(zoo("batch_norm"))
         for strategy in (first, SingleDeviceStrategy(device="cpu")):
@@ -660,7 +692,7 @@ def cli(monkeypatch, capsys):
 
     def run(*arguments, **init_args):
         strategy = {"class_path": "sp_lightning.SuperpipelineStrategy", "init_args": init_args}
-        options = {**QUIET, "accelerator": "cpu", "limit_train_batches": 1, "limit_val_batches": 1, "strategy": strategy}
+        options = {**QUIET, "accelerator": "cpu", "fast_dev_run": 1, "strategy": strategy}
         with open("config.yaml", "w") as file:
             yaml.safe_dump({"trainer": options}, file)
         monkeypatch.setattr("sys.argv", ["program"])
@@ -691,7 +723,14 @@ def test_the_command_line_describes_every_argument(cli, capsys):
 
 @pytest.mark.parametrize(
     "argument, value",
-    [("window", 0), ("window", 1.5), ("transfer", "all"), ("units", 3), ("activations", "drop"), ("memory_budget", "lots")],
+    [
+        ("window", 0),
+        ("window", 1.5),
+        ("transfer", "all"),
+        ("units", 3),
+        ("activations", "drop"),
+        ("memory_budget", "a"),
+    ],
 )
 def test_wrong_init_args_are_named(argument, value, cli, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:

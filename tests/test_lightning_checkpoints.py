@@ -166,7 +166,8 @@ def test_a_file_is_mapped_not_read_and_only_what_is_copied_out_of_it(tmp_path):
     assert_same(tensors(plain), tensors(checkpoint))
     assert list(plain) == list(checkpoint)
     everything = set(tensors(checkpoint))
-    in_file = {path for path, value in tensors(checkpoint).items() if mapped_files([value]) == {str(tmp_path / "end.ckpt")}}
+    file = {str(tmp_path / "end.ckpt")}
+    in_file = {path for path, value in tensors(checkpoint).items() if mapped_files([value]) == file}
     assert {path for path in everything if path.startswith(("state_dict", "optimizer_states"))} == in_file
     assert everything - in_file == {"callbacks.Scores.best"}
 
@@ -209,7 +210,7 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
 
 def test_a_file_of_the_old_format_is_read(tmp_path):
     """As Lightning reads it."""
-    _, module = fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
+    fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
     checkpoint = torch.load(tmp_path / "new.ckpt", weights_only=False)
     torch.save(checkpoint, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     expected = state_of(*fit("plain", ckpt_path=tmp_path / "new.ckpt"))

@@ -6,11 +6,11 @@ import importlib
 
 import lightning as L
 import pytest
-import simgpu
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import parity
+import simgpu
 import sp_lightning
 from sp_lightning.layout import aligned
 

@@ -7,12 +7,12 @@ import itertools
 import time
 
 import pytest
-import simgpu
 import torch
 from side_by_side import sgd, squares
 from torch import nn
 
 import models
+import simgpu
 import sp_lightning
 
 DEVICE = torch.device("simgpu", 0)
@@ -102,7 +102,8 @@ def test_gradients_of_a_block_are_gone_before_those_of_the_next_are_packed():
         with simgpu.trace() as traced:
             loss.backward()
         size = 4 * net.blocks[0].up.weight.numel()  # of the smallest
-    events = ["pack" if op.name == "copy D2D" else "send" for op in traced if op.nbytes >= size and op.name[:7] == "copy D2"]
+    names = {"copy D2D": "pack", "copy D2H": "send"}
+    events = [names[op.name] for op in traced if op.nbytes >= size and op.name in names]
     assert without_repeats(events) == ["pack", "send"] * BLOCKS
 
 

@@ -91,7 +91,7 @@ def test_a_pickled_parameter_is_no_larger(device):
 
 
 def test_nothing_is_larger_after_streaming_ended(device):
-    module, optimizer, close = trained(adapted, device, window=1)
+    module, _, close = trained(adapted, device, window=1)
     close()
     plain = next(of_both(adapted, device, CHOICES["state_dict"]))
     assert saved(module.state_dict()) == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -167,6 +168,21 @@ def test_a_closed_module_is_plain_trained_and_off_the_device(device):
     assert used_bytes(device) == before
 
 
+@pytest.mark.simgpu
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_no_host_memory_outlives_the_module(activations):
+    import simgpu
+
+    net, device = blocks(), torch.device("simgpu", 0)
+    handle = sp_lightning.stream(net, device, window=2, activations=activations)
+    train(net, device)
+    assert simgpu.pinned_bytes()[0] > 0
+    handle.close()
+    del handle, net
+    gc.collect()
+    assert simgpu.pinned_bytes()[0] == 0
+
+
 def test_the_module_runs_plainly_afterwards_and_streams_again(device):
     torch.manual_seed(0)
     net = blocks()
@@ -293,6 +309,9 @@ def test_a_budget_that_the_largest_unit_does_not_fit_into_is_refused_with_both_f
 
 
 def test_nothing_is_logged_above_info(device, caplog):
-    with caplog.at_level(logging.DEBUG, logger="sp_lightning"), sp_lightning.stream(blocks(), device, window=2) as handle:
+    with (
+        caplog.at_level(logging.DEBUG, logger="sp_lightning"),
+        sp_lightning.stream(blocks(), device, window=2) as handle,
+    ):
         train(handle.module, device)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]

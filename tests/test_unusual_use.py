@@ -15,13 +15,13 @@ import threading
 import lightning as L
 import pytest
 import torch
+from side_by_side import assert_plain, blocks, check, fit, inputs, kept, sgd, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
 import parity
 import sp_lightning
-from side_by_side import assert_plain, blocks, check, fit, inputs, kept, sgd, squares, training
 from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedError
 
 # --- After something went wrong
@@ -363,7 +363,7 @@ class WritingBlock(models.Block):
 def test_a_weight_written_in_place_while_autograd_records_is_an_error(device, streamed, write):
     net = models.stack_of(lambda: WritingBlock(write))()
     with streaming(net, device, streamed):
-        with pytest.raises(ExactnessError if streamed else RuntimeError, match="in[- ]place"):
+        with pytest.raises(ExactnessError if streamed else RuntimeError, match=r"in[- ]place"):
             squares(net, next(inputs(device)))
 
 
@@ -498,6 +498,31 @@ def test_per_sample_gradients(device):
     check(blocks, run, device)
 
 
+class Potential(models.Block):
+    """Moves its input along the slope of a scalar that it computes."""
+
+    slope = staticmethod(torch.func.grad)
+
+    def forward(self, x):
+        def energy(x):
+            return self.down(self.up(self.norm(x)).tanh()).square().sum()
+
+        return x - 0.1 * self.slope(energy)(x)
+
+
+class Tangent(Potential):
+    """Forward-mode."""
+
+    @staticmethod
+    def slope(energy):
+        return lambda x: torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1] * x
+
+
+@pytest.mark.parametrize("block", [Potential, Tangent])
+def test_function_transforms_inside_a_unit(device, block):
+    check(models.stack_of(block), training(), device)
+
+
 # --- Checkpoints in checkpoints
 
 
@@ -571,6 +596,41 @@ def test_hooks_on_modules_see_what_they_see_in_the_plain_run(device):
         yield seen
 
     check(blocks, run, device)
+
+
+class GradientReader(models.Block):
+    """Looks at the gradient that an earlier batch left."""
+
+    def forward(self, x):
+        if self.up.weight.is_leaf and self.up.weight.grad is not None:
+            x = x * self.up.weight.grad.norm()
+        return super().forward(x)
+
+
+def test_a_forward_that_reads_the_gradient_of_the_batch_before(device):
+    def run(net, device):
+        for x in inputs(device):
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+
+    check(models.stack_of(GradientReader), run, device)
+
+
+def halve_gradient(p):
+    p.grad.mul_(0.5)
+
+
+class HookingBlock(models.Block):
+    """Registers a hook on its weight from inside its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "hooked"):
+            self.hooked = self.up.weight.register_post_accumulate_grad_hook(halve_gradient)
+        return super().forward(x)
+
+
+def test_a_forward_that_registers_a_hook_on_its_weight(device):
+    check(models.stack_of(HookingBlock), training(), device)
 
 
 class SparseStack(nn.Module):

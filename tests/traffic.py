@@ -2,9 +2,9 @@
 
 1. The ledger only listens: it notes the visits that the schedule is asked about, and the counters where passes begin.
 2. What a pass may bring up is computed anew, by a schedule of its own. It starts empty where an optimizer stepped since
-   the pass before: all that was resident is stale then. It is told the recorded visits and nothing else of the run,
-   except which units the model itself holds on to (a weight kept on ``ctx``): those cannot be evicted, and a stale one
-   is filled again in place.
+   the pass before began: all that was resident is stale then. It is told the recorded visits and nothing else of the
+   run, except which units the model itself holds on to (a weight kept on ``ctx``): those cannot be evicted, and are
+   filled again in place when the optimizer stepped.
 3. What a pass may send down are its gradients: their bytes are counted in the plain run, where they reach the leaves.
 """
 
@@ -18,7 +18,7 @@ from unittest import mock
 
 import lightning as L
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parity import in_front_of
 from sp_lightning.engine import Engine
@@ -32,11 +32,11 @@ class Pass:
     kind: Any
     predicted: tuple[int, ...]
     wraps: bool
-    stepped: bool  # whether an optimizer did since the pass before
-    held_before: frozenset[int]  # stale units that could not be dropped, as something refers to them
+    kept: frozenset[int] | None  # if an optimizer stepped since the pass before began: the units held on to by then
     before: dict[str, Any]  # the counters at its beginning
     visits: list[int] = dataclasses.field(default_factory=list)
     held: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    refilled: list[int] = dataclasses.field(default_factory=list)
     after: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def moved(self, counter: str) -> int:
@@ -47,9 +47,8 @@ class Ledger:
     """All passes of the engines that run while it listens."""
 
     def __init__(self) -> None:
-        self.engines: list[Engine] = []
         self.passes: dict[Engine, list[Pass]] = {}
-        self._stepped = False
+        self._kept: dict[Engine, frozenset[int]] = {}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Ledger]:
@@ -58,7 +57,7 @@ class Ledger:
             (Engine, "close"): self._see_close,
             (Schedule, "visit"): self._see_visit,
         }
-        hooks = [register(self._see_step) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+        hook = register_optimizer_step_post_hook(self._see_step)
         try:
             with contextlib.ExitStack() as patches:
                 for (owner, name), see in seen.items():
@@ -66,29 +65,27 @@ class Ledger:
                     patches.enter_context(mock.patch.object(owner, name, in_front))
                 yield self
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     def _see_step(self, *_: Any) -> None:
-        self._stepped = True
+        for engine, passes in self.passes.items():
+            resident = engine.schedule.resident
+            self._kept[engine] = frozenset(index for index in resident if not engine.units[index].movable)
+            passes[-1].refilled += self._kept[engine]
 
     def _see_open(self, original: Any, engine: Engine, kind: Any) -> None:
         if engine.in_scope:
             return original(engine, kind)
         self._end_pass(engine)
-        held = frozenset(index for index in engine.schedule.resident if not engine.units[index].movable)
         before = engine.counters.snapshot()
-        with mock.patch.object(engine.schedule, "begin", in_front_of(engine.schedule.begin, self._see_begin)):
-            self._begun = (kind, self._stepped, held, before)
-            original(engine, kind)
-        self._stepped = False
-        self.passes.setdefault(engine, []).append(self._new)
-        return None
 
-    def _see_begin(self, original: Any, order: Any = (), wrap: bool = False) -> None:
-        kind, stepped, held, before = self._begun
-        self._new = Pass(kind, tuple(order), wrap, stepped, held, before)
-        original(order, wrap)
+        def see_begin(original: Any, order: Any = (), wrap: bool = False) -> None:
+            kept = self._kept.pop(engine, None)
+            self.passes.setdefault(engine, []).append(Pass(kind, tuple(order), wrap, kept, before))
+            original(order, wrap)
+
+        with mock.patch.object(engine.schedule, "begin", in_front_of(engine.schedule.begin, see_begin)):
+            original(engine, kind)
 
     def _see_visit(self, original: Any, schedule: Schedule, unit: int, held: Any = ()) -> Any:
         for engine, passes in self.passes.items():
@@ -113,14 +110,13 @@ def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
     schedule = Schedule(nbytes, engine.schedule.window, engine.schedule.transfer)
     figures = []
     for index, recorded in enumerate(passes):
-        fresh = recorded.stepped or not index
-        refilled = recorded.held_before if recorded.stepped else frozenset()
-        if recorded.stepped:
-            schedule.invalidate(set(schedule.resident) - refilled)
+        if recorded.kept is not None:
+            schedule.invalidate(set(schedule.resident) - recorded.kept)
         schedule.begin(recorded.predicted, recorded.wraps)
         decisions = [schedule.visit(*at) for at in zip(recorded.visits, recorded.held, strict=True)]
         loaded = [unit for decision in decisions for unit in decision.load]
-        figures.append(fresh * root + sum(nbytes[unit] for unit in (*loaded, *refilled & set(recorded.visits))))
+        fresh = recorded.kept is not None or not index
+        figures.append(fresh * root + sum(nbytes[unit] for unit in (*loaded, *recorded.refilled)))
     return figures
 
 

@@ -1,0 +1,148 @@
+"""Is every wait needed, and would its absence be noticed? Deletes them one at a time and runs the race tests.
+
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2]
+
+A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or that stands for
+such calls: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `tests/test_races.py` runs
+against the copy. Prints a line per wait; exits with 1 if one of them can go unnoticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE, TESTS = ROOT / "sp_lightning", ROOT / "tests"
+NEEDED = ("conftest.py", "models.py", "parity.py", "side_by_side.py", "test_races.py", "simgpu")
+
+# Torch's own waits, and functions of ours whose purpose is one.
+WAITS = {"wait_event", "wait_stream", "synchronize", "result", "exception"}
+WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
+LONGEST_S = 300
+
+
+class Wait(NamedTuple):
+    """A call to delete."""
+
+    file: str
+    line: int
+    column: int
+    function: str
+    text: str
+
+
+class Verdict(NamedTuple):
+    """What the race tests said without a wait."""
+
+    status: int
+    first_failure: str
+
+    @property
+    def caught(self) -> bool:
+        return self.status == 1
+
+    def __str__(self) -> str:
+        if self.caught:
+            return f"caught      {self.first_failure}"
+        return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
+
+
+def waits() -> list[Wait]:
+    """All waits of the package, in the order of its files."""
+    found: dict[tuple[str, int, int], Wait] = {}
+    for path in sorted(PACKAGE.glob("*.py")):
+        source = path.read_text()
+        for function in ast.walk(ast.parse(source)):  # inner functions after outer ones, which they stand in
+            if isinstance(function, ast.FunctionDef):
+                for node in filter(is_wait, ast.walk(function)):
+                    text = " ".join((ast.get_source_segment(source, node) or "").split())
+                    at = path.name, node.lineno, node.col_offset
+                    found[at] = Wait(*at, function.name, text)
+    return [found[at] for at in sorted(found)]
+
+
+def is_wait(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+
+
+class Deletion(ast.NodeTransformer):
+    """Puts a call's arguments in its place: what they do, such as to record an event, is still done."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.wait = wait
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (is_wait(node) and (node.lineno, node.col_offset) == (self.wait.line, self.wait.column)):
+            return node
+        self.count += 1
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return ast.copy_location(ast.Tuple(arguments, ast.Load()), node)
+
+
+def without(wait: Wait | None, folder: pathlib.Path) -> None:
+    """Copies the package and the race tests to a folder, the package without that wait."""
+    shutil.copytree(PACKAGE, folder / "sp_lightning", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests").mkdir()
+    for name in NEEDED:
+        copy = shutil.copytree if (TESTS / name).is_dir() else shutil.copy
+        copy(TESTS / name, folder / "tests" / name)
+    if wait is not None:
+        path = folder / "sp_lightning" / wait.file
+        deletion = Deletion(wait)
+        path.write_text(ast.unparse(ast.fix_missing_locations(deletion.visit(ast.parse(path.read_text())))))
+        assert deletion.count == 1, wait
+
+
+def verdict(wait: Wait | None) -> Verdict:
+    """What the race tests say about the package without a wait, or about the package itself."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        without(wait, folder)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "tests/test_races.py"]
+        env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            return Verdict(1, "(the tests hang)")
+        failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return Verdict(done.returncode, failures[0].split("::")[-1].split(" - ")[0] if failures else done.stdout[-300:])
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a file of the package")
+    parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time")
+    options = parser.parse_args()
+    unchanged = verdict(None)
+    if unchanged.status:
+        say(f"the race tests fail without any deletion: {unchanged.first_failure}")
+        return 2
+    found = [wait for wait in waits() if options.only in wait.file]
+    missed = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for wait, said in zip(found, pool.map(verdict, found), strict=True):
+            say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {said}")
+            missed += not said.caught
+    say(f"{len(found)} waits, {missed} of them can go unnoticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

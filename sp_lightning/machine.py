@@ -1,0 +1,72 @@
+"""What a machine can do, in the numbers that planning needs; and the machines whose numbers are known beforehand.
+
+Profiles are datasheet peaks times the fraction that long-running work is assumed to reach, stated once below. They are
+where planning starts on a machine that is not at hand. Of one that is, measure: hosts differ more than devices do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+# Assumed shares of the peaks.
+SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix products and what surrounds them
+SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
+DUPLEX = 0.85  # of its own bandwidth that each direction keeps while both run; some hosts give 0.5
+
+# Page-locked copies over 16 lanes, of 31.5 and 63.0 GB/s per direction on the wire (16 and 32 GT/s, 128b/130b).
+GEN4 = 25e9
+GEN5 = 55e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, its link to the host, and the host memory that its optimizer works in."""
+
+    name: str
+    flops_per_s: float  # sustained
+    up_bytes_per_s: float  # host to device, alone
+    down_bytes_per_s: float  # device to host, alone
+    duplex: float  # what each direction keeps of that while both run: 1 is full duplex, 0.5 a shared wire
+    dram_bytes_per_s: float  # for the optimizer
+    device_nbytes: int
+    host_nbytes: int
+    # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
+    optimizer_bytes_per_parameter: float = 28
+
+
+def _profile(
+    name: str, peak_flops: float, link: float, peak_dram: float, device_nbytes: float, host_nbytes: int
+) -> Machine:
+    return Machine(
+        name=name,
+        flops_per_s=peak_flops * SUSTAINED_FLOPS,
+        up_bytes_per_s=link,
+        down_bytes_per_s=link,
+        duplex=DUPLEX,
+        dram_bytes_per_s=peak_dram * SUSTAINED_DRAM,
+        device_nbytes=int(device_nbytes),
+        host_nbytes=host_nbytes,
+    )
+
+
+# Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity. Hosts are typical ones,
+# with one device at work on a socket of its own: what eight devices share is to be divided.
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        # NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOP/s, 24 GB. Two channels of DDR5-5600: 89.6 GB/s.
+        _profile("rtx4090", 165.2e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),
+        # NVIDIA RTX Blackwell GPU architecture whitepaper: 209.5 TFLOP/s, 32 GB. Two channels of DDR5-6400: 102.4 GB/s.
+        _profile("rtx5090", 209.5e12, GEN5, 102.4e9, 32 * GIB, 192 * GIB),
+        # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s. EPYC 7003, eight channels of DDR4-3200: 204.8 GB/s.
+        _profile("a100", 312e12, GEN4, 204.8e9, 80 * GIB, 1024 * GIB),
+        # NVIDIA H100 SXM datasheet: 989.4 TFLOP/s, 80 GB. Xeon 8480C, eight channels of DDR5-4800: 307.2 GB/s.
+        _profile("h100", 989.4e12, GEN5, 307.2e9, 80 * GIB, 2048 * GIB),
+        # NVIDIA H200 SXM datasheet: 989.4 TFLOP/s, 141 GB. Xeon 8580, eight channels of DDR5-5600: 358.4 GB/s.
+        _profile("h200", 989.4e12, GEN5, 358.4e9, 141e9, 2048 * GIB),
+        # AMD Instinct MI300X data sheet: 1307.4 TFLOP/s, 192 GB. EPYC 9004, twelve channels of DDR5-4800: 460.8 GB/s.
+        _profile("mi300x", 1307.4e12, GEN5, 460.8e9, 192e9, 2048 * GIB),
+    )
+}

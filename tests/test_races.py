@@ -1,0 +1,364 @@
+"""No wait is missing: each test fails if one of the runtime's waits is deleted (benchmarks/race_deletions.py does so).
+
+What the device does in the wrong order the checker of the simulated device reports, whatever the timing was; every
+test ends with that (conftest.py). What the host does too early shows in the numbers, as copies and kernels are made
+slow here: a copy reads its source when its time is over. What is kept too long shows in the device's memory.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from side_by_side import blocks, check, inputs, sgd, squares, training
+from torch import nn
+
+import models
+import simgpu
+import sp_lightning
+
+DEVICE = torch.device("simgpu", 0)
+SLOW_US = 20_000  # longer than the host needs to come to what it does next
+
+
+@pytest.fixture(autouse=True)
+def warm():
+    """An operator that is called for the first time waits for the device, and so would hide a missing wait."""
+    for options in ({}, {"activations": "offload"}, {"activations": "recompute"}):
+        net = blocks()
+        with sp_lightning.stream(net, DEVICE, window=1, **options), torch.enable_grad():
+            x = models.vectors(0)[0].to(DEVICE)
+            squares(net, x).backward()
+            with torch.no_grad():
+                net(x)
+    simgpu.races()
+
+
+def slow(**delays_us):
+    for name, value in delays_us.items():
+        setattr(simgpu.config, f"{name}_us", value)
+
+
+# --- Weights on their way up
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("slowness", ["h2d", "compute", "d2h"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_training(window, slowness, activations):
+    def run(net, device):
+        slow(**{slowness: 1000})
+        yield from training()(net, device)
+
+    check(blocks, run, DEVICE, window=window, activations=activations)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_evaluation(window):
+    def run(net, device):
+        slow(compute=1000)
+        with torch.no_grad():
+            yield [net(x) for x in inputs(device)]
+
+    check(blocks, run, DEVICE, window=window)
+
+
+@torch.no_grad()
+def double(parameter):
+    parameter.mul_(2)
+
+
+@pytest.mark.parametrize("name", ["head.weight", "blocks.1.up.weight"])
+@pytest.mark.parametrize("window", [1, 8])
+def test_resident_weights_are_not_overwritten_while_they_are_read(name, window):
+    def run(net, device):
+        xs = list(inputs(device))
+        with torch.no_grad():
+            slow(compute=1000)
+            for x in xs:
+                yield net(x)
+                double(net.get_parameter(name))
+
+    check(blocks, run, DEVICE, window=window)
+
+
+def test_weights_that_are_written_after_a_forward_went_up_before():
+    def run(net, device):
+        xs = list(inputs(device))
+        with torch.no_grad():
+            slow(h2d=SLOW_US)
+            for x in xs:
+                yield net(x)
+                for parameter in net.parameters():
+                    double(parameter)
+
+    check(blocks, run, DEVICE)
+
+
+def test_weights_that_are_written_after_a_backward_without_gradients_for_them_went_up_before():
+    def run(net, device):
+        xs = [x.requires_grad_() for x in inputs(device)]
+        slow(h2d=SLOW_US)
+        for x in xs:
+            net(x).square().mean().backward()
+            yield x.grad
+            for parameter in net.parameters():
+                double(parameter)
+
+    check(lambda: blocks().requires_grad_(False), run, DEVICE)
+
+
+class Writing(models.Stack):
+    """Its forward writes to the weights of a block that it called, in a way that a test chooses."""
+
+    write = staticmethod(double)
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+            self.write(block.up.weight)
+        return x
+
+
+def double_data(parameter):
+    parameter.data.mul_(2)
+
+
+def double_by_optimizer(parameter):
+    gradient, parameter.grad = parameter.grad, -parameter.detach().cpu()
+    torch.optim.SGD([parameter], lr=1.0, foreach=False).step()
+    parameter.grad = gradient
+
+
+@pytest.mark.parametrize("write", [double, double_data])
+def test_weights_that_are_written_within_a_step_went_up_before(write):
+    def run(net, device):
+        net.write = write
+        xs = list(inputs(device))
+        with torch.no_grad():
+            slow(h2d=SLOW_US)
+            for x in xs:
+                yield net(x)
+
+    check(lambda: Writing(models.Block() for _ in range(4)), run, DEVICE)
+
+
+def test_weights_that_an_optimizer_steps_within_a_step_went_up_before():
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0]
+    expected = net.stem(x), net.blocks[0](net.stem(x))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, foreach=False)
+    with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
+        x = x.to(DEVICE)
+        handle.open_scope("train")
+        slow(h2d=SLOW_US)
+        actual = net.stem(x), net.blocks[0](net.stem(x))
+        optimizer.step()
+        handle.close_scope()
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, expected, strict=True))
+
+
+def test_weights_that_are_written_after_a_read_between_steps_went_up_before():
+    torch.manual_seed(0)
+    net = blocks()
+    weight = net.blocks[1].down.weight
+    expected = F.linear(torch.ones(2, models.HIDDEN), weight).detach()
+    with sp_lightning.stream(net, DEVICE, window=1), torch.no_grad():
+        x = torch.ones(2, models.HIDDEN).to(DEVICE)
+        slow(h2d=SLOW_US)
+        actual = F.linear(x, weight)
+        double(weight)
+        assert torch.equal(actual.cpu(), expected)
+
+
+def test_weights_that_are_written_after_the_end_went_up_before():
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0]
+    expected = net(x).detach()
+    handle = sp_lightning.stream(net, DEVICE, window=1)
+    with torch.no_grad():
+        handle.open_scope("predict")
+        x = x.to(DEVICE)
+        slow(h2d=SLOW_US)
+        actual = net(x)
+        handle.close()
+        for parameter in net.parameters():
+            double(parameter)
+    assert torch.equal(actual.cpu(), expected)
+
+
+class Keeping(models.Stack):
+    """Keeps a block's weight as an attribute."""
+
+    def run(self, x):
+        self.kept = [self.take(self.blocks[1])]
+        return super().run(x)
+
+    @staticmethod
+    def take(block):
+        kept = []
+        hook = block.up.register_forward_pre_hook(lambda up, _: kept.append(up.weight))
+        block(torch.ones(1, models.WIDTH, device=block.up.weight.device))
+        hook.remove()
+        return kept[0]
+
+
+def test_a_kept_reference_is_read_when_it_has_the_new_bytes():
+    def run(net, device):
+        optimizer = sgd(net)
+        xs = list(inputs(device))
+        slow(h2d=SLOW_US)
+        for x in xs:
+            optimizer.zero_grad()
+            squares(net, x).backward()
+            optimizer.step()
+            yield net.kept[0] * 2
+
+    check(lambda: Keeping(models.Block() for _ in range(4)), run, DEVICE)
+
+
+# --- Gradients on their way down
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_gradients_are_there_when_backward_returns(seen):
+    def run(net, device):
+        if seen:
+            for parameter in net.parameters():
+                parameter.register_hook(lambda gradient: gradient * 2)
+        xs = list(inputs(device))
+        slow(d2h=SLOW_US)
+        for x in xs:
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+
+    check(blocks, run, DEVICE)
+
+
+def test_gradients_are_there_for_code_that_asks_torch_itself():
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1):
+        x = models.vectors(0)[0].to(DEVICE)
+        slow(d2h=SLOW_US)
+        squares(net, x).backward()
+        assert all(torch.Tensor.grad.__get__(p) is not None for p in net.parameters())
+
+
+def in_backward_of_the_first_block(net, call):
+    """Calls it when the gradients of the other blocks are on their way."""
+    net.blocks[0].register_forward_hook(lambda _m, _i, output: output.register_hook(lambda _: call()) and None)
+
+
+def test_a_gradient_that_is_asked_for_in_the_middle_of_backward_is_there():
+    def run(net, device):
+        seen = []
+        in_backward_of_the_first_block(net, lambda: seen.append(net.blocks[3].up.weight.grad.clone()))
+        x = next(inputs(device))
+        slow(d2h=SLOW_US)
+        squares(net, x).backward()
+        yield seen
+
+    check(blocks, run, DEVICE)
+
+
+def test_a_gradient_that_is_removed_in_the_middle_of_backward_stays_away():
+    def run(net, device):
+        def remove():
+            net.blocks[3].up.weight.grad = None
+
+        in_backward_of_the_first_block(net, remove)
+        x = next(inputs(device))
+        slow(d2h=SLOW_US)
+        squares(net, x).backward()
+        yield net.blocks[3].up.weight.grad
+
+    check(blocks, run, DEVICE)
+
+
+def wide():
+    """Blocks whose weights are large beside all else."""
+    return models.stack_of(lambda: nn.Sequential(nn.Linear(models.WIDTH, 512), nn.Linear(512, models.WIDTH)), 8)()
+
+
+@pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])
+def test_gradients_on_their_way_hold_two_buffers_at_most(returned):
+    net = wide()
+    for index in returned:  # whose gradients autograd wants to have
+        for parameter in net.blocks[index].parameters():
+            parameter.register_hook(lambda gradient: gradient)
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        squares(net, x).backward()
+        torch.accelerator.synchronize()
+        slow(d2h=SLOW_US)
+        torch.accelerator.reset_peak_memory_stats()
+        squares(net, x).backward()
+        block = handle.units[0].nbytes
+        assert torch.accelerator.max_memory_allocated() < 4 * block  # the window, two buffers, and the small rest
+
+
+def test_nothing_of_the_gradients_stays_on_the_device():
+    net = wide()
+    before = torch.accelerator.memory_allocated()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        stepping(net, handle, models.vectors(0)[0].to(DEVICE))
+        resident = sum(unit.store.nbytes for unit in handle.engine.units if unit.store.residency.name == "DEVICE")
+        assert torch.accelerator.memory_allocated() == before + resident
+
+
+class Interruption(RuntimeError):
+    """What a test throws into a backward."""
+
+
+def test_a_backward_that_failed_leaves_nothing_on_the_device():
+    def interrupt():
+        raise Interruption
+
+    net = wide()
+    in_backward_of_the_first_block(net, interrupt)
+    handle = sp_lightning.stream(net, DEVICE, window=1)
+    x = models.vectors(0)[0].to(DEVICE)
+    before = torch.accelerator.memory_allocated()
+    slow(d2h=SLOW_US)
+    with pytest.raises(Interruption):
+        squares(net, x).backward()
+    handle.close()
+    assert torch.accelerator.memory_allocated() == before
+
+
+# --- Steps ahead
+
+
+def stepping(net, handle, x):
+    """Two training steps; the second one overlaps. Returns the optimizer."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for _ in range(2):
+        with handle.stepping_ahead(optimizer):
+            squares(net, x).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def test_the_optimizer_waits_for_what_is_stepped_ahead():
+    torch.manual_seed(0)
+    net, plain = blocks(), blocks()
+    plain.load_state_dict(net.state_dict())
+    x = models.vectors(0)[0]
+    expected = sgd(plain)
+    for _ in range(2):
+        squares(plain, x).backward()
+        expected.step()
+        expected.zero_grad()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = x.to(DEVICE)
+        slow(d2h=SLOW_US)
+        optimizer = stepping(net, handle, x)
+        assert handle.stats()["stepped_ahead"] > 0
+        assert list(optimizer.state) == list(net.parameters())
+        assert all(torch.equal(one, other) for one, other in zip(net.parameters(), plain.parameters(), strict=True))

@@ -1,0 +1,398 @@
+"""On the machine of most tests every rate is 1, so that units cost seconds; "link" has both directions on one wire."""
+
+import importlib.util
+import itertools
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_lightning import plan
+from sp_lightning.errors import OptionError
+from sp_lightning.machine import MACHINES, Machine
+from sp_lightning.plan import UnitCost, floor, simulate
+from sp_lightning.schedule import Schedule
+from sp_lightning.workloads import WORKLOADS
+
+ROOT = Path(__file__).parent.parent
+UNIT_MACHINE = Machine("unit", 1, 1, 1, 1, 1, device_nbytes=100, host_nbytes=100, optimizer_bytes_per_parameter=1)
+SHARED_WIRE = replace(UNIT_MACHINE, duplex=0.5)
+
+
+def unit(name="", up=1, forward=1, backward=2, down=1, step=1, **more):
+    return UnitCost(name, up, down, step, forward, backward, **more)
+
+
+def simulated(units, window=2, machine=UNIT_MACHINE, transfer=1, **options):
+    return simulate(units, Schedule([one.up_nbytes for one in units], window, transfer), machine, **options)
+
+
+def literal(result):
+    return [f"{span.lane} {span.unit} {span.start:g}-{span.end:g}" for span in result.timeline]
+
+
+# The choreography, with times worked out by hand
+
+
+def test_a_step_of_three_units_is_literally_this():
+    # The way up of 0 in backward may start when backward of 1 is done with the place it takes (of unit 2).
+    result = simulated([unit("a"), unit("b"), unit("c")])
+    assert literal(result) == [
+        "up b 0-1",
+        "compute a 0-1",
+        "up c 1-2",
+        "compute b 1-2",
+        "compute c 2-3",
+        "compute c 3-5",
+        "up a 5-6",
+        "compute b 5-7",
+        "down c 5-6",
+        "optimizer c 6-7",
+        "compute a 7-9",
+        "down b 7-8",
+        "optimizer b 8-9",
+        "down a 9-10",
+        "optimizer a 10-11",
+        "up a 11-12",
+    ]
+
+
+def test_the_step_of_the_overlap_benchmark_is_the_best_possible():
+    result = simulated([unit(up=10, forward=10, backward=20, down=10, step=10)] * 24, window=3)
+    assert result.step_s == 24 * 30 + 30
+    assert result.merit == 1
+    assert result.stall_s == {"up": 10, "down": 10, "optimizer": 10}
+
+
+def test_without_overlap_the_optimizer_comes_after_backward():
+    result = simulated([unit(up=10, forward=10, backward=20, down=10, step=10)] * 24, window=3, optimizer_overlap=False)
+    assert result.step_s == 24 * 30 + 10 + 24 * 10 + 10
+    assert result.stall_s == {"up": 10, "down": 10, "optimizer": 240}
+
+
+def test_a_window_of_one_waits_for_every_way_up():
+    result = simulated([unit()] * 5, window=1)
+    assert result.step_s == 5 * 3 + 9 + 2  # nine ways up: backward starts with the last unit there
+    assert result.stall_s["up"] == 9
+
+
+def test_the_step_begins_with_what_is_left_of_a_slow_optimizer():
+    # Steps end at 5 + 1 + 4 x 10; then the first way up.
+    result = simulated([unit(step=10)] * 4, window=4)
+    assert result.step_s == 4 + 2 + 1 + 4 * 10 + 1
+
+
+def test_steps_into_forward_let_a_unit_come_when_its_own_step_is_done():
+    result = simulated([unit(step=4)] * 4, window=4, steps_into_forward=True)
+    today = simulated([unit(step=4)] * 4, window=4)
+    assert today.step_s == 4 + 2 + 1 + 4 * 4 + 1
+    assert result.floor.chain <= result.step_s < today.step_s
+
+
+def test_the_unit_that_forward_needs_first_is_stepped_first_when_steps_run_into_forward():
+    # What is left of "b" and "c" from the step before; then each that arrives comes before the ones that are waiting.
+    result = simulated([unit("a"), unit("b", step=8), unit("c", step=8)], window=3, steps_into_forward=True)
+    assert [span.unit for span in result.timeline if span.lane == "optimizer"] == ["b", "c", "c", "b", "a", "b"]
+
+
+def test_steps_into_forward_gain_nothing_in_the_order_of_arrival(monkeypatch):
+    units = [unit(step=4)] * 6
+    newest_first = simulated(units, steps_into_forward=True)
+    monkeypatch.setattr(plan, "_NewestFirst", plan._Lane)
+    assert simulated(units, steps_into_forward=True).step_s == simulated(units).step_s > newest_first.step_s
+
+
+def test_clipping_holds_the_steps_until_backward_is_done_and_forward_hides_them():
+    units = [unit(forward=2, backward=4)] * 10
+    held = simulated(units, window=4, optimizer_overlap=False, steps_into_forward=True)
+    assert held.step_s == 60 + 3
+    assert simulated(units, window=4, optimizer_overlap=False).step_s == 60 + 1 + 10 + 1
+
+
+def test_the_next_packed_gradients_wait_for_the_ones_on_their_way():
+    # The head's gradients are on their way from 4 to 14; those of the middle one are ready at 6.
+    result = simulated([unit("a"), unit("b"), unit("head", down=10)], window=3)
+    spans = literal(result)
+    assert "down head 5-15" in spans
+    assert "compute b 5-7" in spans
+    assert "compute a 15-17" in spans
+    assert result.stall_s["down"] == 8 + 1
+
+
+def test_a_way_up_waits_for_the_last_reader_of_the_memory_it_is_given():
+    result = simulated([unit("a"), unit("b", up=3), unit("c")], window=1)
+    assert [span for span in literal(result) if span.startswith(("compute", "up"))][:5] == [
+        "compute a 0-1",
+        "up b 1-4",
+        "compute b 4-5",
+        "up c 5-6",
+        "compute c 6-7",
+    ]
+
+
+def test_both_directions_at_once_share_the_wire():
+    units = [unit("a"), unit("b"), unit("c")]
+    result = simulated(units, machine=SHARED_WIRE)
+    assert "up a 5-7" in literal(result)
+    assert "down c 5-7" in literal(result)
+
+
+def test_a_unit_that_stays_on_the_device_comes_on_demand_once_a_step():
+    result = simulated([unit("a"), unit("b"), unit("root", up=5, resident=True)], window=2)
+    ups = [span for span in literal(result) if span.startswith("up")]
+    assert ups == ["up b 0-1", "up root 2-7", "up a 16-17"]
+
+
+def test_a_frozen_unit_sends_nothing_and_comes_only_when_it_had_to_go():
+    frozen = unit(down=0)
+    assert [span.lane for span in simulated([frozen] * 3, window=3).timeline] == ["compute"] * 6
+    ups = [span.unit for span in simulated([frozen] * 4, window=3).timeline if span.lane == "up"]
+    assert len(ups) == 2
+
+
+def test_recompute_repeats_forward_in_backward():
+    kept = simulated([unit(forward=3, backward=4)] * 4, window=3)
+    again = simulated([unit(forward=3, backward=4)] * 4, window=3, activations="recompute")
+    assert (kept.compute_s, again.compute_s) == (4 * 7, 4 * 10)
+
+
+@pytest.mark.parametrize("transfer", [1, 2])
+def test_what_comes_up_is_what_the_schedule_says(transfer):
+    order = [*range(7), *reversed(range(7))]
+    schedule = Schedule([1] * 7, 3, transfer)
+    schedule.begin(order)
+    expected = [loaded for visited in order for loaded in schedule.visit(visited).load]
+    result = simulated([unit(str(index)) for index in range(7)], window=3, transfer=transfer)
+    # The first way up belongs to the step before: it is over when the first forward begins.
+    ups = [int(span.unit) for span in result.timeline if span.lane == "up"]
+    assert ups == [*expected[1:], expected[0]]
+
+
+# Memory
+
+
+def test_kept_activations_add_up_until_backward():
+    units = [unit(up=10, down=3, activation_nbytes=100)] * 4
+    # Window of two, the last one's backward: its gradients as autograd makes them.
+    assert simulated(units).peak_nbytes == 2 * 10 + 4 * 100 + 3
+
+
+def test_recompute_keeps_inputs_and_one_units_activations():
+    units = [unit(up=10, down=3, activation_nbytes=100, input_nbytes=7)] * 4
+    # In backward of the third: inputs of three, its activations, its gradients, the packed ones before.
+    expected = 2 * 10 + max(4 * 7 + 100 + 3, 3 * 7 + 100 + 3 + 3)
+    assert simulated(units, activations="recompute").peak_nbytes == expected
+
+
+def test_gradients_take_two_buffers():
+    assert simulated([unit(up=1, down=50)] * 4).peak_nbytes == 2 * 1 + 2 * 50
+
+
+def test_what_stays_on_the_device_is_counted_beside_the_window():
+    units = [unit(up=10, down=0), unit(up=10, down=0), unit(up=1000, down=0, resident=True)]
+    assert simulated(units, window=1).peak_nbytes == 1010
+
+
+# What always holds
+
+COST = st.integers(0, 20)
+UNITS = st.lists(
+    st.builds(unit, st.just("u"), COST, st.integers(1, 20), COST, COST, COST, resident=st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    UNITS,
+    st.integers(1, 9),
+    st.sampled_from([1.0, 0.8, 0.5]),
+    st.sampled_from(["keep", "recompute"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_step_is_shorter_than_what_has_to_be_done(units, window, duplex, activations, overlap, into_forward):
+    options = {"activations": activations, "optimizer_overlap": overlap, "steps_into_forward": into_forward}
+    result = simulated(units, window, replace(UNIT_MACHINE, duplex=duplex), **options)
+    compute = result.floor.compute_forward + result.floor.compute_backward
+    assert math.isclose(result.compute_s, compute)
+    assert math.isclose(result.compute_s + sum(result.stall_s.values()), result.step_s)
+    assert result.step_s >= result.floor.chain * (1 - 1e-9)
+    for lane in ("up", "down", "optimizer"):
+        assert sum(span.end - span.start for span in result.timeline if span.lane == lane) <= result.step_s * (1 + 1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(UNITS, st.integers(1, 9), st.booleans())
+def test_lanes_do_one_thing_at_a_time(units, window, into_forward):
+    timeline = simulated(units, window, SHARED_WIRE, steps_into_forward=into_forward).timeline
+    for lane in ("up", "compute", "down", "optimizer"):
+        spans = [span for span in timeline if span.lane == lane]
+        assert all(later.start >= earlier.end for earlier, later in itertools.pairwise(spans))
+
+
+def test_the_same_twice():
+    units = WORKLOADS["sdxl"].units(1e5)
+    assert simulated(units, machine=MACHINES["h100"]) == simulated(units, machine=MACHINES["h100"])
+
+
+def test_two_hundred_units_take_under_a_second():
+    units = [unit(up=index % 7, backward=index % 5) for index in range(200)]
+    start = time.process_time()
+    simulated(units, window=8, machine=SHARED_WIRE, steps_into_forward=True)
+    assert time.process_time() - start < 1
+
+
+def test_it_needs_no_torch():
+    script = f"""
+import sys, types
+package = sys.modules["sp_lightning"] = types.ModuleType("sp_lightning")
+package.__path__ = [{str(ROOT / "sp_lightning")!r}]
+from sp_lightning import plan, workloads
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# The floor
+
+
+def test_the_floor_is_that_of_its_definition():
+    units = [unit(up=2, forward=3, backward=5, down=7, step=11)] * 4
+    one = floor(units, 2, UNIT_MACHINE, recompute=False)
+    assert (one.up_forward, one.up_backward) == (3 * 2, 2 * 2)
+    assert (one.compute_forward, one.compute_backward) == (12, 20)
+    assert (one.down, one.optimizer) == (3 * 7, 3 * 11)
+    assert one.seconds == max(12 + 21, 33) + 7 + 11 + 2
+    assert one.bound == 44
+
+
+def test_the_floor_carries_what_helps_of_the_optimizer_into_forward():
+    carried = floor([unit(forward=3, backward=5, step=step) for step in (1, 7, 7)], 3, UNIT_MACHINE, recompute=False)
+    assert carried.seconds == 3 * 3 + 3 * 5 + 3
+    bound = floor([unit(forward=3, backward=5, step=step) for step in (1, 20, 20)], 3, UNIT_MACHINE, recompute=False)
+    assert bound.seconds == 40 + 3
+    assert (carried.binds, bound.binds) == ("compute", "optimizer")
+
+
+def test_the_chain_is_one_that_the_order_of_units_forces():
+    # All but the last unit are stepped between its backward and its next forward.
+    units = [unit(step=50), unit(step=50), unit(forward=100, backward=200, step=0)]
+    one = floor(units, 3, UNIT_MACHINE, recompute=False)
+    assert one.chain == 300 + 3 + 1 + 100 + 1
+    assert one.chain > one.seconds
+
+
+# Rejections
+
+
+def test_no_units_are_refused():
+    with pytest.raises(OptionError, match="units must be at least one unit, got 0"):
+        simulate([], Schedule([], 1), UNIT_MACHINE)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(OptionError, match="activations must be 'keep' or 'recompute', got 'forget'"):
+        simulated([unit()], activations="forget")
+
+
+# Shipped models and machines
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("llama3-8b", 8030),
+        ("llama3-70b", 70554),
+        ("qwen3-14b", 14768),
+        ("qwen3-32b", 32762),
+        ("mixtral-8x7b", 46703),
+        ("vit-h", 632),
+    ],
+)
+def test_models_have_their_published_sizes(name, millions):
+    assert WORKLOADS[name].parameters / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_the_unet_has_about_the_published_size():
+    assert WORKLOADS["sdxl"].parameters / 1e6 == pytest.approx(2567, rel=0.02)
+
+
+CASES = [(workload, machine) for workload in WORKLOADS.values() for machine in MACHINES.values()]
+
+
+def stepped(workload, machine, activations, margin, hidden_in_forward, into_forward, window=3):
+    tokens = workload.tokens(machine, 3, activations == "recompute", hidden_in_forward, margin)
+    units = workload.units(tokens)
+    return simulated(units, window, machine, activations=activations, steps_into_forward=into_forward)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_step_comes_near_its_floor_where_compute_takes_more_than_what_hides_behind_it(activations):
+    for workload, machine in CASES:
+        result = stepped(workload, machine, activations, 1.2, hidden_in_forward=False, into_forward=False)
+        assert result.floor.binds == "compute"
+        assert result.merit >= (0.965 if workload.uniform else 0.98), (workload.name, machine.name)
+
+
+def test_a_window_of_two_is_enough_for_that_and_one_of_one_is_not():
+    for workload, machine in CASES:
+        two, one = (stepped(workload, machine, "recompute", 1.2, False, False, window) for window in (2, 1))
+        assert two.merit >= 0.965, (workload.name, machine.name)
+        assert one.merit < 0.9, (workload.name, machine.name)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_too(activations):
+    for workload, machine in CASES:
+        result = stepped(workload, machine, activations, 1.2, hidden_in_forward=True, into_forward=True)
+        assert result.floor.binds == "compute"
+        assert result.merit >= (0.96 if workload.uniform else 0.97), (workload.name, machine.name)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("margin", [0.8, 0.6, 0.3])
+def test_with_steps_into_forward_it_does_so_where_a_link_or_the_optimizer_binds(activations, margin):
+    for workload, machine in CASES:
+        result = stepped(workload, machine, activations, margin, hidden_in_forward=True, into_forward=True)
+        assert result.floor.binds != "compute"
+        enough = result.merit >= (0.92 if workload.uniform else 0.86)
+        assert enough, (workload.name, machine.name, result.merit)
+
+
+def test_the_least_is_reached_where_compute_and_what_hides_behind_it_take_equally_long():
+    for workload, machine in CASES:
+        result = stepped(workload, machine, "recompute", 1.0, hidden_in_forward=True, into_forward=True)
+        assert result.merit >= (0.93 if workload.uniform else 0.85), (workload.name, machine.name)
+
+
+@pytest.mark.parametrize("margin", [0.9, 0.6, 0.3])
+def test_where_the_optimizer_binds_no_other_order_of_its_steps_would_gain_more_than_a_little(margin):
+    for workload, machine in CASES:
+        result = stepped(workload, machine, "recompute", margin, hidden_in_forward=True, into_forward=True)
+        if result.floor.binds == "optimizer":
+            assert result.floor.chain >= 0.98 * result.step_s, (workload.name, machine.name)
+
+
+@pytest.mark.parametrize("margin", [0.8, 0.5, 0.2])
+def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
+    for workload, machine in CASES:
+        unhurried = replace(machine, dram_bytes_per_s=math.inf)
+        result = stepped(workload, unhurried, "recompute", margin, hidden_in_forward=False, into_forward=False)
+        assert result.floor.binds == "link"
+        assert result.merit >= 0.92, (workload.name, machine.name)
+
+
+def test_the_tables_in_the_docs_are_those_of_the_benchmark():
+    path = ROOT / "benchmarks" / "simulate.py"
+    spec = importlib.util.spec_from_file_location("simulate_benchmark", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.report() in (ROOT / "docs" / "simulation.md").read_text()
