@@ -102,6 +102,7 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self._held: HeldStep | None = None  # the step that still runs
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -136,7 +137,6 @@ class Engine:
         self._recorded: list[int] = []
         self._kind: Any = None
         self._last: StreamedUnit | None = None  # the unit required last
-        self._held: HeldStep | None = None  # the step that still runs
         self._listening = False  # to a step, and until the backward that may follow it
         self._attending = False
         self._told = False
