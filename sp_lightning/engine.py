@@ -38,6 +38,7 @@ from .device import Device
 from .errors import ExactnessError, UnsupportedError
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
+from .overlap import HeldStep, HostThread
 from .parameters import true_device
 from .recompute import Recompute, Written
 from .schedule import Schedule
@@ -102,6 +103,7 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self._held: HeldStep | None = None  # the step that still runs
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -252,6 +254,7 @@ class Engine:
 
     def _refill(self, unit: StreamedUnit) -> None:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
+        self._stepped(unit)
         unit.binding.collect_writes()
         written = unit.store.written()
         unit.store.load()
@@ -427,6 +430,7 @@ class Engine:
                 self._refill(unit)
             if unit.unit.resident:
                 if store.residency is Residency.HOST:
+                    self._stepped(unit)
                     store.load()
             elif unit is not self._last or store.residency is Residency.HOST:
                 self._visit(unit)
@@ -449,6 +453,7 @@ class Engine:
 
     def _load(self, unit: StreamedUnit, demanded: bool) -> None:
         """Starts a unit's way up. Without room for it an "auto" window shrinks: what can go, goes."""
+        self._stepped(unit)
         try:
             unit.store.load()
         except torch.OutOfMemoryError:
@@ -505,8 +510,36 @@ class Engine:
                 self._stepping.add(unit)
             return self.downlink.receive(unit.store, node, grads, final and unit in self._left_alone)
 
+    def stores_in_order(self) -> list[UnitStore]:
+        """The units' bytes, in the order in which the next forward is going to need them."""
+        first = dict.fromkeys([*self._recorded, *range(len(self.units))])
+        return [self.units[index].store for index in first]
+
+    def hold(self, step: HeldStep) -> None:
+        """This step runs on while the next forward begins."""
+        self.counters.held_steps += 1
+        self._held = step
+        reads.listen()  # who looks at a parameter waits
+
+    def finish_steps(self) -> None:
+        """No step of an optimizer runs any more."""
+        held = self._held
+        if held is None or HostThread.is_current():
+            return
+        self._held = None
+        reads.ignore()
+        with self.counters.stall("optimizer"):
+            held.finish()
+
+    def _stepped(self, unit: StreamedUnit) -> None:
+        """The unit's host bytes are those of the last step."""
+        if self._held is not None:
+            with self.counters.stall("optimizer"):
+                self._held.wait(unit.store)
+
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
+        self.finish_steps()
         with _quietly():
             self.downlink.finish()
 
@@ -532,6 +565,7 @@ class Engine:
             self._backward_task = torch._C._current_graph_task_id()
             self._complete.clear()
             self._stepping.clear()
+            self.finish_steps()
             self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 

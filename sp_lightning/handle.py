@@ -26,7 +26,7 @@ from .engine import Engine
 from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Part, Questioner, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
-from .overlap import HostThread, StepAhead
+from .overlap import HeldStep, HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
 from .telemetry import Counters
 from .units import Unit, partition, slots
@@ -88,6 +88,7 @@ class Handle:
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
         if not self.engine.in_scope and self._changed():
+            self.engine.finish_steps()
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
@@ -107,6 +108,12 @@ class Handle:
         if self.closed:
             return
         self.closed = True
+        try:
+            self.engine.finish_steps()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             self._detach()
         finally:
@@ -240,14 +247,8 @@ class Handle:
         if step is None:
             yield
             return
-        ahead = StepAhead(optimizer, step, self._thread)
-        self.engine.downlink.ahead = ahead
-
-        def stepped() -> set[int]:
-            ahead.finish()
-            return ahead.stepped
-
-        step.stepped_ahead = stepped
+        self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread)
+        step.rest = ahead.rest
         try:
             yield
         except BaseException:
@@ -255,8 +256,34 @@ class Handle:
             raise
         finally:
             self.engine.downlink.ahead = None
-            step.stepped_ahead = set
+            step.rest = None
             self._counters.stepped_ahead += len(ahead.stepped)
+
+    @contextlib.contextmanager
+    def holding(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, this optimizer's step returns at once where it can, and runs on beside the next forward."""
+        self._prepare(optimizer)
+        step = self._steps[optimizer]
+        if step is None:
+            yield
+            return
+
+        def rest() -> tuple[list[dict[str, Any]], Any]:
+            self.engine.finish_steps()
+            held = HeldStep(optimizer, step, self._thread, self.engine.stores_in_order())
+            groups = held.rest()
+            self.engine.hold(held)
+            return groups
+
+        step.rest = rest
+        try:
+            yield
+        finally:
+            step.rest = None
+
+    def finish_steps(self) -> None:
+        """Steps that still run are done."""
+        self.engine.finish_steps()
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:
         """A failure in the middle: weights are not those of one step."""

@@ -14,7 +14,7 @@ update of these classes is elementwise: the same loop over pieces that fit into 
    NaNs. Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -79,7 +79,8 @@ class ShadowStep:
     def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
         self._regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.stepped_ahead: Callable[[], set[int]] = set  # ids of the parameters that this step has stepped already
+        # Groups and state of what this step has to do itself, when the rest is done elsewhere (overlap.py).
+        self.rest: Callable[[], tuple[list[Group], Any]] | None = None
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
@@ -103,20 +104,21 @@ class ShadowStep:
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
-            shadow.param_groups = _without(optimizer.param_groups, self.stepped_ahead())
+            shadow.param_groups, shadow.state = optimizer.param_groups, optimizer.state
+            if self.rest is not None:
+                shadow.param_groups, shadow.state = self.rest()
             shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
             return loss
 
         return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
 
-    def step_some(self, optimizer: Optimizer, params: Sequence[Tensor], group_of: Mapping[int, int]) -> None:
-        """A step of these parameters only, which have their gradients; ``group_of`` tells the group of each, by id."""
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        for param in params:
-            groups[group_of[id(param)]]["params"].append(param)
+    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
+        """A step of these groups only, whose parameters have their gradients; on the optimizer's state, or on this."""
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
         shadow.param_groups = [group for group in groups if group["params"]]
+        if state is not None:
+            shadow.state = state
         shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
         type(optimizer).step.__wrapped__(shadow)  # without the hooks, which belong to the step as a whole
 
@@ -125,12 +127,6 @@ class ShadowStep:
             kwargs.clear()
             kwargs.update(args.caller_kwargs)
             args[:] = args.caller_args
-
-
-def _without(groups: list[Group], stepped: set[int]) -> list[Group]:
-    if not stepped:
-        return groups
-    return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
 
 def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:

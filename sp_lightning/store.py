@@ -96,6 +96,7 @@ class UnitStore:
 
     def data_taken(self) -> None:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
+        self.keeper.finish_steps()
         self._suspect = True
         self.settle()
 
@@ -124,7 +125,7 @@ class UnitStore:
                 self._suspect
                 or self._versions != [parameter._version for parameter in self.params]
                 or self._addresses != self._current_addresses()
-                or any(map(_is_shared, self.params))
+                or any(map(is_shared, self.params))
             )
 
     def written(self) -> list[int]:
@@ -229,7 +230,7 @@ class UnitStore:
                 )
 
 
-def _is_shared(parameter: nn.Parameter) -> bool:
+def is_shared(parameter: nn.Parameter) -> bool:
     """Whether another tensor refers to its bytes, beside the parameter itself and the object that asks here."""
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
 
