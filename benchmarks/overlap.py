@@ -2,9 +2,10 @@
 
     python benchmarks/overlap.py [--units 24] [--window 3] [--steps 5] [--json FILE]
 
-Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' way down 10 and its step on the host 10.
-Compute alone is units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which nothing can
-hide. "one after the other" is the same engine made to wait after each submission, with ``optimizer_overlap=False``.
+Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' way down 10 and its step on the host
+10. Compute alone is units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which
+nothing can hide. "one after the other" is the same engine made to wait after each submission, with
+``optimizer_overlap=False``.
 """
 
 import argparse
@@ -19,15 +20,15 @@ import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
 
-import simgpu
-import simgpu.lightning
+from importlib import import_module
 
 import lightning as L
 import torch
-from importlib import import_module
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import simgpu
+import simgpu.lightning
 import sp_lightning
 from sp_lightning.gradients import Downlink
 from sp_lightning.store import UnitStore
@@ -170,7 +171,13 @@ def main():
     print(f"one after the other {serial:7.0f} ms   {serial / overlapped:.2f} x overlapped")
     if arguments.json:
         facts = {"torch": torch.__version__, "units": arguments.units, "window": arguments.window}
-        rows = {"compute_ms": compute, "best_ms": best, "overlapped_ms": overlapped, "clipped_ms": clipped, "serial_ms": serial}
+        rows = {
+            "compute_ms": compute,
+            "best_ms": best,
+            "overlapped_ms": overlapped,
+            "clipped_ms": clipped,
+            "serial_ms": serial,
+        }
         arguments.json.write_text(json.dumps({**facts, **rows}, indent=1))
 
 

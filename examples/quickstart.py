@@ -93,7 +93,8 @@ def train(arguments, strategy):
 
 
 class Peak(L.Callback):
-    """Most device bytes of a run; on the CPU, those of weights, gradients and optimizer state that are in use at once."""
+    """Most device bytes of a run; on the CPU, those of weights, gradients and optimizer state that are in use at
+    once."""
 
     nbytes = 0
 

@@ -5,8 +5,8 @@
 2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
 3. A weight that was written between its use and its backward is an error, as in a plain run, wherever it was written.
-4. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What autograd
-   saves meanwhile refers to the weights themselves, and holds their units on the device.
+4. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
+   autograd saves meanwhile refers to the weights themselves, and holds their units on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SavedWeight:
         self.offset = tensor.storage_offset()
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.index = unit.store.field_at(self.offset * tensor.element_size())
+        self.index = unit.store.field_at(self.offset * tensor.element_size())  # type: ignore[arg-type]
         self.host_version = unit.store.params[self.index]._version
         self.device_version = unit.binding.outputs[self.index]._version
         self.build = unit.binding.build
@@ -51,7 +51,7 @@ class SavedWeight:
     def tensor(self) -> Tensor:
         """The same view of the unit's buffer, which must be resident."""
         empty = torch.empty(0, dtype=self.dtype, device=self.unit.store.storage.device)
-        return empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)
 
     def check(self) -> None:
         """Rule 3."""
@@ -129,7 +129,7 @@ class SavedTensors:
     @staticmethod
     def enabled() -> bool:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
-        return bool(_hooks._saved_tensors_hooks_is_enabled())
+        return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
     @never_compiled
     def _pack(self, tensor: Tensor) -> Any:

@@ -5,7 +5,8 @@
 2. Stand-ins stand in the slots only while the unit is resident, and never outlive it there.
 3. The link is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
 4. A write that model code made to a stand-in goes down to the host at the end of the visit: seen by the version
-   counter, or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a plain leaf.
+   counter, or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a
+   plain leaf.
 5. A stand-in that somebody still refers to keeps its unit resident (store.py, Rule 5).
 """
 
@@ -97,8 +98,8 @@ class Binding:
         self.bound = False
 
     def forget(self) -> None:
-        """Drops the stand-ins. They lead to the engine by way of autograd's nodes, through which no garbage collector sees:
-        it would never be freed, nor would the host's slabs."""
+        """Drops the stand-ins. They lead to the engine by way of autograd's nodes, through which no garbage collector
+        sees: it would never be freed, nor would the host's slabs."""
         self.outputs = []
 
     def versions(self) -> list[int]:
@@ -122,7 +123,8 @@ class Binding:
         self.taken[0] = False
 
     def overwritten(self, indices: Sequence[int]) -> None:
-        """These have new bytes: what autograd saved of the old ones, without our hooks, is an error as in a plain run."""
+        """These have new bytes: what autograd saved of the old ones, without our hooks, is an error as in a plain
+        run."""
         for index in indices:
             torch.autograd.graph.increment_version(self.outputs[index])
         self._versions = self.versions()

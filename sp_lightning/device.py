@@ -55,7 +55,7 @@ class Device:
         check_supported(found)
         self.is_host = found.type == "cpu"
         if not self.is_host and found.index is None:
-            found = torch.device(found.type, torch.accelerator.current_device_index())
+            found = torch.device(found.type, torch.accelerator.current_device_index())  # type: ignore[unreachable]
         self.torch_device = found
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)

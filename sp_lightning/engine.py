@@ -1,8 +1,8 @@
 """One step's choreography: which unit is on the device when, what stands in for its parameters, what comes back.
 
 1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident, orders the
-   caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost one of a unit
-   acts. Nothing is freed by leaving: the schedule says at later visits what has to go.
+   caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost one
+   of a unit acts. Nothing is freed by leaving: the schedule says at later visits what has to go.
 2. A *pass* is all visits from the opening of the outermost scope (a forward of the root, a Lightning step) to the
    opening of the next one, backward included. The order of a pass is recorded and predicts the next of its kind:
    learned, never trusted. A unit that is not there when it is visited is fetched.
@@ -339,8 +339,9 @@ class Engine:
         """Code that belongs to this unit is about to run (Rule 1)."""
         if self._open and self._thread != threading.get_ident() and not _in_backward():
             raise UnsupportedError(
-                f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit the device "
-                "for one thread at a time: run the two one after the other, or stream a copy of the module for each"
+                f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit "
+                "the device for one thread at a time: run the two one after the other, or stream a copy of the module "
+                "for each"
             )
         if not self._open:
             self._thread = threading.get_ident()
@@ -418,8 +419,8 @@ class Engine:
         with _quietly():
             if self._closed:
                 raise UnsupportedError(
-                    f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or because "
-                    "the module's parameters changed: run its backward before"
+                    f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or "
+                    "because the module's parameters changed: run its backward before"
                 )
             in_backward = _in_backward()
             store = unit.store

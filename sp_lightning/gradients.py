@@ -8,7 +8,8 @@
 4. Gradients are *taken* where nobody sees when they arrive: they are packed into one buffer, start their way down, and
    are accumulated into ``.grad`` as autograd would, in the order in which they came, before backward returns.
 5. They are *returned*, arrived, where autograd has something to do with them: hooks on the parameter, and
-   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. What the task does not ask for is dropped.
+   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. What the task does not ask for is
+   dropped.
 6. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
    buffer on its way, one being made.
 7. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from .device import Device
 from .layout import ALIGNMENT, Layout
-from .parameters import set_true_grad, true_dtype, true_grad
 from .overlap import HostThread, StepAhead
+from .parameters import set_true_grad, true_dtype, true_grad
 from .store import UnitStore
 from .telemetry import Counters
 

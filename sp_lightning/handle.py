@@ -145,7 +145,7 @@ class Handle:
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
-                    f"{name} is streamed already, and has one place to stream from: close() the handle that streams it, "
+                    f"{name} is streamed already, and has one place to stream from: close() the handle of it, "
                     "or let the fit() that does end first"
                 )
         self._entries: list[Entry] = []
@@ -162,7 +162,7 @@ class Handle:
         self._structure = _structure(self.module)
 
     def _register_hosts(self) -> None:
-        """Stand-ins that model code registered, as in ``self.again = self.linear.weight``, are host parameters there."""
+        """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""
         for child in self.module.modules():
             for name, parameter in child._parameters.items():
                 if type(parameter) is DeviceParameter:
@@ -206,7 +206,7 @@ class Handle:
                 yield Questioner(module)
 
     def _changed(self) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since; not by ``functional_call`` for one call."""
+        """Whether parameters were replaced, added, removed or retyped since; not by ``functional_call`` for a call."""
         before, now = self._structure, _structure(self.module)
         return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
 
@@ -234,14 +234,14 @@ class Handle:
         """Whether somebody but us wants to be called before this optimizer steps."""
         self._prepare(optimizer)
         ours = 0 if self._steps[optimizer] is None else 1
-        hooks = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        hooks = optimizer._optimizer_step_pre_hooks
         return len(hooks) > ours or len(_global_optimizer_pre_hooks) > 1
 
     @contextlib.contextmanager
     def stepping_ahead(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
-        units are stepped while backward still runs. Where the optimizer does not step each parameter by itself, nothing
-        is different."""
+        units are stepped while backward still runs. Where the optimizer does not step each parameter by itself,
+        nothing is different."""
         self._prepare(optimizer)
         step = self._steps[optimizer]
         if step is None:
@@ -311,8 +311,8 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     Args:
         module: Any module. Its parameters stay the objects they are.
         device: Where it computes, such as "cuda".
-        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights`` the
-            device sees what is FP32 as bfloat16; convert the module's buffers and inputs yourself.
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
+            the device sees what is FP32 as bfloat16; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
     return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)

@@ -39,7 +39,7 @@ class Entry:
     def remove(self) -> None:
         """The module's own forward again; where somebody wrapped this entry, it only passes on."""
         if self.module.__dict__.get("forward") is not self:
-            self.__class__ = Entry  # type: ignore[assignment]
+            self.__class__ = Entry
         else:
             self._restore()
 

@@ -2,10 +2,10 @@
 
 1. Each tensor goes down once, however often it was saved, and comes back once, to an address of the same alignment:
    kernels are chosen by it.
-2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early, its
-   memory would be given away while it is read.
-3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels that
-   may still use it.
+2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early,
+   its memory would be given away while it is read.
+3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels
+   that may still use it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Offload:
 
     def _send(self, tensor: Tensor, span: Tensor) -> OnHost:
         nbytes = span.numel() * span.element_size()
-        host = torch.empty(0, dtype=span.dtype).set_(  # type: ignore[call-overload]
+        host = torch.empty(0, dtype=span.dtype).set_(
             self.device.host_bytes(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
         )
         down = self.device.down
@@ -113,7 +113,7 @@ class Offload:
         offset = (saved.first - room.data_ptr()) % ALIGNMENT
         storage = room.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
-        span = empty.set_(storage, offset // size, saved.host.shape, (1,))  # type: ignore[call-overload]
+        span = empty.set_(storage, offset // size, saved.host.shape, (1,))
         up = self.device.up
         up.wait_event(saved.arrived)
         up.wait_event(self.device.compute.record_event())  # whose memory it was
@@ -121,7 +121,7 @@ class Offload:
             span.copy_(saved.host, non_blocking=True)
             saved.ready = up.record_event()
         self.counters.bytes_brought_back += saved.host.numel() * size
-        saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())  # type: ignore[call-overload]
+        saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses
 
     def unpack(self, saved: OnHost) -> Tensor:
@@ -141,4 +141,4 @@ def _span(tensor: Tensor) -> Tensor:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), (length,), (1,))  # type: ignore[call-overload]
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), (length,), (1,))

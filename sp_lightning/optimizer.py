@@ -120,7 +120,7 @@ class ShadowStep:
         if state is not None:
             shadow.state = state
         shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
-        type(optimizer).step.__wrapped__(shadow)  # without the hooks, which belong to the step as a whole
+        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without the hooks, which belong to the step as a whole
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(args, StepArguments):

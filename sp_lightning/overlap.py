@@ -6,8 +6,8 @@
    steps the unit's parameters with the optimizer's own code and state. ``optimizer.step()`` then steps the rest.
 3. Who asks for a gradient waits for the thread. So does the step, and an error of the thread is raised there.
 4. The order in which state is created is not that of the parameters; it is put right before anybody can see it.
-5. Where the step has to wait for all gradients (clipping, scaling, user's hooks), it is *held*: the thread steps unit by
-   unit in the order of the next forward, and fetching a unit waits for its own step only.
+5. Where the step has to wait for all gradients (clipping, scaling, user's hooks), it is *held*: the thread steps unit
+   by unit in the order of the next forward, and fetching a unit waits for its own step only.
 6. Until a held step is done, whoever looks at a parameter, a gradient or the optimizer's state waits for all of it. A
    parameter to which another tensor refers could be looked at unseen: it is stepped at once.
 """

@@ -2,8 +2,8 @@
 
 1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
    subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
-2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so that
-   tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
+2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so
+   that tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
    same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
    Asked for what belongs to a leaf, it answers for its host parameter.
@@ -94,12 +94,12 @@ _watchers: dict[int, Watcher] = {}  # by id of the parameter, which lives at lea
 class HostParameter(nn.Parameter):
     """A managed parameter as the user sees it (Rules 1 and 2)."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # but see reads.py
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # but see reads.py
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         _watchers[id(self)].data_taken()
-        return _data.__get__(self)
+        return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -108,9 +108,9 @@ class HostParameter(nn.Parameter):
         _data.__set__(self, watcher.data_given(self, value.detach()))
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         keeper_of(self).land()
-        return _grad.__get__(self)
+        return _grad.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -130,7 +130,7 @@ class HostParameter(nn.Parameter):
             keeper_of(self).finish_steps()
             copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-        return memo[id(self)]
+        return memo[id(self)]  # type: ignore[no-any-return]
 
 
 class DeviceParameter(nn.Parameter):
@@ -140,9 +140,9 @@ class DeviceParameter(nn.Parameter):
     host: nn.Parameter
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         self.taken[0] = True
-        return _data.__get__(self)
+        return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class DeviceParameter(nn.Parameter):
         _data.__get__(self).copy_(value)
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         grad = self.host.grad
         return None if grad is None else grad.to(_device.__get__(self))
 
@@ -174,12 +174,12 @@ class DeviceParameter(nn.Parameter):
         if id(self) not in memo:
             keeper_of(self).finish_steps()
             memo[id(self)] = nn.Parameter(_data.__get__(self).clone(), self.requires_grad)
-        return memo[id(self)]
+        return memo[id(self)]  # type: ignore[no-any-return]
 
 
 def true_data(parameter: nn.Parameter) -> torch.Tensor:
     """``parameter.data``, unnoticed."""
-    return _data.__get__(parameter)
+    return _data.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ def true_grad_fn(tensor: torch.Tensor) -> Any:
 
 def true_device(tensor: torch.Tensor) -> torch.device:
     """Where the bytes are."""
-    return _device.__get__(tensor)
+    return _device.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -209,7 +209,7 @@ def set_true_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 def true_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The type of the bytes."""
-    return _dtype.__get__(tensor)
+    return _dtype.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
@@ -229,7 +229,7 @@ def is_watched(parameter: nn.Parameter) -> bool:
 def unwatch(parameter: nn.Parameter) -> None:
     """Ends Rule 1."""
     if type(parameter) is HostParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     _watchers.pop(id(parameter), None)
     if not _watchers:
         nn.Parameter.__new__ = _new  # type: ignore[method-assign]

@@ -1,16 +1,17 @@
 """Weights that are read outside their unit: ``F.linear(x, self.embedding.weight)``, a regulariser, a fast path.
 
-1. While a step or its backward runs, every torch function that is handed host parameters gets their stand-ins, for which
-   their units are visited for the time of the call: the same kernels on the same device as in a plain run, and the same
-   way of gradients.
+1. While a step or its backward runs, every torch function that is handed host parameters gets their stand-ins, for
+   which their units are visited for the time of the call: the same kernels on the same device as in a plain run, and
+   the same way of gradients.
 2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
    other host tensors, and while an optimizer steps: that is about the host parameter.
 3. Between a forward and its backward such a read is the user's, and on the host; it is reported: if the loss depends on
    it, gradients from the host and from the device are summed there, in another order.
 4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
    their stand-ins work too, and what is written to one goes down to the host.
-5. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A function
-   mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run other kernels.
+5. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
+   function mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run
+   other kernels.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _ABOUT = frozenset(
 )
 _LOOKS = frozenset(  # of what is about a parameter: at its bytes, too
     """
-    __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __contains__ __dlpack__ __array__ detach detach_ data_ptr storage
-    untyped_storage pin_memory share_memory_ numpy is_nonzero set_ resize_
+    __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __contains__ __dlpack__ __array__ detach detach_ data_ptr
+    storage untyped_storage pin_memory share_memory_ numpy is_nonzero set_ resize_
     """.split()
 )
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
@@ -51,18 +52,18 @@ def listen() -> None:
     """Begins Rule 1."""
     global _listeners
     _listeners += 1
-    HostParameter.__torch_function__ = _serve  # type: ignore[method-assign, assignment]
+    HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
 
 
 def pause() -> None:
     """Until ``resume``, nobody is told: for code that only asks whether a weight takes part in function dispatch."""
-    HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[method-assign]
+    HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def resume() -> None:
     """Ends a pause, if there is one."""
     if _listeners:
-        HostParameter.__torch_function__ = _serve  # type: ignore[method-assign, assignment]
+        HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
 
 
 def ignore() -> None:
@@ -70,7 +71,7 @@ def ignore() -> None:
     global _listeners
     _listeners -= 1
     if not _listeners:
-        HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[method-assign]
+        HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
 @classmethod  # type: ignore[misc]

@@ -4,12 +4,12 @@ It is torch's own non-reentrant checkpoint, which keeps torch's random state and
 run is the first one and leaves no trace:
 
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
-   is: buffers, plain attributes, lists and dicts that modules keep, objects that were passed (a cache, say), Python's and
-   NumPy's random states, weights that the unit writes itself.
+   is: buffers, plain attributes, lists and dicts that modules keep, objects that were passed (a cache, say), Python's
+       and NumPy's random states, weights that the unit writes itself.
 2. Tensors are not copied, except buffers and weights that were written: what forward changes in place inside of tensors
    that were passed to it can not be taken back, and is an error.
-3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it saves
-   other tensors than the first time.
+3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
+   saves other tensors than the first time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Recompute:
     def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[OnHost]]:
         """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
 
-        Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow through.
+        Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow
+        through.
         """
         before = _Before(root, args, kwargs, self._written)
         stowed = before.stow(self._offload) if self._offload is not None else []

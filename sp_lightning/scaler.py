@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler`` beside gradients that are on the host.
 
-The scaler keeps its factor on the device and copies it to the gradients' device without waiting for it: from a device to
-the host, kernels on the host may run before the bytes are there, and gradients come out as garbage. While a module is
-streamed, a scaler whose optimizer's gradients are on the host is handed the factor there, arrived.
+The scaler keeps its factor on the device and copies it to the gradients' device without waiting for it: from a device
+to the host, kernels on the host may run before the bytes are there, and gradients come out as garbage. While a module
+is streamed, a scaler whose optimizer's gradients are on the host is handed the factor there, arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def begin() -> None:
     """Scalers unscale host gradients with host factors from here on."""
     global _users
     _users += 1
-    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[assignment, method-assign]
 
 
 def end() -> None:

@@ -87,8 +87,8 @@ class UnitStore:
         return self._current_addresses()
 
     def release(self, kept: bool = False) -> None:
-        """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes that
-        somebody keeps a reference to: they are left to them."""
+        """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes
+        that somebody keeps a reference to: they are left to them."""
         for parameter in self.params:
             unwatch(parameter)
         if self.residency is Residency.DEVICE and not kept:
@@ -182,7 +182,7 @@ class UnitStore:
         parameter, field = self.params[index], self.layout.fields[index]
         view = self.layout.view(self.storage, field)
         self.keeper.about_to_write_back(self, index, true_data(parameter))
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
             true_data(parameter).copy_(view)
         self.counters.writebacks += 1
         self.counters.bytes_written_back += field.nbytes
@@ -226,7 +226,7 @@ class UnitStore:
             if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
                 raise ExactnessError(
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
-                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() the handle first"
+                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() first"
                 )
 
 

@@ -70,10 +70,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto".
         memory_budget: Device bytes for weights, gradients and what streams, such as "10GiB": a window that is "auto" is
             the largest that fits. None plans with the memory that the first steps left free.
-        units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable that
-            takes the module and gives the submodules that are to be units.
-        activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute" keeps
-            the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
+        units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable
+            that takes the module and gives the submodules that are to be units.
+        activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute"
+            keeps the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
             "recompute+offload" moves the inputs and runs forward again.
         optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
             nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook.

@@ -1,4 +1,5 @@
-"""The optimizer steps while backward runs where that is exact, and only there; either way the bits are the plain run's."""
+"""The optimizer steps while backward runs where that is exact, and only there; either way the bits are the plain
+run's."""
 
 import copy
 import json
@@ -11,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 
 import lightning as L
-import models
-import parity
 import pytest
 import torch
 
+import models
+import parity
 import sp_lightning
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +59,9 @@ def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
 @pytest.mark.simgpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"]
+)
 def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
     options = {"window": 2, "optimizer_overlap": overlap}
     parity.check(models.case(name), options, accelerator="simgpu", optimizer=optimizer, accumulate=2, epochs=2)
