@@ -24,7 +24,7 @@ from .config import Options
 from .device import Device
 from .engine import Engine
 from .errors import PartitionError, UnsupportedError
-from .hooks import Entry, Part, Questioner, Scope, UnitRoot
+from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
 from .overlap import HeldStep, HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
@@ -195,6 +195,8 @@ class Handle:
             own = list(dict.fromkeys(self.engine.owner(p) for p in module._parameters.values() if p is not None))
             owners = [streamed for streamed in own if streamed is not None]
             root = roots.get(module)
+            if isinstance(module, nn.RNNBase):
+                yield Flattening(module)
             if root is not None:
                 yield UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
             elif owners:

@@ -27,37 +27,39 @@ from .engine import Engine, StreamedUnit
 
 
 class Entry:
-    """Stands in front of one module's forward (Rule 1)."""
+    """Stands in front of one module's forward (Rule 1), or of another method of it."""
+
+    method = "forward"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward: Callable[..., Any] = module.forward
-        self._own = module.__dict__.get("forward")  # set on the instance by someone before us
+        self.forward: Callable[..., Any] = getattr(module, self.method)
+        self._own = module.__dict__.get(self.method)  # set on the instance by someone before us
         functools.update_wrapper(self, self.forward, updated=())  # its signature is asked for
-        module.forward = self
+        module.__dict__[self.method] = self
 
     def remove(self) -> None:
         """The module's own forward again; where somebody wrapped this entry, it only passes on."""
-        if self.module.__dict__.get("forward") is not self:
+        if self.module.__dict__.get(self.method) is not self:
             self.__class__ = Entry
         else:
             self._restore()
 
     def _restore(self) -> None:
         if self._own is None:
-            del self.module.__dict__["forward"]
+            del self.module.__dict__[self.method]
         else:
-            self.module.__dict__["forward"] = self._own
+            self.module.__dict__[self.method] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.module), self.module)
-        return types.MethodType(type(copied).forward, copied)
+        return types.MethodType(getattr(type(copied), self.method), copied)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")  # resolved before the copy has any attributes: its class's
+        return getattr, (self.module, self.method)  # resolved before the copy has any attributes: its class's
 
 
 class Part(Entry):
@@ -95,6 +97,15 @@ class Part(Entry):
             return self.forward(*args, **kwargs)
         finally:
             self.engine.leave_to(depth)
+
+
+class Flattening(Entry):
+    """cuDNN's recurrent layers would move their weights into memory of their own; without, they run the same kernels."""
+
+    method = "flatten_parameters"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """The weights stay in their unit's buffer."""
 
 
 class Questioner(Entry):

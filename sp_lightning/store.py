@@ -137,11 +137,13 @@ class UnitStore:
 
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
+        changed = self.stale()
         self._addresses = self._current_addresses()
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
         self._suspect = False
-        self._fill_wire()
+        if changed:
+            self._fill_wire()
         if self.residency is Residency.DEVICE:  # filled again in place
             self._let_readers_finish()
         with self.device.up, torch.no_grad():

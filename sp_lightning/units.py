@@ -431,11 +431,14 @@ def _first_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterato
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One place that holds a parameter: `holder[key]`, or position `inside` of the tuple that is kept there."""
+    """One place that holds a parameter: `holder[key]`, or what is at `inside` in the list, tuple or dict kept there.
 
-    holder: dict[Any, Any] | list[Any]
+    That container is looked up each time: forward of an LSTM makes its list anew when it finds other weights.
+    """
+
+    holder: dict[Any, Any]
     key: Any
-    inside: int | None = None
+    inside: Any = None
 
     def get(self) -> Any:
         try:
@@ -445,11 +448,14 @@ class Slot:
             return None
 
     def set(self, value: Any) -> None:
-        if self.inside is not None:
-            held = self.holder[self.key]
+        held = self.holder[self.key]
+        if self.inside is None:
+            self.holder[self.key] = value
+        elif isinstance(held, tuple):
             items = [*held[: self.inside], value, *held[self.inside + 1 :]]
-            value = held._make(items) if hasattr(held, "_make") else type(held)(items)
-        self.holder[self.key] = value
+            self.holder[self.key] = held._make(items) if hasattr(held, "_make") else type(held)(items)
+        else:
+            held[self.inside] = value
 
 
 def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
@@ -483,7 +489,7 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
             # A list that two modules share is one place.
             scanned.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((Slot(value, inner), item) for inner, item in items if _is_parameter(item))
+            yield from ((Slot(attributes, key, inner), item) for inner, item in items if _is_parameter(item))
 
 
 def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:

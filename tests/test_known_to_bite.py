@@ -860,6 +860,35 @@ def test_recurrent_layers_keep_their_weights_twice(device, kind, mode):
     check(lambda: Recurrent(kind(models.WIDTH, models.WIDTH, batch_first=True) for _ in range(3)), run, device)
 
 
+class CompactLSTM(nn.LSTM):
+    """Does on every device what cuDNN's does: moves its weights into one chunk of memory, as soon as it meets them."""
+
+    def flatten_parameters(self):
+        with torch.no_grad():
+            for weight in self._flat_weights:
+                weight.set_(weight.clone())
+
+
+def test_recurrent_layers_neither_move_their_weights_nor_keep_them_on_the_device(device):
+    def run(net, device):
+        for index in range(3):
+            net(models.sequences(index)[0].to(device))[0].square().mean().backward()
+            net.zero_grad()
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(CompactLSTM(models.FEATURES, models.FEATURES) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)[0]
+            return x
+
+    stats = check(Recurrent, run, device)
+    assert stats["extra_held"] == 0 and stats["writebacks"] == 0
+
+
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):

@@ -19,7 +19,7 @@ import sysconfig
 import torch
 
 SOURCES = pathlib.Path(__file__).parent / "csrc"
-FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=simgpu_C"]
+FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-g0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=simgpu_C"]
 
 
 class MissingError(ImportError):
