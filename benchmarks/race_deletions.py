@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGE, TESTS = ROOT / "sp_lightning", ROOT / "tests"
-NEEDED = ("conftest.py", "models.py", "parity.py", "side_by_side.py", "test_races.py", "simgpu")
+TEST = "tests/test_races.py"
+NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 
 # Torch's own waits, and functions of ours whose purpose is one.
 WAITS = {"wait_event", "wait_stream", "synchronize", "result", "exception"}
@@ -56,10 +56,10 @@ class Verdict(NamedTuple):
         return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
 
 
-def waits() -> list[Wait]:
-    """All waits of the package, in the order of its files."""
+def waits(package: pathlib.Path) -> list[Wait]:
+    """All waits of a package, in the order of its files."""
     found: dict[tuple[str, int, int], Wait] = {}
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(package.glob("*.py")):
         source = path.read_text()
         for function in ast.walk(ast.parse(source)):  # inner functions after outer ones, which they stand in
             if isinstance(function, ast.FunctionDef):
@@ -90,27 +90,31 @@ class Deletion(ast.NodeTransformer):
         return ast.copy_location(ast.Tuple(arguments, ast.Load()), node)
 
 
-def without(wait: Wait | None, folder: pathlib.Path) -> None:
-    """Copies the package and the race tests to a folder, the package without that wait."""
-    shutil.copytree(PACKAGE, folder / "sp_lightning", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    (folder / "tests").mkdir()
+def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """A copy of what the tests need."""
     for name in NEEDED:
-        copy = shutil.copytree if (TESTS / name).is_dir() else shutil.copy
-        copy(TESTS / name, folder / "tests" / name)
-    if wait is not None:
-        path = folder / "sp_lightning" / wait.file
-        deletion = Deletion(wait)
-        path.write_text(ast.unparse(ast.fix_missing_locations(deletion.visit(ast.parse(path.read_text())))))
-        assert deletion.count == 1, wait
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source / name, target / name)
+    return target
 
 
-def verdict(wait: Wait | None) -> Verdict:
+def delete(wait: Wait, package: pathlib.Path) -> None:
+    """Deletes a wait from a package."""
+    path = package / wait.file
+    deletion = Deletion(wait)
+    path.write_text(ast.unparse(ast.fix_missing_locations(deletion.visit(ast.parse(path.read_text())))))
+    assert deletion.count == 1, wait
+
+
+def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
     """What the race tests say about the package without a wait, or about the package itself."""
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        without(wait, folder)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "tests/test_races.py"]
+        folder = copied(source, pathlib.Path(name))
+        if wait is not None:
+            delete(wait, folder / "sp_lightning")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", TEST]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)
@@ -127,19 +131,21 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="a file of the package")
+    parser.add_argument("--only", default="", help="a file of the package, or a line: engine.py:195")
     parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time")
     options = parser.parse_args()
-    unchanged = verdict(None)
-    if unchanged.status:
-        say(f"the race tests fail without any deletion: {unchanged.first_failure}")
-        return 2
-    found = [wait for wait in waits() if options.only in wait.file]
-    missed = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for wait, said in zip(found, pool.map(verdict, found), strict=True):
-            say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {said}")
-            missed += not said.caught
+    with tempfile.TemporaryDirectory() as name:
+        source = copied(ROOT, pathlib.Path(name))  # which nobody edits meanwhile
+        unchanged = verdict(source)
+        if unchanged.status:
+            say(f"the race tests fail without any deletion: {unchanged.first_failure}")
+            return 2
+        found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
+        missed = 0
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for wait, said in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
+                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {said}")
+                missed += not said.caught
     say(f"{len(found)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0
 

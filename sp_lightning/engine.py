@@ -448,33 +448,32 @@ class Engine:
             self._evict(self.units[index])
         for index in decision.load:
             if self.units[index].store.residency is Residency.HOST:
-                self._load(self.units[index], demanded=index == unit.index)
+                self._load(self.units[index], unit)
         self._last = unit
         self._recorded.append(unit.index)
 
-    def _load(self, unit: StreamedUnit, demanded: bool) -> None:
+    def _load(self, unit: StreamedUnit, visited: StreamedUnit) -> None:
         """Starts a unit's way up. Without room for it an "auto" window shrinks: what can go, goes."""
         self._stepped(unit)
         try:
             unit.store.load()
         except torch.OutOfMemoryError:
+            self.schedule.invalidate([unit.index])
             if self.options.window != "auto":
-                self.schedule.invalidate([unit.index])
                 raise
-            self._shrink()
-            if demanded:
+            self._shrink(visited)
+            if unit is visited:
                 unit.store.load()
-            else:
-                self.schedule.invalidate([unit.index])
+                self.schedule.keep(unit.index)
 
-    def _shrink(self) -> None:
+    def _shrink(self, visited: StreamedUnit) -> None:
         window = max(1, self.schedule.window - 1)
         log.warning("superpipeline: out of device memory; window %d -> %d", self.schedule.window, window)
         self._may_grow = False
         self.schedule.resize(window, min(self.schedule.transfer, window))
         for index in self.schedule.resident:
             unit = self.units[index]
-            if unit.store.residency is Residency.DEVICE and unit.movable:
+            if unit is not visited and unit.store.residency is Residency.DEVICE and unit.movable:
                 self.schedule.invalidate([index])
                 self._evict(unit)
 

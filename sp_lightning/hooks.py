@@ -100,7 +100,7 @@ class Part(Entry):
 
 
 class Flattening(Entry):
-    """cuDNN's recurrent layers would move their weights into memory of their own; without, they run the same kernels."""
+    """cuDNN's recurrent layers would move their weights into memory of their own; without, the same kernels run."""
 
     method = "flatten_parameters"
 

@@ -97,6 +97,10 @@ class Schedule:
         asked = self.resident if units is None else units
         return tuple(unit for unit in asked if self._resident.pop(unit, None) is not None)
 
+    def keep(self, unit: int) -> None:
+        """This unit is resident after all, although it was said not to be."""
+        self._resident[unit] = self._tick()
+
     def visit(self, unit: int, held: Container[int] = ()) -> Decision:
         """`unit` must be resident now; the units in `held` may not be evicted. It is asked only where that matters."""
         surprise = self._arrive(unit)

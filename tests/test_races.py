@@ -21,7 +21,7 @@ DEVICE = torch.device("simgpu", 0)
 SLOW_US = 20_000  # longer than the host needs to come to what it does next
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def warm():
     """An operator that is called for the first time waits for the device, and so would hide a missing wait."""
     for options in ({}, {"activations": "offload"}, {"activations": "recompute"}):
@@ -285,6 +285,10 @@ def wide():
     return models.stack_of(lambda: nn.Sequential(nn.Linear(models.WIDTH, 512), nn.Linear(512, models.WIDTH)), 8)()
 
 
+def resident_nbytes(handle):
+    return sum(unit.store.nbytes for unit in handle.engine.units if unit.store.residency.name == "DEVICE")
+
+
 @pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])
 def test_gradients_on_their_way_hold_two_buffers_at_most(returned):
     net = wide()
@@ -292,7 +296,7 @@ def test_gradients_on_their_way_hold_two_buffers_at_most(returned):
         for parameter in net.blocks[index].parameters():
             parameter.register_hook(lambda gradient: gradient)
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
-        x = models.vectors(0)[0].to(DEVICE)
+        x = models.vectors(0)[0][:1].to(DEVICE)
         squares(net, x).backward()
         torch.accelerator.synchronize()
         slow(d2h=SLOW_US)
@@ -307,8 +311,19 @@ def test_nothing_of_the_gradients_stays_on_the_device():
     before = torch.accelerator.memory_allocated()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         stepping(net, handle, models.vectors(0)[0].to(DEVICE))
-        resident = sum(unit.store.nbytes for unit in handle.engine.units if unit.store.residency.name == "DEVICE")
-        assert torch.accelerator.memory_allocated() == before + resident
+        assert torch.accelerator.memory_allocated() == before + resident_nbytes(handle)
+
+
+def test_nothing_of_what_was_offloaded_stays_on_the_device_when_the_forward_ends():
+    net = wide()
+    with sp_lightning.stream(net, DEVICE, window=1, activations="offload") as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        before = torch.accelerator.memory_allocated()
+        slow(d2h=SLOW_US)
+        kept = [net(x)]
+        saved = 4 * models.BATCH * 512  # the larger one of what a block saves
+        assert torch.accelerator.memory_allocated() < before + resident_nbytes(handle) + saved
+        assert kept
 
 
 class Interruption(RuntimeError):

@@ -740,7 +740,7 @@ def test_recurrent_layers_hold_each_weight_a_second_time(kind):
     for index, parameter in enumerate(layer.parameters()):
         registered, flat = found[parameter]
         assert registered.holder is layer._parameters
-        assert (flat.holder, flat.key) == (layer._flat_weights, index)
+        assert flat.holder is vars(layer) and (flat.key, flat.inside) == ("_flat_weights", index)
 
 
 def test_setting_every_slot_makes_a_recurrent_layer_compute_with_the_new_weights():
