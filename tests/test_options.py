@@ -1,15 +1,15 @@
-"""The options that change what a run holds where: budget, automatic window, FP32 masters, fused kernels, compiled units."""
+"""The options that decide what is held where: budget, automatic window, FP32 masters, fused kernels, compiled units."""
 
 import logging
 
 import lightning as L
-import models
-import parity
 import pytest
 import torch
 import torch._dynamo as dynamo
 from torch import nn
 
+import models
+import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
@@ -52,7 +52,7 @@ def test_a_budget_below_the_largest_unit_and_its_gradient_is_refused_with_number
 
 
 def test_a_window_that_the_budget_does_not_hold_is_refused():
-    with pytest.raises(MemoryBudgetError, match="window 4 does not fit into memory_budget .* lower window"):
+    with pytest.raises(MemoryBudgetError, match=r"window 4 does not fit into memory_budget .* lower window"):
         first_window(Options(memory_budget=8 * KIB, window=4), units(*[2 * KIB] * 6), 0, on_host=False)
 
 
