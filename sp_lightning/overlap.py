@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from .optimizer import Group, ShadowStep
 from .parameters import true_grad
@@ -120,7 +120,7 @@ class HeldStep:
 
     def rest(self) -> tuple[list[Group], Any]:
         """Starts the step of whole units; gives what the optimizer's own step has to do at once."""
-        held = {id(p): store for store in self._order for p in store.params if not is_shared(p)}
+        held = {id(p): store for store in self._order for p in store.params if self._can_wait(p)}
         work: dict[UnitStore, dict[int, Group]] = {}
         rest: list[Group] = []
         for group in self._optimizer.param_groups:
@@ -138,6 +138,10 @@ class HeldStep:
         if self._under_way:
             self._optimizer.state = WaitingState(self)  # type: ignore[assignment]
         return rest, self._state
+
+    def _can_wait(self, param: Tensor) -> bool:
+        """Rule 6. State is not created beside a forward, which may have another default type."""
+        return not is_shared(param) and (isinstance(self._optimizer, SGD) or bool(self._optimizer.state.get(param)))
 
     def wait(self, store: UnitStore) -> None:
         """This unit is stepped."""

@@ -218,7 +218,7 @@ class UnitStore:
         """Converts what travels, where that is not the slab itself."""
         if self.wire is self.slab:
             return
-        storage = self.wire.untyped_storage()  # a fill that still reads it finds the bytes it would have found
+        storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
         with torch.no_grad():
             for parameter, field in zip(self.params, self.layout.fields, strict=True):
                 self.layout.view(storage, field).copy_(true_data(parameter))

@@ -91,7 +91,6 @@ def clean_simgpu(request):
         yield
         return
     gc.collect()  # an earlier test's garbage would be freed, and counted, during this one
-    gc.freeze()  # what an earlier test imported is gone through once, not before each test
     simgpu.reset()
     yield
     try:

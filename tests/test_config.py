@@ -25,8 +25,10 @@ def test_the_defaults_are_valid_and_normal():
         "memory_budget": None,
         "units": "auto",
         "activations": "keep",
+        "optimizer_overlap": True,
         "fused_optimizer": False,
         "master_weights": False,
+        "compile_units": False,
     }
 
 
@@ -113,17 +115,17 @@ def test_the_activation_policies(value):
 
 @pytest.mark.parametrize("value", ["drop", "Keep", None, True, ["keep"]])
 def test_any_other_activation_policy_is_refused(value):
-    match = re.escape(f"activations must be one of 'keep', 'recompute', 'offload', got {value!r}")
+    match = re.escape(f"activations must be one of 'keep', 'recompute', 'offload', 'recompute+offload', got {value!r}")
     refused(match, activations=value)
 
 
-@pytest.mark.parametrize("name", ["fused_optimizer", "master_weights"])
+@pytest.mark.parametrize("name", ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units"])
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), ("true", True), ("False", False)])
 def test_a_switch_is_a_truth_value(name, value, expected):
     assert getattr(Options.parse(**{name: value}), name) is expected
 
 
-@pytest.mark.parametrize("name", ["fused_optimizer", "master_weights"])
+@pytest.mark.parametrize("name", ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units"])
 @pytest.mark.parametrize("value", [0, 1, "yes", "", None])
 def test_any_other_switch_is_refused(name, value):
     refused(re.escape(f"{name} must be True or False, got {value!r}"), **{name: value})

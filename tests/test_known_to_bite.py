@@ -344,17 +344,12 @@ def test_a_regulariser_over_all_parameters_inside_the_step(device):
 
 
 def test_a_regulariser_on_the_host_is_equal_to_rounding_with_one_log_line(device, caplog):
-    def run(strategy):
-        net = blocks()
-        if strategy:
-            sp_lightning.stream(net, device, window=1)
+    torch.manual_seed(0)
+    net = blocks()
+    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, device, window=1):
         for x in inputs(device):
             (squares(net, x) + 1e-2 * sum(p.square().sum() for p in net.parameters()).to(device)).backward()
-        return [p.grad for p in net.parameters()]
-
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        torch.manual_seed(0)
-        streamed = run(True)
+        streamed = [p.grad for p in net.parameters()]
     torch.manual_seed(0)
     plain = blocks()
     plain.to(device)

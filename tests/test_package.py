@@ -101,12 +101,12 @@ def test_import_registers_the_strategy_and_does_nothing_else():
 
 
 def test_top_level_holds_what_a_stranger_expects():
-    expected = {"sp_lightning", "examples", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE"}
+    expected = {"sp_lightning", "examples", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "LICENSE"}
     expected |= {"CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".git", ".gitignore", ".pre-commit-config.yaml"}
     ignored = (ROOT / ".gitignore").read_text().split()
     found = {path.name for path in ROOT.iterdir()}
     assert {name for name in found - expected if not any(fnmatch.fnmatch(name, i) for i in ignored)} == set()
-    assert expected - found <= {".git", "benchmarks"}
+    assert expected - found <= {".git"}
 
 
 def test_contributing_fits_on_a_screen():

@@ -7,6 +7,9 @@ slow here: a copy reads its source when its time is over. What is kept too long 
 
 from __future__ import annotations
 
+import copy
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from side_by_side import blocks, check, inputs, sgd, squares, training
 from torch import nn
 
 import models
+import parity
 import simgpu
 import sp_lightning
 
@@ -330,10 +334,11 @@ class Interruption(RuntimeError):
     """What a test throws into a backward."""
 
 
-def test_a_backward_that_failed_leaves_nothing_on_the_device():
-    def interrupt():
-        raise Interruption
+def interrupt(*_, **__):
+    raise Interruption
 
+
+def test_a_backward_that_failed_leaves_nothing_on_the_device():
     net = wide()
     in_backward_of_the_first_block(net, interrupt)
     handle = sp_lightning.stream(net, DEVICE, window=1)
@@ -346,34 +351,203 @@ def test_a_backward_that_failed_leaves_nothing_on_the_device():
     assert torch.accelerator.memory_allocated() == before
 
 
-# --- Steps ahead
+# --- Steps ahead, and steps that are held
 
 
-def stepping(net, handle, x):
-    """Two training steps; the second one overlaps. Returns the optimizer."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    for _ in range(2):
+def reference(x, steps):
+    """A plain module and its optimizer after so many steps."""
+    torch.manual_seed(0)
+    net = blocks()
+    optimizer = make_optimizer(net)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        squares(net, x).backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def make_optimizer(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def stepping(net, handle, x, steps=2):
+    """Training steps, of which all but the first overlap with their backward."""
+    optimizer = make_optimizer(net)
+    for _ in range(steps):
+        optimizer.zero_grad()
         with handle.stepping_ahead(optimizer):
             squares(net, x).backward()
             optimizer.step()
-        optimizer.zero_grad()
     return optimizer
 
 
+def assert_same_parameters(net, expected):
+    for (name, one), other in zip(net.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(torch.Tensor.data.__get__(one), other), name
+
+
 def test_the_optimizer_waits_for_what_is_stepped_ahead():
+    expected, expected_optimizer = reference(models.vectors(0)[0], steps=2)
     torch.manual_seed(0)
-    net, plain = blocks(), blocks()
-    plain.load_state_dict(net.state_dict())
-    x = models.vectors(0)[0]
-    expected = sgd(plain)
-    for _ in range(2):
-        squares(plain, x).backward()
-        expected.step()
-        expected.zero_grad()
+    net = blocks()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
-        x = x.to(DEVICE)
+        x = models.vectors(0)[0].to(DEVICE)
         slow(d2h=SLOW_US)
         optimizer = stepping(net, handle, x)
         assert handle.stats()["stepped_ahead"] > 0
-        assert list(optimizer.state) == list(net.parameters())
-        assert all(torch.equal(one, other) for one, other in zip(net.parameters(), plain.parameters(), strict=True))
+        names = {parameter: name for name, parameter in net.named_parameters()}
+        assert [names[p] for p in optimizer.state] == list(dict(expected.named_parameters()))
+        assert_same_parameters(net, expected)
+        for one, other in zip(optimizer.state.values(), expected_optimizer.state.values(), strict=True):
+            assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_an_error_of_the_thread_that_steps_ahead_is_raised(monkeypatch):
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        optimizer = stepping(net, handle, x)
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", interrupt)
+        with pytest.raises(Interruption), handle.stepping_ahead(optimizer):
+            optimizer.zero_grad()
+            squares(net, x).backward()
+
+
+def held(net, handle, x, steps=1):
+    """Training steps, of which the last one is held by what its thread has to do first."""
+    optimizer = make_optimizer(net)
+    for step in range(steps):
+        optimizer.zero_grad()
+        squares(net, x).backward()
+        if step == steps - 1:
+            handle._thread.submit(lambda: time.sleep(0.2))
+        with handle.holding(optimizer):
+            optimizer.step()
+    assert handle.stats()["held_steps"] == steps
+    return optimizer
+
+
+def look_at_data(net, optimizer, x):
+    return [p.data.clone() for p in net.parameters()]
+
+
+def look_by_a_function(net, optimizer, x):
+    return [p.sum() for p in net.parameters()]
+
+
+def look_at_the_state_dict(net, optimizer, x):
+    return net.state_dict()["head.weight"].clone(), net.blocks[2].state_dict()["up.weight"].clone()
+
+
+def look_at_a_copy(net, optimizer, x):
+    return copy.deepcopy(net.head.weight), copy.deepcopy(net.blocks[3]).down.weight
+
+
+def look_at_the_optimizer(net, optimizer, x):
+    return [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+
+
+def look_by_a_forward(net, optimizer, x):
+    with torch.no_grad():
+        return net(x).cpu()
+
+
+def look_by_a_forward_of_a_block(net, optimizer, x):
+    with torch.no_grad():
+        return net.blocks[2](torch.ones(1, models.WIDTH).to(x.device)).cpu()
+
+
+def write(net, optimizer, x):
+    with torch.no_grad():
+        net.head.weight.mul_(2)
+    return net.head.weight.data.clone()
+
+
+def write_gradients(net, optimizer, x):
+    for p in net.parameters():
+        p.grad.zero_()
+    return [p.data.clone() for p in net.parameters()]
+
+
+def step_again(net, optimizer, x):
+    optimizer.step()
+    return [p.data.clone() for p in net.parameters()]
+
+
+LOOKS = [
+    look_at_data,
+    look_by_a_function,
+    look_at_the_state_dict,
+    look_at_a_copy,
+    look_at_the_optimizer,
+    look_by_a_forward,
+    look_by_a_forward_of_a_block,
+    write,
+    write_gradients,
+    step_again,
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("window", [1, 8])
+def test_who_looks_waits_for_a_held_step(look, window):
+    x = models.vectors(0)[0]
+    expected = look(*reference(x, steps=2), x)
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=window) as handle:
+        optimizer = held(net, handle, x.to(DEVICE), steps=2)
+        actual = look(net, optimizer, x.to(DEVICE))
+    for one, other in zip(parity.leaves(actual), parity.leaves(expected), strict=True):
+        assert torch.equal(one[1], other[1])
+
+
+def test_the_end_waits_for_a_held_step():
+    x = models.vectors(0)[0]
+    expected, _ = reference(x, steps=1)
+    torch.manual_seed(0)
+    net = blocks()
+    handle = sp_lightning.stream(net, DEVICE, window=1)
+    held(net, handle, x.to(DEVICE))
+    handle.close()
+    assert_same_parameters(net, expected)
+
+
+def test_a_module_that_changed_waits_for_a_held_step():
+    x = models.vectors(0)[0]
+    expected, _ = reference(x, steps=1)
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
+        with torch.enable_grad():
+            held(net, handle, x.to(DEVICE))
+        net.head = nn.Linear(models.WIDTH, 2)
+        expected.head = copy.deepcopy(net.head)
+        assert torch.equal(net(x.to(DEVICE)).cpu(), expected(x))
+
+
+def test_a_step_waits_for_the_held_one():
+    x = models.vectors(0)[0]
+    expected, optimizer = reference(x, steps=1)
+    optimizer.step()
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        optimizer = held(net, handle, x.to(DEVICE))
+        with handle.holding(optimizer):
+            optimizer.step()
+        handle.finish_steps()
+        assert_same_parameters(net, expected)
+
+
+def test_an_error_of_a_held_step_is_raised(monkeypatch):
+    net = blocks()
+    x = models.vectors(0)[0].to(DEVICE)
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        optimizer = held(net, handle, x)
+        handle.finish_steps()
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", interrupt)
+        with pytest.raises(Interruption):
+            with handle.holding(optimizer):
+                optimizer.step()
+            handle.finish_steps()
