@@ -72,7 +72,9 @@ def waits(package: pathlib.Path) -> list[Wait]:
 
 
 def is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+    function = node.func if isinstance(node, ast.Call) else None
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in WAITS
 
 
 class Deletion(ast.NodeTransformer):

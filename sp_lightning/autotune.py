@@ -2,8 +2,8 @@
 
 1. With a budget, the window is the largest whose bytes fit into it: the resident root, two gradient buffers of the
    largest unit, and the window's units, the largest ones if need be.
-2. Without one, the first passes run with a small window. After the first pass of each kind the memory that was never
-   used is known, and the window grows into nine tenths of it.
+2. Without one, the first passes run with a small window. After the first pass of each kind that made gradients (of
+   any, where no training follows) the memory that was never used is known, and the window grows into nine tenths of it.
 3. On the CPU there is nothing to gain from more than two units: device memory is host memory.
 4. A choice that the user made is not changed.
 """

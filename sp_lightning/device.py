@@ -117,9 +117,9 @@ class Device:
         """Bytes that were free even when most was allocated; None where the device is the host."""
         if self.is_host:
             return None
-        free, _total = torch.accelerator.get_memory_info(self.torch_device)
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
         reserved = torch.accelerator.memory_reserved(self.torch_device)
-        return free + reserved - torch.accelerator.max_memory_allocated(self.torch_device)
+        return min(free + reserved, total) - torch.accelerator.max_memory_allocated(self.torch_device)
 
     def reset_memory_peak(self) -> None:
         """The peak counts from here on."""

@@ -38,7 +38,6 @@ from .device import Device
 from .errors import ExactnessError, UnsupportedError
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
-from .overlap import HeldStep, HostThread
 from .parameters import true_device
 from .recompute import Recompute, Written
 from .schedule import Schedule
@@ -103,7 +102,6 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._held: HeldStep | None = None  # the step that still runs
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -143,6 +141,7 @@ class Engine:
         self._told = False
         self._closed = False
         self.optimizing = False
+        self.only_inference = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
         store = UnitStore(unit, self.device, self.counters, self, self._device_dtype)
@@ -207,6 +206,8 @@ class Engine:
         """After the first pass of a kind: into the memory that it never used (autotune.py, Rule 2)."""
         if not self._may_grow or kind is None or kind in self._orders:
             return
+        if not kind[1] and not self.only_inference:
+            return  # a pass without gradients does not show what training needs
         headroom = self.device.memory_headroom()
         if headroom is None:
             return
@@ -254,7 +255,6 @@ class Engine:
 
     def _refill(self, unit: StreamedUnit) -> None:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
-        self._stepped(unit)
         unit.binding.collect_writes()
         written = unit.store.written()
         unit.store.load()
@@ -431,7 +431,6 @@ class Engine:
                 self._refill(unit)
             if unit.unit.resident:
                 if store.residency is Residency.HOST:
-                    self._stepped(unit)
                     store.load()
             elif unit is not self._last or store.residency is Residency.HOST:
                 self._visit(unit)
@@ -454,7 +453,6 @@ class Engine:
 
     def _load(self, unit: StreamedUnit, visited: StreamedUnit) -> None:
         """Starts a unit's way up. Without room for it an "auto" window shrinks: what can go, goes."""
-        self._stepped(unit)
         try:
             unit.store.load()
         except torch.OutOfMemoryError:
@@ -510,36 +508,8 @@ class Engine:
                 self._stepping.add(unit)
             return self.downlink.receive(unit.store, node, grads, final and unit in self._left_alone)
 
-    def stores_in_order(self) -> list[UnitStore]:
-        """The units' bytes, in the order in which the next forward is going to need them."""
-        first = dict.fromkeys([*self._recorded, *range(len(self.units))])
-        return [self.units[index].store for index in first]
-
-    def hold(self, step: HeldStep) -> None:
-        """This step runs on while the next forward begins."""
-        self.counters.held_steps += 1
-        self._held = step
-        reads.listen()  # who looks at a parameter waits
-
-    def finish_steps(self) -> None:
-        """No step of an optimizer runs any more."""
-        held = self._held
-        if held is None or HostThread.is_current():
-            return
-        self._held = None
-        reads.ignore()
-        with self.counters.stall("optimizer"):
-            held.finish()
-
-    def _stepped(self, unit: StreamedUnit) -> None:
-        """The unit's host bytes are those of the last step."""
-        if self._held is not None:
-            with self.counters.stall("optimizer"):
-                self._held.wait(unit.store)
-
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        self.finish_steps()
         with _quietly():
             self.downlink.finish()
 
@@ -565,7 +535,6 @@ class Engine:
             self._backward_task = torch._C._current_graph_task_id()
             self._complete.clear()
             self._stepping.clear()
-            self.finish_steps()
             self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 

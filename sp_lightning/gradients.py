@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,7 @@ class Downlink:
         self.counters = counters
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[Landing] = []
+        self._finishing = threading.RLock()
         self._last: Landing | None = None  # whose device buffer is still held
         self.ahead: StepAhead | None = None  # steps what arrives, while a step that may be overlapped is under way
 
@@ -120,11 +122,14 @@ class Downlink:
         """All that was taken is in ``.grad`` (Rule 4)."""
         if HostThread.is_current():
             return
+        with self._finishing:  # another thread that looks at a gradient waits for it as well
+            self._finish()
+
+    def _finish(self) -> None:
         if self.ahead is not None:
             with self.counters.stall("optimizer"):
                 self.ahead.finish()
         if self._under_way:
-            self.let_go()
             under_way, self._under_way = self._under_way, []
             for landing in under_way:
                 with self.counters.stall("gradients"):

@@ -26,7 +26,7 @@ from .engine import Engine
 from .errors import PartitionError, UnsupportedError
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .optimizer import ShadowStep, fuse, step_in_pieces
-from .overlap import HeldStep, HostThread, StepAhead
+from .overlap import HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
 from .telemetry import Counters
 from .units import Unit, partition, slots
@@ -49,10 +49,12 @@ class Handle:
         device: torch.device | str,
         options: Options,
         compute_dtype: torch.dtype | None = None,
+        only_inference: bool = False,
     ) -> None:
         self.module = module
         self.device = Device(device)
         self.options = options
+        self._only_inference = only_inference  # no training follows, which would need the memory left
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._counters = Counters()  # of all engines, one after the other
@@ -88,7 +90,6 @@ class Handle:
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
         if not self.engine.in_scope and self._changed():
-            self.engine.finish_steps()
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
@@ -108,12 +109,6 @@ class Handle:
         if self.closed:
             return
         self.closed = True
-        try:
-            self.engine.finish_steps()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
         try:
             self._detach()
         finally:
@@ -153,6 +148,7 @@ class Handle:
             move_buffers(self.module, self.device.torch_device)
             self._places = slots(self.module)
             self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
+            self.engine.only_inference = self._only_inference
             self._entries.extend(self._parts())
             self._entries.append(Scope(self.module, self))  # the outermost
         except BaseException:
@@ -259,33 +255,8 @@ class Handle:
         finally:
             self.engine.downlink.ahead = None
             step.rest = None
+            ahead.sort_state()
             self._counters.stepped_ahead += len(ahead.stepped)
-
-    @contextlib.contextmanager
-    def holding(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within, this optimizer's step returns at once where it can, and runs on beside the next forward."""
-        self._prepare(optimizer)
-        step = self._steps[optimizer]
-        if step is None:
-            yield
-            return
-
-        def rest() -> tuple[list[dict[str, Any]], Any]:
-            self.engine.finish_steps()
-            held = HeldStep(optimizer, step, self._thread, self.engine.stores_in_order())
-            groups = held.rest()
-            self.engine.hold(held)
-            return groups
-
-        step.rest = rest
-        try:
-            yield
-        finally:
-            step.rest = None
-
-    def finish_steps(self) -> None:
-        """Steps that still run are done."""
-        self.engine.finish_steps()
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:
         """A failure in the middle: weights are not those of one step."""
@@ -321,14 +292,12 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers live on the device; shared ones stay shared."""
-    made: dict[int, torch.Tensor] = {}
+    """Buffers live on the device; one that is registered twice becomes two, as by ``module.to()``."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 with torch.inference_mode(False):
-                    moved = made.setdefault(id(buffer), buffer.to(device))
-                child._buffers[name] = moved
+                    child._buffers[name] = buffer.to(device)
 
 
 def _structure(module: nn.Module) -> list[Any]:

@@ -133,6 +133,8 @@ class UnitRoot(Part):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if reads.holds_parameters(args, kwargs):
+            return reads.lent(self.__call__, args, kwargs)
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
         if not torch.is_grad_enabled():
             return self.visit(*args, **kwargs)

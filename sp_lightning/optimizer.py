@@ -112,13 +112,11 @@ class ShadowStep:
 
         return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
 
-    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
-        """A step of these groups only, whose parameters have their gradients; on the optimizer's state, or on this."""
+    def step_groups(self, optimizer: Optimizer, groups: list[Group]) -> None:
+        """A step of these groups only, whose parameters have their gradients."""
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
         shadow.param_groups = [group for group in groups if group["params"]]
-        if state is not None:
-            shadow.state = state
         shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without the hooks, which belong to the step as a whole
 

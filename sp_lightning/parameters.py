@@ -46,9 +46,6 @@ class Keeper(Protocol):
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
 
-    def finish_steps(self) -> None:
-        """No step of an optimizer runs any more."""
-
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that ``p.dtype`` tells, where this is the true one."""
 
@@ -127,7 +124,6 @@ class HostParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            keeper_of(self).finish_steps()
             copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copied, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -172,7 +168,6 @@ class DeviceParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            keeper_of(self).finish_steps()
             memo[id(self)] = nn.Parameter(_data.__get__(self).clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 

@@ -38,12 +38,6 @@ _ABOUT = frozenset(
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
-_LOOKS = frozenset(  # of what is about a parameter: at its bytes, too
-    """
-    __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __contains__ __dlpack__ __array__ detach detach_ data_ptr
-    storage untyped_storage pin_memory share_memory_ numpy is_nonzero set_ resize_
-    """.split()
-)
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
 _listeners = 0
 
@@ -80,26 +74,31 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if _only_tells(func):
-            if _name(func) in _LOOKS:
-                _finish_steps(args, kwargs)
             return func(*args, **kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
         if not hosts:
             hosts = _met_on_device(func, args, kwargs)
             if hosts:
                 return _lent(func, args, kwargs, hosts)
-            _finish_steps(args, kwargs)
             _report(args, kwargs)
             return func(*args, **kwargs)
         if _writes(func, args, kwargs):
-            _finish_steps(args, kwargs)
             for host in hosts:
                 keeper_of(host).suspect([host])
             return func(*args, **kwargs)
         if _about_host(args, kwargs, keeper_of(hosts[0]).torch_device):
-            _finish_steps(args, kwargs)
             return func(*args, **kwargs)
         return _lent(func, args, kwargs, hosts)
+
+
+def holds_parameters(args: Any, kwargs: Any) -> bool:
+    """Whether host parameters that are served are passed to a unit."""
+    return any(type(value) is HostParameter and keeper_of(value).serving for value in _flat(args, kwargs))
+
+
+def lent(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call with stand-ins for the host parameters that it is passed (Rule 1)."""
+    return _lent(func, args, kwargs, [value for value in _flat(args, kwargs) if type(value) is HostParameter])
 
 
 def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
@@ -116,13 +115,6 @@ def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
     device = keeper_of(hosts[0]).torch_device
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
     return hosts if any(true_device(other) == device for other in others) else []
-
-
-def _finish_steps(args: Any, kwargs: Any) -> None:
-    """A step that still runs is done before somebody looks (overlap.py, Rule 6)."""
-    for value in _flat(args, kwargs):
-        if type(value) is HostParameter:
-            keeper_of(value).finish_steps()
 
 
 def _report(args: Any, kwargs: Any) -> None:

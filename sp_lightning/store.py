@@ -96,7 +96,6 @@ class UnitStore:
 
     def data_taken(self) -> None:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
-        self.keeper.finish_steps()
         self._suspect = True
         self.settle()
 

@@ -226,7 +226,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             if isinstance(module, Metric):
                 module._apply(self._unless_streamed)
         compute_dtype = self._half_dtype() if self.options.master_weights else None
-        self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype)
+        only_inference = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
+        self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, only_inference)
         _update_properties(self.lightning_module, device=self.root_device)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -287,25 +288,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, _on_host)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As it is after the last step, which may still run."""
-        self._finish_steps()
-        return super().optimizer_state(optimizer)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As it is after the last step, which may still run."""
-        self._finish_steps()
-        return super().lightning_module_state_dict()
-
-    def on_train_end(self) -> None:
-        """No step runs any more."""
-        self._finish_steps()
-        super().on_train_end()
-
-    def _finish_steps(self) -> None:
-        if self.handle is not None:
-            self.handle.finish_steps()
-
     # ---- steps
 
     def optimizer_step(
@@ -317,17 +299,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     ) -> Any:
         """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
         assert self.handle is not None and self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization or not self.options.optimizer_overlap:
+        automatic = self.lightning_module.automatic_optimization and self.options.optimizer_overlap
+        if not automatic or not self._may_step_ahead(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        ahead = self._may_step_ahead(optimizer)
-        with self.handle.stepping_ahead(optimizer) if ahead else self.handle.holding(optimizer):
+        with self.handle.stepping_ahead(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         reason = self._why_not_ahead(optimizer)
         if reason is not None and reason != self._said:
             self._said = reason
-            log.info("superpipeline: the optimizer steps beside the next forward, not beside backward, as %s", reason)
+            log.info("superpipeline: the optimizer steps after backward, as %s", reason)
         return reason is None
 
     def _why_not_ahead(self, optimizer: Optimizer) -> str | None:

@@ -7,7 +7,6 @@ slow here: a copy reads its source when its time is over. What is kept too long 
 
 from __future__ import annotations
 
-import copy
 import time
 
 import pytest
@@ -17,7 +16,6 @@ from side_by_side import blocks, check, inputs, sgd, squares, training
 from torch import nn
 
 import models
-import parity
 import simgpu
 import sp_lightning
 
@@ -225,6 +223,24 @@ def test_a_kept_reference_is_read_when_it_has_the_new_bytes():
     check(lambda: Keeping(models.Block() for _ in range(4)), run, DEVICE)
 
 
+# --- Activations on their way
+
+
+def test_backward_inside_the_step_brings_back_what_the_last_unit_saved():
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0]
+    squares(net, x).backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    with sp_lightning.stream(net, DEVICE, window=1, activations="offload") as handle:
+        handle.open_scope("train")
+        slow(d2h=SLOW_US)
+        squares(net, x.to(DEVICE)).backward()
+        handle.close_scope()
+        assert all(torch.equal(p.grad, other) for p, other in zip(net.parameters(), expected, strict=True))
+
+
 # --- Gradients on their way down
 
 
@@ -358,12 +374,16 @@ def reference(x, steps):
     """A plain module and its optimizer after so many steps."""
     torch.manual_seed(0)
     net = blocks()
+    return net, reference_step(net, x, steps)
+
+
+def reference_step(net, x, steps=1):
     optimizer = make_optimizer(net)
     for _ in range(steps):
         optimizer.zero_grad()
         squares(net, x).backward()
         optimizer.step()
-    return net, optimizer
+    return optimizer
 
 
 def make_optimizer(net):
@@ -387,13 +407,15 @@ def assert_same_parameters(net, expected):
 
 
 def test_the_optimizer_waits_for_what_is_stepped_ahead():
-    expected, expected_optimizer = reference(models.vectors(0)[0], steps=2)
+    expected, _ = reference(models.vectors(0)[0], steps=1)
+    expected_optimizer = reference_step(expected, models.vectors(0)[0])
     torch.manual_seed(0)
     net = blocks()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         x = models.vectors(0)[0].to(DEVICE)
+        stepping(net, handle, x, steps=1)
         slow(d2h=SLOW_US)
-        optimizer = stepping(net, handle, x)
+        optimizer = stepping(net, handle, x, steps=1)  # which has no state yet
         assert handle.stats()["stepped_ahead"] > 0
         names = {parameter: name for name, parameter in net.named_parameters()}
         assert [names[p] for p in optimizer.state] == list(dict(expected.named_parameters()))
@@ -413,141 +435,17 @@ def test_an_error_of_the_thread_that_steps_ahead_is_raised(monkeypatch):
             squares(net, x).backward()
 
 
-def held(net, handle, x, steps=1):
-    """Training steps, of which the last one is held by what its thread has to do first."""
-    optimizer = make_optimizer(net)
-    for step in range(steps):
+def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        optimizer = stepping(net, handle, x)
+        in_backward_of_the_first_block(net, interrupt)
         optimizer.zero_grad()
-        squares(net, x).backward()
-        if step == steps - 1:
-            handle._thread.submit(lambda: time.sleep(0.2))
-        with handle.holding(optimizer):
-            optimizer.step()
-    assert handle.stats()["held_steps"] == steps
-    return optimizer
-
-
-def look_at_data(net, optimizer, x):
-    return [p.data.clone() for p in net.parameters()]
-
-
-def look_by_a_function(net, optimizer, x):
-    return [p.sum() for p in net.parameters()]
-
-
-def look_at_the_state_dict(net, optimizer, x):
-    return net.state_dict()["head.weight"].clone(), net.blocks[2].state_dict()["up.weight"].clone()
-
-
-def look_at_a_copy(net, optimizer, x):
-    return copy.deepcopy(net.head.weight), copy.deepcopy(net.blocks[3]).down.weight
-
-
-def look_at_the_optimizer(net, optimizer, x):
-    return [state["momentum_buffer"].clone() for state in optimizer.state.values()]
-
-
-def look_by_a_forward(net, optimizer, x):
-    with torch.no_grad():
-        return net(x).cpu()
-
-
-def look_by_a_forward_of_a_block(net, optimizer, x):
-    with torch.no_grad():
-        return net.blocks[2](torch.ones(1, models.WIDTH).to(x.device)).cpu()
-
-
-def write(net, optimizer, x):
-    with torch.no_grad():
-        net.head.weight.mul_(2)
-    return net.head.weight.data.clone()
-
-
-def write_gradients(net, optimizer, x):
-    for p in net.parameters():
-        p.grad.zero_()
-    return [p.data.clone() for p in net.parameters()]
-
-
-def step_again(net, optimizer, x):
-    optimizer.step()
-    return [p.data.clone() for p in net.parameters()]
-
-
-LOOKS = [
-    look_at_data,
-    look_by_a_function,
-    look_at_the_state_dict,
-    look_at_a_copy,
-    look_at_the_optimizer,
-    look_by_a_forward,
-    look_by_a_forward_of_a_block,
-    write,
-    write_gradients,
-    step_again,
-]
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("window", [1, 8])
-def test_who_looks_waits_for_a_held_step(look, window):
-    x = models.vectors(0)[0]
-    expected = look(*reference(x, steps=2), x)
-    torch.manual_seed(0)
-    net = blocks()
-    with sp_lightning.stream(net, DEVICE, window=window) as handle:
-        optimizer = held(net, handle, x.to(DEVICE), steps=2)
-        actual = look(net, optimizer, x.to(DEVICE))
-    for one, other in zip(parity.leaves(actual), parity.leaves(expected), strict=True):
-        assert torch.equal(one[1], other[1])
-
-
-def test_the_end_waits_for_a_held_step():
-    x = models.vectors(0)[0]
-    expected, _ = reference(x, steps=1)
-    torch.manual_seed(0)
-    net = blocks()
-    handle = sp_lightning.stream(net, DEVICE, window=1)
-    held(net, handle, x.to(DEVICE))
-    handle.close()
-    assert_same_parameters(net, expected)
-
-
-def test_a_module_that_changed_waits_for_a_held_step():
-    x = models.vectors(0)[0]
-    expected, _ = reference(x, steps=1)
-    torch.manual_seed(0)
-    net = blocks()
-    with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
-        with torch.enable_grad():
-            held(net, handle, x.to(DEVICE))
-        net.head = nn.Linear(models.WIDTH, 2)
-        expected.head = copy.deepcopy(net.head)
-        assert torch.equal(net(x.to(DEVICE)).cpu(), expected(x))
-
-
-def test_a_step_waits_for_the_held_one():
-    x = models.vectors(0)[0]
-    expected, optimizer = reference(x, steps=1)
-    optimizer.step()
-    torch.manual_seed(0)
-    net = blocks()
-    with sp_lightning.stream(net, DEVICE, window=1) as handle:
-        optimizer = held(net, handle, x.to(DEVICE))
-        with handle.holding(optimizer):
-            optimizer.step()
-        handle.finish_steps()
-        assert_same_parameters(net, expected)
-
-
-def test_an_error_of_a_held_step_is_raised(monkeypatch):
-    net = blocks()
-    x = models.vectors(0)[0].to(DEVICE)
-    with sp_lightning.stream(net, DEVICE, window=1) as handle:
-        optimizer = held(net, handle, x)
-        handle.finish_steps()
-        monkeypatch.setattr(torch.optim.SGD, "_init_group", interrupt)
-        with pytest.raises(Interruption):
-            with handle.holding(optimizer):
-                optimizer.step()
-            handle.finish_steps()
+        slow(d2h=SLOW_US)
+        with pytest.raises(Interruption), handle.stepping_ahead(optimizer):
+            squares(net, x).backward()
+        assert "already stepped 18 of 28 parameters" in caplog.text  # the blocks 1, 2 and 3
+        after = [torch.Tensor.data.__get__(p).clone() for p in net.parameters()]
+        time.sleep(0.1)
+        assert all(torch.equal(torch.Tensor.data.__get__(p), q) for p, q in zip(net.parameters(), after, strict=True))

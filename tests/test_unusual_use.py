@@ -791,3 +791,68 @@ def test_a_forward_in_a_second_thread_while_the_first_is_inside_a_unit_is_an_err
         output = net(next(inputs(device)))
         assert torch.equal(net(next(inputs(device))), output)
     assert len(errors) == 1 and "another thread" in errors[0]
+
+
+# --- Weights and buffers that reach units in other ways
+
+
+class Tied(nn.Module):
+    """Blocks that are handed another module's weight, as relative embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.relative = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList(TakesWeight() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.relative.weight)
+        return x
+
+
+class TakesWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.out = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x, weight):
+        return x + self.out(torch.tanh(self.linear(x) @ weight))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+def test_a_weight_that_is_passed_to_a_unit(device, activations):
+    def run(streamed):
+        torch.manual_seed(0)
+        net = Tied()
+        handle = sp_lightning.stream(net, device, window=1, units=["TakesWeight"], activations=activations)
+        if not streamed:
+            handle.close()
+            net.to(device)
+        for step in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            net(x).square().sum().backward()
+        grads = [p.grad.cpu().clone() for p in net.parameters()]
+        handle.close()
+        return grads
+
+    for ours, plain in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_a_buffer_under_two_names_parts_as_it_does_in_a_plain_run(device):
+    def shared_after(move):
+        net = nn.Module()
+        net.one, net.two = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        net.two.running_mean = net.one.running_mean
+        return move(net)
+
+    def plain(net):
+        net.to(device)
+        return net.one.running_mean is net.two.running_mean
+
+    def ours(net):
+        with sp_lightning.stream(net, device):
+            return net.one.running_mean is net.two.running_mean
+
+    assert shared_after(ours) == shared_after(plain)
