@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import time
 
 import pytest
 import torch
@@ -173,14 +174,17 @@ def test_a_closed_module_is_plain_trained_and_off_the_device(device):
 def test_no_host_memory_outlives_the_module(activations):
     import simgpu
 
+    before = simgpu.pinned_bytes()[0]  # of whoever else is still alive
     net, device = blocks(), torch.device("simgpu", 0)
     handle = sp_lightning.stream(net, device, window=2, activations=activations)
     train(net, device)
-    assert simgpu.pinned_bytes()[0] > 0
+    assert simgpu.pinned_bytes()[0] > before
     handle.close()
     del handle, net
-    gc.collect()
-    assert simgpu.pinned_bytes()[0] == 0
+    patience = time.monotonic() + 10  # autograd's own thread lets go of the last graph when it comes to it
+    while gc.collect() or (simgpu.pinned_bytes()[0] > before and time.monotonic() < patience):
+        time.sleep(0.01)
+    assert simgpu.pinned_bytes()[0] <= before
 
 
 def test_the_module_runs_plainly_afterwards_and_streams_again(device):
