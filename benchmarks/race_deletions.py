@@ -27,7 +27,6 @@ NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 # Torch's own waits, and functions of ours whose purpose is one.
 WAITS = {"wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
-WAITS |= {"wait", "_stepped", "finish_steps", "_finish_steps"}
 LONGEST_S = 300
 
 

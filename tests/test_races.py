@@ -7,6 +7,8 @@ slow here: a copy reads its source when its time is over. What is kept too long 
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 
 import pytest
@@ -18,6 +20,8 @@ from torch import nn
 import models
 import simgpu
 import sp_lightning
+from sp_lightning import overlap
+from sp_lightning.optimizer import step_in_pieces
 
 DEVICE = torch.device("simgpu", 0)
 SLOW_US = 20_000  # longer than the host needs to come to what it does next
@@ -367,7 +371,7 @@ def test_a_backward_that_failed_leaves_nothing_on_the_device():
     assert torch.accelerator.memory_allocated() == before
 
 
-# --- Steps ahead, and steps that are held
+# --- Steps ahead
 
 
 def reference(x, steps):
@@ -449,3 +453,19 @@ def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
         after = [torch.Tensor.data.__get__(p).clone() for p in net.parameters()]
         time.sleep(0.1)
         assert all(torch.equal(torch.Tensor.data.__get__(p), q) for p, q in zip(net.parameters(), after, strict=True))
+
+
+def test_a_wait_that_was_interrupted_can_be_taken_up_again():
+    optimizer = make_optimizer(blocks())
+    thread = overlap.HostThread()
+    ahead = overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
+    arrived = []
+    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [])
+    main = threading.main_thread().ident
+    threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ahead.finish()
+    assert not arrived
+    ahead.finish()
+    assert arrived
+    thread.close()
