@@ -1,11 +1,17 @@
-"""The command line: Lightning's own, with superpipeline as the strategy unless another is named."""
+"""The command line: LightningCLI's commands with superpipeline as the strategy unless another is named, and our own."""
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Sequence
+from typing import Any
 
-COMMANDS = {
+from .errors import SuperpipelineError
+
+OWN: dict[str, str] = {}  # name of a module in commands/: what it is for
+LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",
     "validate": "run one evaluation epoch over the validation set",
     "test": "run one evaluation epoch over the test set",
@@ -16,30 +22,44 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; without ``arguments``, the one that the process was started with."""
     parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if args.command in OWN:
+        if rest:
+            parser.error(f"{args.command} does not know {' '.join(rest)}")
+        sys.exit(_run_own(parser, args))
     # What follows the command is LightningCLI's to read, from its own parser.
-    command = parser.parse_known_args(arguments)[0].command
     if importlib.util.find_spec("jsonargparse") is None:
-        parser.error(f"{command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
+        parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
     _run_lightning(arguments)
+
+
+def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        return int(_module(args.command).main(args))
+    except SuperpipelineError as error:
+        parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sp_lightning",
         description="Train, validate and predict with LightningModules larger than the accelerator's memory.",
+        epilog=f"{', '.join(LIGHTNINGS)} are LightningCLI's, with strategy superpipeline unless another is named.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=importlib.metadata.version("sp-lightning"))
     commands = parser.add_subparsers(
-        dest="command",
-        required=True,
-        metavar="command",
-        title="commands",
-        description="LightningCLI's, with strategy superpipeline unless another is named; COMMAND --help for options.",
+        dest="command", required=True, metavar="command", title="commands", description="COMMAND --help for options."
     )
-    for name, what in COMMANDS.items():
+    for name, what in LIGHTNINGS.items():
         commands.add_parser(name, help=what, add_help=False)
+    for name, what in OWN.items():
+        _module(name).add_arguments(commands.add_parser(name, help=what, description=what, allow_abbrev=False))
     return parser
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f".commands.{command}", __package__)
 
 
 def _run_lightning(arguments: Sequence[str] | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .machine import Machine
-from .plan import UnitCost, floor
+from .simulation import UnitCost, floor
 
 HALF = 2  # bytes of what is bf16
 

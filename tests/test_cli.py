@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from sp_lightning.cli import main
+from sp_lightning.cli import OWN, main
 
 TOY = """
     import lightning as L
@@ -80,11 +80,11 @@ def toy(monkeypatch):
     sys.modules.pop("toy", None)
 
 
-def test_help_lists_the_four_commands_and_nothing_else(capsys):
+def test_help_lists_the_commands_and_nothing_else(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    listed = capsys.readouterr().out.split("  command\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == ["fit", "validate", "test", "predict"]
+    listed = capsys.readouterr().out.split("  command\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == ["fit", "validate", "test", "predict", *OWN]
 
 
 def test_version_is_the_installed_one(capsys):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sp_lightning import plan
 from sp_lightning.errors import OptionError
 from sp_lightning.machine import MACHINES, Machine
-from sp_lightning.plan import UnitCost, floor, simulate
+from sp_lightning.simulation import UnitCost, floor, simulate
 from sp_lightning.schedule import Schedule
 from sp_lightning.workloads import WORKLOADS
 
