@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sp_lightning.machine import GIB, MACHINES, Machine
-from sp_lightning.simulation import Simulation, simulate
 from sp_lightning.schedule import Schedule
+from sp_lightning.simulation import Simulation, simulate
 from sp_lightning.workloads import WORKLOADS, Part, Workload
 
 WINDOW = 3

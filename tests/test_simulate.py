@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning import plan
+from sp_lightning import simulation
 from sp_lightning.errors import OptionError
 from sp_lightning.machine import MACHINES, Machine
-from sp_lightning.simulation import UnitCost, floor, simulate
 from sp_lightning.schedule import Schedule
+from sp_lightning.simulation import UnitCost, floor, simulate
 from sp_lightning.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -104,7 +104,7 @@ def test_the_unit_that_forward_needs_first_is_stepped_first_when_steps_run_into_
 def test_steps_into_forward_gain_nothing_in_the_order_of_arrival(monkeypatch):
     units = [unit(step=4)] * 6
     newest_first = simulated(units, steps_into_forward=True)
-    monkeypatch.setattr(plan, "_NewestFirst", plan._Lane)
+    monkeypatch.setattr(simulation, "_NewestFirst", simulation._Lane)
     assert simulated(units, steps_into_forward=True).step_s == simulated(units).step_s > newest_first.step_s
 
 
