@@ -255,7 +255,7 @@ def test_it_needs_no_torch():
 import sys, types
 package = sys.modules["sp_lightning"] = types.ModuleType("sp_lightning")
 package.__path__ = [{str(ROOT / "sp_lightning")!r}]
-from sp_lightning import plan, workloads
+from sp_lightning import simulation, workloads
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
