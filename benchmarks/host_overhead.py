@@ -60,7 +60,7 @@ def measure(units, device, window, repeat):
     plain, streamed = Stack(units).to(device), Stack(units)
     with sp_lightning.stream(streamed, device, window=window, units=["Block"]) as handle:
         seconds_per_step(streamed, device, 3)
-        visits = len(handle.engine.order)
+        visits = len(handle.engine.window.order)
         added = []
         for _ in range(repeat):
             without = seconds_per_step(plain, device, 10)

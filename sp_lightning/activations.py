@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 from .compiled import never_compiled
 from .errors import ExactnessError
 from .offload import Offload, OnHost
-
-if TYPE_CHECKING:
-    from .engine import StreamedUnit
+from .window import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]

@@ -148,7 +148,7 @@ class Handle:
             move_buffers(self.module, self.device.torch_device)
             self._places = slots(self.module)
             self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
-            self.engine.only_inference = self._only_inference
+            self.engine.window.only_inference = self._only_inference
             self._entries.extend(self._parts())
             self._entries.append(Scope(self.module, self))  # the outermost
         except BaseException:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from . import reads
 from .compiled import never_compiled, not_compiled_itself
 from .device import Device
-from .engine import Engine, StreamedUnit
+from .engine import Engine
+from .window import StreamedUnit
 
 
 class Entry:

@@ -100,7 +100,7 @@ def test_an_automatic_window_shrinks_instead_of_running_out_of_memory(caplog):
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     nbytes = 256 * 1024 + 1024
     with sp_lightning.stream(net, SIMGPU, units=["Linear"]) as handle, caplog.at_level(logging.WARNING, "sp_lightning"):
-        handle.engine.schedule.resize(5, 1)
+        handle.engine.window.schedule.resize(5, 1)
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * nbytes + 64 * KIB
         with torch.no_grad():
             for _ in range(3):

@@ -69,7 +69,7 @@ class Ledger:
 
     def _see_step(self, *_: Any) -> None:
         for engine, passes in self.passes.items():
-            resident = engine.schedule.resident
+            resident = engine.window.schedule.resident
             self._kept[engine] = frozenset(index for index in resident if not engine.units[index].movable)
             passes[-1].refilled += self._kept[engine]
 
@@ -84,12 +84,12 @@ class Ledger:
             self.passes.setdefault(engine, []).append(Pass(kind, tuple(order), wrap, kept, before))
             original(order, wrap)
 
-        with mock.patch.object(engine.schedule, "begin", in_front_of(engine.schedule.begin, see_begin)):
+        with mock.patch.object(engine.window.schedule, "begin", in_front_of(engine.window.schedule.begin, see_begin)):
             original(engine, kind)
 
     def _see_visit(self, original: Any, schedule: Schedule, unit: int, held: Any = ()) -> Any:
         for engine, passes in self.passes.items():
-            if engine.schedule is schedule:
+            if engine.window.schedule is schedule:
                 passes[-1].visits.append(unit)
                 passes[-1].held.append(frozenset(index for index in schedule.resident if index in held))
         return original(schedule, unit, held)
@@ -107,7 +107,7 @@ def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
     """What each pass brings up by Rule 2."""
     nbytes = [unit.store.nbytes for unit in engine.units]
     root = sum(unit.store.nbytes for unit in engine.units if unit.unit.resident)
-    schedule = Schedule(nbytes, engine.schedule.window, engine.schedule.transfer)
+    schedule = Schedule(nbytes, engine.window.schedule.window, engine.window.schedule.transfer)
     figures = []
     for index, recorded in enumerate(passes):
         if recorded.kept is not None:

@@ -1,0 +1,69 @@
+"""The backward that runs: whose gradients are complete, and which units may be stepped while it goes on.
+
+1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
+   one that uses a weight detached, too, does. If another one comes back all the same, that is an error.
+2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
+   out of the outermost one is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .errors import ExactnessError
+from .window import StreamedUnit
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's engine."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Backward:
+    """From the first unit that a backward needs to its end; still running after one that failed."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self._task = -1  # autograd's number of the outermost one
+        self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
+        self._stepping: set[StreamedUnit] = set()  # those of them that may be stepped by now
+        self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
+
+    def begin(self, at_end: Callable[[], None]) -> bool:
+        """It needs a unit; tells whether that is its first."""
+        if self.running:
+            return False
+        self.running = True
+        self._task = torch._C._current_graph_task_id()
+        self._complete.clear()
+        self._stepping.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        return True
+
+    def end(self) -> None:
+        """It went through."""
+        self.running = False
+        self._left_alone |= self._complete
+
+    def completed(self, unit: StreamedUnit) -> bool:
+        """All uses of the unit's weights in it are done; tells whether the unit may be stepped (Rules 1 and 2)."""
+        if torch._C._current_graph_task_id() != self._task:
+            return False
+        self._complete.add(unit)
+        if unit in self._left_alone:
+            self._stepping.add(unit)
+        return unit in self._left_alone
+
+    def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
+        """It needs this unit (Rule 1)."""
+        if unit not in self._complete:
+            return
+        self._complete.discard(unit)
+        self._left_alone.discard(unit)
+        if unit in self._stepping and stepping_ahead:
+            raise ExactnessError(
+                f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
+                "which it did not in the steps before; set optimizer_overlap=False"
+            )
