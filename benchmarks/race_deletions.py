@@ -4,7 +4,8 @@
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or that stands for
 such calls: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `tests/test_races.py` runs
-against the copy. Prints a line per wait; exits with 1 if one of them can go unnoticed.
+against the copy. Prints a line per wait; exits with 1 if one of them can go unnoticed. A complete run writes its result
+into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEST = "tests/test_races.py"
+GUIDE = ROOT / "CONTRIBUTING.md"
+MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 
 # Torch's own waits, and functions of ours whose purpose is one.
@@ -126,6 +130,27 @@ def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
         return Verdict(done.returncode, failures[0].split("::")[-1].split(" - ")[0] if failures else done.stdout[-300:])
 
 
+def summary(said: list[tuple[Wait, Verdict]]) -> str:
+    """What CONTRIBUTING.md says: the functions that wait, how often if more than once, and what went unnoticed."""
+    missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in said if not verdict.caught]
+    lines = [
+        f"Of {len(said)} waits each was deleted by itself: {len(said) - len(missed)} deletions were caught. By file:",
+        "",
+    ]
+    for file in dict.fromkeys(wait.file for wait, _ in said):
+        counts = Counter(wait.function for wait, _ in said if wait.file == file)
+        functions = (name if count == 1 else f"{name} ({count})" for name, count in counts.items())
+        lines.append(f"- {file}: {', '.join(functions)}")
+    return "\n".join([*lines, *(f"- not caught: {text}" for text in missed)])
+
+
+def write(text: str) -> None:
+    """Puts a summary between the marks."""
+    before, _, rest = GUIDE.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    GUIDE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+
+
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -143,11 +168,14 @@ def main() -> int:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
         found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
-        missed = 0
+        said: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for wait, said in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
-                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {said}")
-                missed += not said.caught
+            for wait, its in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
+                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {its}")
+                said.append((wait, its))
+    missed = sum(not its.caught for _, its in said)
+    if not options.only:
+        write(summary(said))
     say(f"{len(found)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0
 
