@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -40,7 +41,23 @@ ONE = "1: this strategy streams a model through one device; use strategy='fsdp' 
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
-    """Maps a local checkpoint file into memory: of a model that fills the host, no second copy is read at once."""
+    """Of a model that fills the host there is no room for a second copy: a local checkpoint file is mapped into memory,
+    and written straight from the tensors, beside the one that it replaces once it is whole."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Lightning's own way, by way of memory and the directory of temporary files, for what is not local."""
+        path = os.fspath(path)
+        if storage_options is not None or not _is_local_file_protocol(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        part = f"{path}.part"  # in the same directory: from another disk it could not replace the file in one go
+        try:
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+            os.replace(part, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(part)
 
     def load_checkpoint(self, path: Any, map_location: Any = HOST, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""

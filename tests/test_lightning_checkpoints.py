@@ -1,6 +1,8 @@
 """Checkpoints cross over between this strategy and plain Lightning, both ways, and have the same size."""
 
 import functools
+import resource
+import tracemalloc
 
 import lightning as L
 import pytest
@@ -255,3 +257,31 @@ def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
     _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
     loaded = Module.load_from_checkpoint(tmp_path / "end.ckpt", map_location="cpu")
     assert_same(dict(module.state_dict()), dict(loaded.state_dict()))
+
+
+def limit_files_to(nbytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
+    trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").read_bytes()
+    previous, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files_to(len(before) // 2)  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises((OSError, RuntimeError)):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+    finally:
+        limit_files_to(previous)
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+
+
+def test_a_file_is_written_without_a_second_copy_in_memory(tmp_path):
+    """Measured on the way out of torch.save, where Lightning's own holds the whole file in a buffer."""
+    weights, io = torch.zeros(2**25), parity.streaming_strategy("cpu").checkpoint_io
+    tracemalloc.start()
+    io.save_checkpoint({"weights": weights}, tmp_path / "large.ckpt")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < weights.nbytes / 8
