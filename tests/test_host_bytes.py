@@ -1,0 +1,61 @@
+"""Host memory in plain numbers, before a run."""
+
+import torch
+from torch import nn
+
+from sp_lightning.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+
+MIB = 2**20
+
+
+def linear(**options):
+    return nn.Linear(1024, 256, bias=False, device="meta", **options)  # 1 MiB in FP32
+
+
+def half(dtype):
+    return torch.bfloat16 if dtype is torch.float32 else dtype
+
+
+def test_fp32_with_adamw_takes_16_bytes_per_parameter():
+    units = [UnitHostBytes.of(linear().parameters()) for _ in range(3)]
+    found = host_bytes(units, states=STATES["AdamW"])
+    assert found == HostBytes(weights=3 * MIB, gradients=3 * MIB, optimizer=6 * MIB)
+    assert found.total == 16 * 3 * 256 * 1024
+
+
+def test_what_travels_in_half_precision_takes_2_bytes_more():
+    unit = UnitHostBytes.of(linear().parameters(), half)
+    assert host_bytes([unit], states=2).total == 18 * 256 * 1024
+
+
+def test_what_travels_as_it_is_has_no_second_copy():
+    assert UnitHostBytes.of(linear(dtype=torch.bfloat16).parameters(), half).wire == 0
+
+
+def test_frozen_weights_take_themselves_only():
+    unit = UnitHostBytes.of(linear().requires_grad_(False).parameters())
+    assert host_bytes([unit], states=2) == HostBytes(weights=MIB)
+
+
+def test_inference_takes_no_gradients_and_no_state():
+    unit = UnitHostBytes.of(linear().parameters())
+    assert host_bytes([unit], states=2, training=False) == HostBytes(weights=MIB)
+
+
+def test_each_parameter_begins_at_an_aligned_offset():
+    assert UnitHostBytes.of([torch.empty(1), torch.empty(129)]).weights == 512 + 1024
+
+
+def test_activations_and_the_ring_count():
+    found = host_bytes([], activations=5, ring=7)
+    assert (found.activations, found.ring, found.total) == (5, 7, 12)
+
+
+def test_the_number_of_states_is_what_the_optimizers_make():
+    for name, states in STATES.items():
+        parameter = nn.Parameter(torch.ones(8))
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+        parameter.grad = torch.ones(8)
+        optimizer.step()
+        made = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.shape == (8,)]
+        assert len(made) == states, name
