@@ -264,7 +264,7 @@ def limit_files_to(nbytes):
 
 
 def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
-    trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
+    trainer, _ = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()
     previous, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit_files_to(len(before) // 2)  # a write beyond it fails, as on a full disk
