@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedError
+from .host import host_memory
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,17 @@ class Device:
     def memory_peak(self) -> int:
         """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
         return self._streamed_peak if self.is_host else torch.accelerator.max_memory_allocated(self.torch_device)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free, cached ones of the allocator included, and bytes that there are."""
+        if self.is_host:
+            host = host_memory()
+            return host.free, host.total
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
+        unused = torch.accelerator.memory_reserved(self.torch_device) - torch.accelerator.memory_allocated(
+            self.torch_device
+        )
+        return min(free + unused, total), total
 
     def memory_headroom(self) -> int | None:
         """Bytes that were free even when most was allocated; None where the device is the host."""

@@ -1,0 +1,119 @@
+"""What the host has: memory that is free and memory that is allowed, page locks, cores. No tensors needed.
+
+1. The memory of a process is the machine's or its cgroup's, whichever is smaller; in a cgroup, pages of files count as
+   free, because the kernel gives them up before it kills.
+2. What the system does not say is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+ROOT = Path("/")
+NO_LIMIT = 1 << 60  # cgroups of the first version write "none" as a number near 2**63
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory for this process."""
+
+    total: int
+    free: int
+    limited_by: str  # "machine" or "cgroup"
+
+
+def host_memory(root: Path = ROOT) -> HostMemory:
+    """What this process may take at most, and what of that is free now (Rule 1)."""
+    machine = psutil.virtual_memory()
+    memory = HostMemory(machine.total, machine.available, "machine")
+    for limit, used in _cgroup_limits(root):
+        free = min(memory.free, max(0, limit - used))
+        memory = (
+            HostMemory(limit, free, "cgroup")
+            if limit < memory.total
+            else HostMemory(memory.total, free, memory.limited_by)
+        )
+    return memory
+
+
+def lock_limit() -> int | None:
+    """Bytes that an unprivileged process may lock (``ulimit -l``); None without a limit, or where there is none."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft in (resource.RLIM_INFINITY, -1) else soft
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, each counted once whatever its hardware threads, within its CPU quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    logical, physical = psutil.cpu_count() or allowed, psutil.cpu_count(logical=False) or allowed
+    cores = max(1, round(allowed * physical / logical))
+    quota = _cpu_quota(ROOT)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def numa_nodes(root: Path = ROOT) -> int:
+    """Memory nodes of the machine; 1 where the system does not say."""
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used without pages of files) of this process's memory cgroup and of each above it that has a limit."""
+    for folder, limit_file, used_file in _memory_cgroups(root):
+        limit = _number(folder / limit_file)
+        if limit is None or limit >= NO_LIMIT:
+            continue
+        files = _statistic(folder / "memory.stat", ("inactive_file", "active_file"))
+        yield limit, max(0, (_number(folder / used_file) or 0) - files)
+
+
+def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    base = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names = ("memory.max", "memory.current")
+            yield from ((folder, *names) for folder in _upwards(base, path))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from ((folder, *names) for folder in _upwards(base / "memory", path))
+
+
+def _upwards(base: Path, path: str) -> Iterator[Path]:
+    """A cgroup's folder and those above it. Inside a container the path may be the host's: then only the base is."""
+    folder = base / path.strip("/")
+    yield from (found for found in (folder, *folder.parents) if found.is_relative_to(base) and found.is_dir())
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """CPUs' worth of time that the cgroup gives."""
+    for line in _lines(root / "sys/fs/cgroup/cpu.max"):
+        quota, _, period = line.partition(" ")
+        if quota.isdigit() and period.isdigit():
+            return int(quota) / int(period)
+    return None
+
+
+def _statistic(file: Path, names: tuple[str, ...]) -> int:
+    found = (line.split() for line in _lines(file))
+    return sum(int(words[1]) for words in found if len(words) == 2 and words[0] in names)
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(file: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return file.read_text().splitlines()
+    return []

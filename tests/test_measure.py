@@ -1,0 +1,134 @@
+"""The machine at hand as a profile, where the simulated accelerator's rates are known; what the system says of the host."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sp_lightning import optimizer
+from sp_lightning.device import Device
+from sp_lightning.host import host_memory, lock_limit, numa_nodes, usable_cores
+from sp_lightning.machine import Machine
+from sp_lightning.measure import measure, measure_dram, measure_flops, measure_link, measure_optimizer
+
+MIB = 2**20
+
+
+def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
+    machine = measure(device)
+    assert isinstance(machine, Machine)
+    assert machine.name == "here"
+    for name, value in dataclasses.asdict(machine).items():
+        assert name == "name" or value > 0, name
+    assert 0 < machine.duplex <= 1
+    assert machine.host_nbytes == host_memory().total
+
+
+@pytest.mark.simgpu
+def test_a_link_s_directions_are_told_apart():
+    import simgpu
+
+    simgpu.config.h2d_gbps, simgpu.config.d2h_gbps = 0.5, 1
+    link = measure_link(Device("simgpu"))
+    assert link.up_bytes_per_s == pytest.approx(0.5e9, rel=0.2)
+    assert link.down_bytes_per_s == pytest.approx(1e9, rel=0.2)
+
+
+@pytest.mark.simgpu
+def test_directions_that_run_at_once_are_told_from_those_that_take_turns():
+    import simgpu
+
+    simgpu.config.h2d_gbps, simgpu.config.d2h_gbps = 0.5, 1
+    device = Device("simgpu")
+    assert measure_link(device).duplex > 0.8
+    device.down = device.up
+    assert measure_link(device).duplex < 0.65
+
+
+@pytest.mark.simgpu
+def test_slow_kernels_are_seen():
+    import simgpu
+
+    fast = measure_flops(Device("simgpu"), torch.float32)
+    simgpu.config.compute_us = 2_000
+    assert measure_flops(Device("simgpu"), torch.float32) < fast
+
+
+@pytest.mark.simgpu
+def test_measuring_fits_into_a_small_device():
+    import simgpu
+
+    simgpu.config.capacity = 32 * MIB
+    measure("simgpu")
+    assert torch.accelerator.max_memory_allocated() <= 32 * MIB
+    assert torch.accelerator.memory_allocated() == 0
+
+
+def test_measuring_draws_no_random_numbers_of_the_users():
+    before = torch.get_rng_state()
+    measure_flops(Device("cpu"), torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_optimizer_that_is_measured_steps_in_pieces_or_fused(monkeypatch):
+    called = []
+    for real in (optimizer.step_in_pieces, optimizer.fuse):
+        spy = lambda stepped, real=real: called.append(real.__name__) or real(stepped)  # noqa: E731
+        monkeypatch.setattr(f"sp_lightning.measure.{real.__name__}", spy)
+    assert measure_optimizer() > 0 and measure_optimizer(fused=True) > 0
+    assert called == ["step_in_pieces", "fuse"]
+
+
+def test_host_memory_has_a_speed():
+    assert measure_dram() > 0
+
+
+# ---- what the system says
+
+
+def a_system(root, *, cgroup="0::/mine", **files):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup + "\n")
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name.replace("__", "/").replace("DOT", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    return root
+
+
+def test_memory_is_the_cgroup_s_where_that_is_smaller(tmp_path):
+    root = a_system(tmp_path, mine__memoryDOTmax=64 * MIB, mine__memoryDOTcurrent=24 * MIB)
+    memory = host_memory(root)
+    assert (memory.total, memory.free, memory.limited_by) == (64 * MIB, 40 * MIB, "cgroup")
+
+
+def test_pages_of_files_are_free(tmp_path):
+    stat = f"anon 5\ninactive_file {10 * MIB}\nactive_file {2 * MIB}"
+    files = {"mine__memoryDOTmax": 64 * MIB, "mine__memoryDOTcurrent": 24 * MIB, "mine__memoryDOTstat": stat}
+    assert host_memory(a_system(tmp_path, **files)).free == 52 * MIB
+
+
+def test_a_limit_above_the_own_cgroup_counts(tmp_path):
+    files = {"mine__memoryDOTmax": "max", "memoryDOTmax": 8 * MIB, "memoryDOTcurrent": MIB}
+    assert host_memory(a_system(tmp_path, **files)).total == 8 * MIB
+
+
+def test_cgroups_of_the_first_version_count(tmp_path):
+    files = {"memory__mine__memoryDOTlimit_in_bytes": 16 * MIB, "memory__mine__memoryDOTusage_in_bytes": MIB}
+    assert host_memory(a_system(tmp_path, cgroup="5:cpu,memory:/mine", **files)).free == 15 * MIB
+
+
+@pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
+def test_no_limit_is_the_machine_s(tmp_path, limit):
+    assert host_memory(a_system(tmp_path, mine__memoryDOTmax=limit)).limited_by == "machine"
+
+
+def test_nodes_of_memory_are_counted(tmp_path):
+    for index in range(2):
+        (tmp_path / f"sys/devices/system/node/node{index}").mkdir(parents=True)
+    assert numa_nodes(tmp_path) == 2 and numa_nodes(tmp_path / "nowhere") == 1
+
+
+def test_cores_and_locks_are_numbers():
+    assert usable_cores() >= 1
+    assert lock_limit() is None or lock_limit() >= 0
