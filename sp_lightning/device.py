@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ class _IdleEvent:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+
+class _HostMoment:
+    """A moment of an idle stream: now."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _HostMoment) -> float:
+        return (later.seconds - self.seconds) * 1e3
 
 
 class _IdleStream(contextlib.nullcontext[None]):
@@ -61,6 +75,7 @@ class Device:
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self._idle = _IdleStream()
+        self._clock: Any = None  # made when it is first needed: an idle stream
         self._can_pin = not self.is_host
         self._streamed_nbytes = 0
         self._streamed_peak = 0
@@ -69,6 +84,25 @@ class Device:
     def compute(self) -> Any:
         """The stream on which the calling thread launches kernels."""
         return self._idle if self.is_host else torch.accelerator.current_stream(self.torch_device)
+
+    def moment(self, stream: Any) -> Any:
+        """An event that knows when the stream arrived there, once ``query()`` says that it has."""
+        if self.is_host:
+            return _HostMoment()
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def both_clocks(self) -> tuple[Any, float]:
+        """The same moment as an event and in the host's seconds: nothing else is ever queued on its stream."""
+        if self.is_host:
+            now = _HostMoment()
+            return now, now.seconds
+        if self._clock is None:
+            self._clock = torch.Stream(device=self.torch_device)
+        before = time.perf_counter()
+        event = self.moment(self._clock)
+        return event, (before + time.perf_counter()) / 2
 
     # ---- memory
 

@@ -114,6 +114,7 @@ class Engine:
             self.optimizing = False
             if self._scopes > 1:
                 return
+            self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
             self.window.begin_pass(kind)
             self._listen()
 
@@ -257,6 +258,7 @@ class Engine:
                 if not unit.visits:
                     unit.binding.collect_writes(self._replayed(unit))
                     unit.binding.unbind()
+                    self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
 
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -314,7 +316,8 @@ class Engine:
                 self.backward.came_to(unit, self.downlink.ahead is not None)
             elif not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
-            self.window.require(unit)
+            with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
+                self.window.require(unit)
             if not unit.binding.bound:
                 unit.binding.refresh()
 
@@ -339,7 +342,9 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with _quietly():
             self._in_backward_from_here()
-            return self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
+            returned = self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
+            self.counters.listener.idle()
+            return returned
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
@@ -353,10 +358,12 @@ class Engine:
     def _backward_done(self) -> None:
         with _quietly():
             self.backward.end()
+            self.counters.listener.idle()
             self.downlink.let_go()
             self.land()
             self._ignore()
             self.settle()
+            self.counters.listener.step_may_begin()
 
     # ---- ends
 
@@ -367,6 +374,7 @@ class Engine:
                 self.saved.pop()
             self._open.pop().visits = 0
         self.backward.running = False
+        self.counters.listener.idle()
         self.downlink.drop()
         for unit in self.units:
             unit.visits = 0

@@ -39,3 +39,17 @@ class UnsupportedError(SuperpipelineError, RuntimeError):
 
 class ExactnessError(SuperpipelineError, RuntimeError):
     """The run stops because its result could differ from plain training; the message names the module."""
+
+
+class TraceError(SuperpipelineError, ValueError):
+    """A file is not a timeline that this package wrote."""
+
+
+class MissingExtraError(SuperpipelineError, ImportError):
+    """A package of an optional extra is not installed."""
+
+    def __init__(self, *, feature: str, package: str, extra: str) -> None:
+        super().__init__(f"{feature} needs {package}, which is not installed: pip install 'sp-lightning[{extra}]'")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]

@@ -157,14 +157,15 @@ class Downlink:
         if slab is None:
             slab = self._slabs[store] = GradientSlab(store, self.device)
         host = [slab.room(index, _known(grads[index])) for index in indices]
-        landing = self._send([_known(grads[index]) for index in indices], host)
+        landing = self._send(store, [_known(grads[index]) for index in indices], host)
         landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]
         if self.ahead is not None and final and not self._under_way:
-            self.ahead.submit(lambda: self._land(landing))
+            timed = self.counters.listener.work("optimizer", store.unit.name, "step")
+            self.ahead.submit(lambda: self._land(landing), timed)
         else:
             self._under_way.append(landing)
 
-    def _send(self, grads: list[Tensor], host: list[Place]) -> Landing:
+    def _send(self, store: UnitStore, grads: list[Tensor], host: list[Place]) -> Landing:
         """Packs gradients and copies them to their places on the host, in runs of adjacent ones."""
         layout = Layout.of([("", place.tensor) for place in host])
         packed = torch.empty(max(layout.nbytes, ALIGNMENT), dtype=torch.uint8, device=self.device.torch_device)
@@ -174,18 +175,20 @@ class Downlink:
         torch._foreach_copy_(views, grads)
         down, compute = self.device.down, self.device.compute
         down.wait_event(compute.record_event())
-        with down:
-            for flat, offset, source, nbytes in _runs(host, layout):
-                flat[offset : offset + nbytes].copy_(packed[source : source + nbytes], non_blocking=True)
+        nbytes = sum(field.nbytes for field in layout.fields)
+        with down, self.counters.listener.work("down", store.unit.name, "gradients", nbytes):
+            for flat, offset, source, length in _runs(host, layout):
+                flat[offset : offset + length].copy_(packed[source : source + length], non_blocking=True)
             done = down.record_event()
-        self.counters.bytes_down += sum(field.nbytes for field in layout.fields)
+        self.counters.bytes_down += nbytes
         self._last = Landing(packed, [], compute, done)
         return self._last
 
     def let_go(self) -> None:
         """The device buffer on its way may be freed after its copy (Rule 6)."""
         if self._last is not None:
-            self._last.stream.wait_event(self._last.done)
+            with self.counters.listener.waiting("gradients"):
+                self._last.stream.wait_event(self._last.done)
             self.device.count(-self._last.packed.numel())
             self._last.packed = torch.empty(0)
             self._last = None
@@ -201,7 +204,7 @@ class Downlink:
             room = Layout.of([("", _known(grads[index])) for index in dense])
             flat = self.device.host_bytes(max(room.nbytes, ALIGNMENT))
             places = [Place(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields]
-            landing = self._send([_known(grads[index]) for index in dense], places)
+            landing = self._send(store, [_known(grads[index]) for index in dense], places)
             with self.counters.stall("gradients"):
                 landing.done.synchronize()
             for index, place in zip(dense, places, strict=True):

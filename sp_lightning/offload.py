@@ -61,8 +61,10 @@ class Offload:
 
     def let_go(self) -> None:
         """Drops device tensors whose copies the caller's stream now waits for."""
-        for _tensor, arrived in self._left:
-            self.device.compute.wait_event(arrived)
+        if self._left:
+            with self.counters.listener.waiting("activations"):
+                for _tensor, arrived in self._left:
+                    self.device.compute.wait_event(arrived)
         self._left = []
 
     def finish(self) -> None:
@@ -94,7 +96,7 @@ class Offload:
         )
         down = self.device.down
         down.wait_event(self.device.compute.record_event())
-        with down, torch.no_grad():
+        with down, torch.no_grad(), self.counters.listener.work("down", "", "activations", nbytes):
             host.copy_(span, non_blocking=True)
             arrived = down.record_event()
         self._leaving.append((tensor, arrived))
@@ -117,10 +119,11 @@ class Offload:
         up = self.device.up
         up.wait_event(saved.arrived)
         up.wait_event(self.device.compute.record_event())  # whose memory it was
-        with up, torch.no_grad():
+        nbytes = saved.host.numel() * size
+        with up, torch.no_grad(), self.counters.listener.work("up", "", "activations", nbytes):
             span.copy_(saved.host, non_blocking=True)
             saved.ready = up.record_event()
-        self.counters.bytes_brought_back += saved.host.numel() * size
+        self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses
 
@@ -129,7 +132,8 @@ class Offload:
         self.fetch(saved)
         tensor = saved.device
         assert tensor is not None
-        self.device.compute.wait_event(saved.ready)
+        with self.counters.listener.waiting("activations"):
+            self.device.compute.wait_event(saved.ready)
         saved.pending -= 1
         if not saved.pending:
             saved.device = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,9 +63,9 @@ class StepAhead:
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
 
-    def submit(self, arrive: Arrive) -> None:
-        """Gradients are under way whose parameters can be stepped when they arrive."""
-        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive)))
+    def submit(self, arrive: Arrive, timed: AbstractContextManager[None]) -> None:
+        """Gradients are under way whose parameters can be stepped, within ``timed``, when they arrive."""
+        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive, timed)))
 
     def rest(self) -> tuple[list[Group], Any]:
         """What the optimizer's own step has to do: all but what was stepped ahead, before backward returned."""
@@ -91,7 +92,7 @@ class StepAhead:
         for param in sorted(made, key=lambda param: order.get(id(param), len(order))):
             state[param] = state.pop(param)
 
-    def _arrived(self, arrive: Arrive) -> None:
+    def _arrived(self, arrive: Arrive, timed: AbstractContextManager[None]) -> None:
         if self._failed:
             return
         self._failed = True
@@ -100,6 +101,7 @@ class StepAhead:
             groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param in params:
                 groups[self._group_of[id(param)]]["params"].append(param)
-            self._step.step_groups(self._optimizer, groups)
+            with timed:
+                self._step.step_groups(self._optimizer, groups)
         self.stepped.update(map(id, params))
         self._failed = False

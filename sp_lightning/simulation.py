@@ -26,11 +26,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from .errors import OptionError
 from .machine import Machine
 from .schedule import Schedule
+from .spans import Span
 
 Activations = Literal["keep", "recompute"]
 LaneName = Literal["up", "compute", "down", "optimizer"]
@@ -58,15 +59,6 @@ class UnitCost:
     def trained(self) -> bool:
         """Whether a step changes it."""
         return self.down_nbytes > 0
-
-
-class Span(NamedTuple):
-    """A piece of work, in seconds since the first forward's begin; negative if it was under way by then."""
-
-    lane: LaneName
-    unit: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,7 @@ class Simulation:
     compute_s: float
     stall_s: dict[str, float]  # in which compute was idle, by the lane that it was waiting for
     peak_nbytes: int  # on the device: weights, gradients and activations
-    timeline: list[Span]
+    timeline: list[Span]  # since the first forward's begin; negative where it was under way by then
     floor: Floor
 
     @property

@@ -145,7 +145,8 @@ class UnitStore:
             self._fill_wire()
         if self.residency is Residency.DEVICE:  # filled again in place
             self._let_readers_finish()
-        with self.device.up, torch.no_grad():
+        under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
+        with self.device.up, torch.no_grad(), under_way:
             if self.residency is Residency.HOST:
                 self.device.grow(self.storage, self.nbytes)
             self.flat.copy_(self.wire, non_blocking=True)

@@ -8,8 +8,43 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+from .spans import Lane
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Listener:
+    """To whom the phases of a step report when they begin and end; this one does not listen (recorder.py does)."""
+
+    def begin_pass(self, kind: str, trains: bool) -> None:
+        """All that follows belongs to a new pass."""
+
+    def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """What is issued within is work of a lane."""
+        return _NOTHING
+
+    def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
+        """Within, the compute stream is made to wait; after it, it computes for that unit, or the one it was at."""
+        return _NOTHING
+
+    def left(self, around: str, in_backward: bool) -> None:
+        """A visit ended, within that of another unit if there is one; in backward its gradients are still to come."""
+
+    def idle(self) -> None:
+        """What the compute stream does next belongs to no unit."""
+
+    def host_waited(self, cause: str, begin: float, end: float) -> None:
+        """The host did, between two readings of ``time.perf_counter``."""
+
+    def step_may_begin(self) -> None:
+        """The calling thread has nothing to do any more before the optimizer's own step."""
+
+    def stepped(self) -> None:
+        """The optimizer's own step ended."""
 
 
 @dataclass
@@ -28,6 +63,7 @@ class Counters:
     stepped_ahead: int = 0  # parameters stepped while backward ran
     surprises: int = 0  # visits that were not the predicted one
     stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
+    listener: Listener = field(default_factory=Listener, repr=False, compare=False)  # is no figure
 
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
@@ -36,11 +72,14 @@ class Counters:
         try:
             yield
         finally:
-            self.stall_ms[cause] += (time.perf_counter() - begin) * 1e3
+            end = time.perf_counter()
+            self.stall_ms[cause] += (end - begin) * 1e3
+            self.listener.host_waited(cause, begin, end)
 
     def snapshot(self) -> dict[str, Any]:
         """The values now, in a dictionary that later counting does not change."""
-        return {**vars(self), "stall_ms": dict(self.stall_ms)}
+        figures = {name: value for name, value in vars(self).items() if name != "listener"}
+        return {**figures, "stall_ms": dict(self.stall_ms)}
 
     def since(self, previous: Mapping[str, Any]) -> dict[str, Any]:
         """What was added after `previous`, an earlier snapshot of these counters."""

@@ -30,6 +30,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
         (errors.MemoryBudgetError, RuntimeError),
         (errors.UnsupportedError, RuntimeError),
         (errors.ExactnessError, RuntimeError),
+        (errors.TraceError, ValueError),
     ],
 )
 def test_every_error_is_ours_and_a_builtin_and_survives_pickling(kind, builtin):
@@ -43,3 +44,11 @@ def test_every_error_is_ours_and_a_builtin_and_survives_pickling(kind, builtin):
 def test_an_option_error_is_ours_and_a_value_error():
     assert issubclass(errors.OptionError, errors.SuperpipelineError)
     assert issubclass(errors.OptionError, ValueError)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_missing_extra_names_what_to_install_and_survives_pickling(protocol):
+    error = errors.MissingExtraError(feature="a picture", package="matplotlib", extra="plots")
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert isinstance(again, ImportError) and isinstance(again, errors.SuperpipelineError)
+    assert str(again) == "a picture needs matplotlib, which is not installed: pip install 'sp-lightning[plots]'"

@@ -7,6 +7,7 @@ slow here: a copy reads its source when its time is over. What is kept too long 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -460,7 +461,7 @@ def test_a_wait_that_was_interrupted_can_be_taken_up_again():
     thread = overlap.HostThread()
     ahead = overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
     arrived = []
-    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [])
+    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [], contextlib.nullcontext())
     main = threading.main_thread().ident
     threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -469,3 +470,16 @@ def test_a_wait_that_was_interrupted_can_be_taken_up_again():
     ahead.finish()
     assert arrived
     thread.close()
+
+
+# --- What is read of a recording
+
+
+def test_the_end_of_a_recording_waits_for_what_it_has_to_read():
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
+        recorder = handle.record()
+        slow(compute=SLOW_US)
+        net(models.vectors(0)[0].to(DEVICE))
+        recorder.flush()
+        assert len(recorder.steps) == 1
