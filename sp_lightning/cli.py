@@ -10,7 +10,9 @@ from typing import Any
 
 from .errors import SuperpipelineError
 
-OWN: dict[str, str] = {}  # name of a module in commands/: what it is for
+OWN: dict[str, str] = {  # name of a module in commands/: what it is for
+    "doctor": "what this machine has for streaming, and what to mend",
+}
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",
     "validate": "run one evaluation epoch over the validation set",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnsupportedError
+from .errors import OptionError, UnsupportedError
 from .host import host_memory
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,29 @@ def check_supported(device: torch.device) -> None:
         )
     if device.type == "meta":
         raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
+
+
+def available() -> list[str]:
+    """Names of the devices that can compute here, accelerators first."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    return [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None] + ["cpu"]
+
+
+def find(name: str | None = None) -> torch.device:
+    """The device of that name; without one the first accelerator, or the CPU where there is none."""
+    found = available()
+    if name is None:
+        return torch.device(found[0])
+    refusal = OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, found)))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise refusal from None
+    check_supported(device)
+    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in found:
+        raise refusal
+    return device
 
 
 class Device:
@@ -147,6 +170,23 @@ class Device:
     def memory_peak(self) -> int:
         """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
         return self._streamed_peak if self.is_host else torch.accelerator.max_memory_allocated(self.torch_device)
+
+    def lockable(self, most: int, block: int = 64 << 20) -> int | None:
+        """How much of so many bytes could be page-locked, tried block by block; None where nothing is page-locked."""
+        if self.is_host:
+            return None
+        blocks: list[torch.Tensor] = []
+        with contextlib.suppress(RuntimeError):
+            while len(blocks) * block < most:
+                blocks.append(torch.empty(block, dtype=torch.uint8, pin_memory=True))
+        return len(blocks) * block
+
+    @property
+    def name(self) -> str:
+        """As its vendor calls it, where that is known."""
+        module = torch.get_device_module(self.torch_device)
+        known = getattr(module, "get_device_name", None)
+        return str(known(self.torch_device)) if known is not None else self.torch_device.type
 
     def memory(self) -> tuple[int, int]:
         """Bytes that are free, cached ones of the allocator included, and bytes that there are."""

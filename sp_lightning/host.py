@@ -26,20 +26,16 @@ class HostMemory:
     total: int
     free: int
     limited_by: str  # "machine" or "cgroup"
+    machine: int  # what the machine has, whatever this process may take
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
     """What this process may take at most, and what of that is free now (Rule 1)."""
     machine = psutil.virtual_memory()
-    memory = HostMemory(machine.total, machine.available, "machine")
+    total, free = machine.total, machine.available
     for limit, used in _cgroup_limits(root):
-        free = min(memory.free, max(0, limit - used))
-        memory = (
-            HostMemory(limit, free, "cgroup")
-            if limit < memory.total
-            else HostMemory(memory.total, free, memory.limited_by)
-        )
-    return memory
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return HostMemory(total, free, "cgroup" if total < machine.total else "machine", machine.total)
 
 
 def lock_limit() -> int | None:
@@ -62,8 +58,21 @@ def usable_cores() -> int:
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Memory nodes of the machine; 1 where the system does not say."""
-    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+    """Memory nodes on whose cores this process may run; 1 where the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 1
+    allowed = os.sched_getaffinity(0)
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max(1, sum(not allowed.isdisjoint(_cores("".join(_lines(file)))) for file in lists))
+
+
+def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
+    """GPUs that their kernel drivers show, whether torch can use them or not."""
+    nvidia = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    nvidia = nvidia or len(list((root / "dev").glob("nvidia[0-9]*")))
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    amd = sum("".join(_lines(node)).strip() not in ("", "0") for node in nodes)
+    return {vendor: count for vendor, count in (("NVIDIA", nvidia), ("AMD", amd)) if count}
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -101,6 +110,12 @@ def _cpu_quota(root: Path) -> float | None:
         if quota.isdigit() and period.isdigit():
             return int(quota) / int(period)
     return None
+
+
+def _cores(text: str) -> set[int]:
+    """Of a list such as "0-3,8"."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
 
 
 def _statistic(file: Path, names: tuple[str, ...]) -> int:

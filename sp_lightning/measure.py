@@ -23,6 +23,7 @@ from .machine import Machine
 from .optimizer import FEWEST_PIECES, fuse, step_in_pieces
 
 MIB = 2**20
+FIRST_COPY = 16 * MIB
 MEMORY_SHARE = 8  # measuring takes at most this part of what is free
 PIECE = 1 << 17  # elements, as in step_in_pieces
 
@@ -36,7 +37,7 @@ class Effort:
     largest_nbytes: int
 
 
-QUICK = Effort(0.006, 0.1, 128 * MIB)
+QUICK = Effort(0.006, 0.2, 128 * MIB)
 THOROUGH = Effort(0.05, 2, 1024 * MIB)
 
 
@@ -88,7 +89,7 @@ def measure_link(device: Device, quick: bool = True) -> Link:
     """Bytes per second to and from the device, from page-locked memory where there is any; and both at once."""
     effort = QUICK if quick else THOROUGH
     limit = min(_largest(device.memory()[0], effort), _largest(host_memory().free, effort))
-    ways = _Ways(device, MIB)
+    ways = _Ways(device, max(MIB, min(FIRST_COPY, limit)))
     while min(_probed(device, ways.up), _probed(device, ways.down)) < effort.shortest_s and 4 * ways.nbytes <= limit:
         ways = _Ways(device, 4 * ways.nbytes)
     up, down = _seconds(device, ways.up, effort), _seconds(device, ways.down, effort)

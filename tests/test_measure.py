@@ -1,6 +1,7 @@
-"""The machine at hand as a profile, where the simulated accelerator's rates are known; what the system says of the host."""
+"""The machine at hand as a profile, with the simulated accelerator's known rates; what the system says of the host."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -123,9 +124,12 @@ def test_no_limit_is_the_machine_s(tmp_path, limit):
     assert host_memory(a_system(tmp_path, mine__memoryDOTmax=limit)).limited_by == "machine"
 
 
-def test_nodes_of_memory_are_counted(tmp_path):
-    for index in range(2):
-        (tmp_path / f"sys/devices/system/node/node{index}").mkdir(parents=True)
+def test_nodes_of_memory_are_counted_where_this_process_may_run(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    for index, cores in enumerate((f"{core}-{core + 1}", f"7000,{core}", "7000-7001", "")):
+        folder = tmp_path / f"sys/devices/system/node/node{index}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
     assert numa_nodes(tmp_path) == 2 and numa_nodes(tmp_path / "nowhere") == 1
 
 

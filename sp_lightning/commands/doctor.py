@@ -1,0 +1,90 @@
+"""``python -m sp_lightning doctor``: what this machine has for streaming, and what to mend."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..doctor import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--device", help="that computes, such as cuda:0 or cpu (default: the first accelerator)")
+    parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
+    parser.add_argument("--quick", action="store_true", help="measure for seconds instead of half a minute")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Examines and prints."""
+    import json
+
+    from ..doctor import doctor
+
+    report = doctor(args.device, args.folder, args.quick)
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for name, value in rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    console.print()
+    if report.findings:
+        console.print("To mend:")
+        for finding in report.findings:
+            console.print(f"- {finding.sentence}", markup=False, soft_wrap=True)
+    else:
+        console.print("Nothing to mend was found.")
+    console.print(f"\n{report.summary}", markup=False, soft_wrap=True)
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """The facts, for a reader."""
+    from ..config import format_bytes as size
+
+    facts = report.facts
+    machine = facts.machine
+    link = f"{machine.up_bytes_per_s / 1e9:.1f} GB/s up, {machine.down_bytes_per_s / 1e9:.1f} GB/s down"
+    both = f"each keeps {machine.duplex:.0%} while both run"
+    limit = "unlimited" if facts.lock_limit_nbytes is None else size(facts.lock_limit_nbytes)
+    if facts.pinned_nbytes is None:
+        pinned = "not used by this device"
+    else:
+        pinned = f"{size(facts.pinned_nbytes)} of {size(facts.pin_tried_nbytes)} tried"
+    memory = f"{size(facts.host_free_nbytes)} free of {size(machine.host_nbytes)}"
+    fused = f"{facts.fused_parameters_per_s / 1e9:.2f}e9 with fused_optimizer=True"
+    return [
+        ("device", f"{facts.device} ({facts.device_name})"),
+        ("device memory", f"{size(facts.device_free_nbytes)} free of {size(machine.device_nbytes)}"),
+        ("compute", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s in bfloat16, forward and backward"),
+        ("link", f"{link}; {both}" + "; copies in memory, as the CPU computes" * facts.on_host),
+        ("page locks", f"{pinned} (ulimit -l: {limit})"),
+        ("host memory", f"{memory}{', limited by the cgroup' * (facts.host_limited_by == 'cgroup')}"),
+        ("memory speed", f"{machine.dram_bytes_per_s / 1e9:.1f} GB/s read and written"),
+        ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW, {fused}"),
+        ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),
+        ("disk", _disk(report)),
+        ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),
+    ]
+
+
+def _disk(report: Report) -> str:
+    from ..config import format_bytes
+
+    facts = report.facts
+    write, read = facts.disk_write_bytes_per_s / 1e9, facts.disk_read_bytes_per_s / 1e9
+    return f"{write:.2f} GB/s written, {read:.2f} read, {format_bytes(facts.disk_free_nbytes)} free ({facts.folder})"

@@ -1,0 +1,230 @@
+"""The doctor: the real command, and what it says of machines that are not at hand."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from sp_lightning import cli
+from sp_lightning.device import available
+from sp_lightning.doctor import Facts, Report, capacity, doctor, findings
+from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.host import gpus_by_vendor
+from sp_lightning.machine import MACHINES
+
+GIB = 2**30
+GB = 1e9
+
+HEALTHY = Facts(
+    device="cuda:0",
+    device_name="a device",
+    machine=MACHINES["rtx4090"],
+    device_free_nbytes=23 * GIB,
+    host_free_nbytes=120 * GIB,
+    host_limited_by="machine",
+    machine_nbytes=128 * GIB,
+    pin_tried_nbytes=8 * GIB,
+    pinned_nbytes=8 * GIB,
+    lock_limit_nbytes=None,
+    parameters_per_s=2 * GB,
+    fused_parameters_per_s=2.2 * GB,
+    cores=16,
+    threads=16,
+    numa_nodes=1,
+    folder="/data",
+    disk_write_bytes_per_s=2 * GB,
+    disk_read_bytes_per_s=2 * GB,
+    disk_free_nbytes=4000 * GIB,
+    gpus={"NVIDIA": 1},
+    torch_accelerator="cuda",
+    versions={"torch": "2.15.0+cu130", "lightning": "2.6.0", "torchvision": "0.30.0"},
+    torch_wanted_by_torchvision="2.15.0",
+)
+
+
+def facts(**changes):
+    machine = {name: changes.pop(name) for name in list(changes) if hasattr(HEALTHY.machine, name)}
+    changed = dataclasses.replace(HEALTHY, **changes)
+    return dataclasses.replace(changed, machine=dataclasses.replace(HEALTHY.machine, **machine))
+
+
+def on_cpu(**changes):
+    return facts(device="cpu", device_name="cpu", pinned_nbytes=None, **changes)
+
+
+def the_one(facts):
+    """The only finding, as (subject, sentence)."""
+    ((subject, sentence),) = [(finding.subject, finding.sentence) for finding in findings(facts)]
+    assert sentence.endswith(".") and "\n" not in sentence
+    return subject, sentence
+
+
+# ---- findings
+
+
+def test_a_healthy_machine_has_none():
+    assert list(findings(HEALTHY)) == []
+
+
+SICK = {
+    "a slow link": (
+        facts(up_bytes_per_s=3.1 * GB),
+        "link",
+        r"3\.1 GB/s up and 25\.0 GB/s down, of 12 .* slot with 16 lanes",
+    ),
+    "a lopsided link": (
+        facts(down_bytes_per_s=12 * GB),
+        "link",
+        r"25\.0 GB/s up and 12\.0 GB/s down: .* bind the process",
+    ),
+    "a shared wire": (facts(duplex=0.52), "duplex", r"each keep 52% of the link: .* accumulate_grad_batches"),
+    "few page locks": (
+        facts(pinned_nbytes=GIB, lock_limit_nbytes=8 * 2**20),
+        "pinned memory",
+        r"1\.00 GiB of 8\.00 GiB could be page-locked \(ulimit -l: 8\.00 MiB\): raise memlock",
+    ),
+    "a container": (
+        facts(host_limited_by="cgroup", host_nbytes=48 * GIB, host_free_nbytes=48 * GIB),
+        "host memory",
+        r"may take 48\.00 GiB of the machine's 128\.00 GiB: raise the memory limit",
+    ),
+    "little memory": (
+        facts(host_free_nbytes=16 * GIB),
+        "host memory",
+        r"16\.00 GiB of host memory are free beside a device of 24\.00 GiB, .* 18 bytes .*: add memory",
+    ),
+    "slow memory": (facts(dram_bytes_per_s=9 * GB), "memory speed", r"moves 9\.0 GB/s, .* every channel"),
+    "few threads": (facts(threads=1), "threads", r"1 thread on 16 cores, .* idle: set OMP_NUM_THREADS=16"),
+    "many threads": (facts(threads=32), "threads", r"32 threads on 16 cores, .* wait .*: set OMP_NUM_THREADS=16"),
+    "two nodes": (facts(numa_nodes=2), "memory nodes", r"2 memory nodes, .* numactl --cpunodebind=N"),
+    "a slow loop": (
+        facts(fused_parameters_per_s=5 * GB),
+        "optimizer",
+        r"2\.00e9 parameters/s .* 5\.00e9 .* fused_optimizer=True makes it 2\.5 times",
+    ),
+    "a slow disk": (
+        facts(disk_write_bytes_per_s=0.1 * GB),
+        "disk speed",
+        r"/data takes 100 MB/s, .* 10e9 parameters would take 20 minutes: .*dirpath",
+    ),
+    "a full disk": (facts(disk_free_nbytes=GIB), "disk space", r"/data has 1\.00 GiB left, .* take .* GiB: free some"),
+    "a foreign torchvision": (
+        facts(torch_wanted_by_torchvision="2.11.0"),
+        "versions",
+        r"torchvision 0\.30\.0 was built for torch 2\.11\.0, found 2\.15\.0, .* install them together",
+    ),
+    "a torch for CPUs": (
+        on_cpu(torch_accelerator=None, gpus={"NVIDIA": 2}),
+        "device",
+        r"torch 2\.15\.0\+cu130 was not built for the 2 NVIDIA GPUs .*: install a CUDA build",
+    ),
+    "a torch for another vendor": (
+        on_cpu(gpus={"AMD": 1}),
+        "device",
+        r"was not built for the 1 AMD GPU that .*: install a ROCm build",
+    ),
+    "a hidden GPU": (on_cpu(), "device", r"although the system shows 1 NVIDIA GPU: pass --device cuda:0, .* driver"),
+    "no GPU": (on_cpu(gpus={}, torch_accelerator=None), "device", r"0 accelerators were found, and links are copies"),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_finding_says_the_number_and_the_mend(name):
+    sick, subject, sentence = SICK[name]
+    found = the_one(sick)
+    assert found[0] == subject
+    assert re.search(sentence, found[1]), found[1]
+
+
+def test_links_of_the_cpu_are_not_blamed():
+    assert the_one(on_cpu(up_bytes_per_s=GB, duplex=0.4))[0] == "device"
+
+
+# ---- capacity
+
+
+def test_the_host_holds_18_bytes_per_parameter_and_2_or_4_with_lora():
+    found = capacity(facts(host_free_nbytes=20 * GIB))
+    assert (found.full, found.lora_half, found.lora_full) == (GIB, 9 * GIB, 9 * GIB // 2)
+    assert found.full_limited_by == "host memory"
+
+
+def test_a_small_device_limits_what_a_large_host_holds():
+    found = capacity(facts(device_free_nbytes=GIB, host_free_nbytes=1024 * GIB))
+    assert (
+        found.full == found.lora_half == int(0.6 * 8 * GIB)
+    )  # two units of 64 and their gradients take an eighth byte
+    assert found.full_limited_by == "device memory"
+
+
+def test_the_summary_says_both():
+    report = Report(HEALTHY, (), capacity(HEALTHY))
+    assert re.fullmatch(
+        r"This machine trains up to 6\.4 billion parameters with FP32 AdamW \(limited by host memory\), and with LoRA "
+        r"up to 58\.0 billion in bfloat16 or 29\.0 billion in FP32\.",
+        report.summary,
+    )
+
+
+# ---- the command
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--quick", *arguments])
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_the_table_has_every_fact_and_the_summary(capsys):
+    status, out, _ = run(capsys, "--device", "cpu")
+    assert status == 0
+    for name in ("device", "link", "page locks", "host memory", "host optimizer", "threads", "disk", "versions"):
+        assert re.search(rf"^{name}  ", out, re.MULTILINE), name
+    assert "copies in memory, as the CPU computes" in " ".join(out.split())
+    assert re.search(r"This machine trains up to [\d.]+ [mb]illion parameters with FP32 AdamW", out)
+
+
+@pytest.mark.simgpu
+def test_json_is_the_report(capsys):
+    status, out, _ = run(capsys, "--device", "simgpu", "--json")
+    values = json.loads(out)
+    assert status == 0 and values["facts"]["device"] == "simgpu:0"
+    assert values["facts"]["pinned_nbytes"] > 0
+    assert Report.from_dict(values).to_dict() == values
+
+
+def test_nothing_stays_in_the_folder(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    report = doctor("cpu", folder, quick=True)
+    assert report.facts.disk_write_bytes_per_s > 0 and report.facts.folder == str(folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["banana", "cpu:x", "xpu:9"])
+def test_a_device_that_is_not_there_is_refused(device):
+    allowed = re.escape(", ".join(map(repr, available())))
+    with pytest.raises(OptionError, match=f"device must be one of {allowed}, got {device!r}"):
+        doctor(device)
+
+
+def test_a_device_without_data_is_refused():
+    with pytest.raises(UnsupportedError, match="'meta' holds no data"):
+        doctor("meta")
+
+
+def test_a_folder_that_is_not_there_is_refused(capsys):
+    status, _, err = run(capsys, "--folder", "nowhere")
+    assert status == 2 and "folder must be a directory that can be written to, got 'nowhere'" in err
+
+
+def test_gpus_are_found_by_what_their_drivers_show(tmp_path):
+    assert gpus_by_vendor(tmp_path) == {}
+    for index in range(2):
+        (tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0").mkdir(parents=True)
+    for index, identity in enumerate(("0", "5710")):  # the first node is the CPU's
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{index}"
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(identity)
+    assert gpus_by_vendor(tmp_path) == {"NVIDIA": 2, "AMD": 1}
