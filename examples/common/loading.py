@@ -1,0 +1,78 @@
+"""Data of which a resumed run goes on with the next batch, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+
+class Order(Sampler[int]):
+    """A shuffled order that depends on the epoch alone, from any place in it. The Trainer tells the epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.epoch = 0
+        self.start = 0  # of the next pass
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(order[start:].tolist())
+
+
+class TrainLoader(DataLoader[Any]):
+    """Shuffled batches. The Trainer saves its state in checkpoints, and a resumed run goes on with the next batch."""
+
+    def __init__(self, trainer: L.Trainer, dataset: Any, batch_size: int, **options: Any) -> None:
+        super().__init__(dataset, batch_size, sampler=Order(len(dataset)), **options)
+        self.trainer = trainer
+        self.done = 0  # batches of this pass, those before it was resumed included
+
+    def __iter__(self) -> Any:
+        assert isinstance(self.sampler, Order)
+        self.done = self.sampler.start // (self.batch_size or 1)
+        for batch in super().__iter__():
+            self.done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": 0 if self.trainer.is_last_batch else self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert isinstance(self.sampler, Order)
+        self.sampler.start = state["done"] * (self.batch_size or 1)
+
+
+class Data(L.LightningDataModule):
+    """A data module that saves the place in its training data.
+
+    The Trainer saves a loader's state by itself, but does not restore it when ``estimated_stepping_batches`` made the
+    loader before the checkpoint was read.
+    """
+
+    place: dict[str, int] | None = None
+    made: TrainLoader | None = None
+
+    def train_loader(self, dataset: Any, batch_size: int, **options: Any) -> TrainLoader:
+        assert self.trainer is not None
+        self.made = TrainLoader(self.trainer, dataset, batch_size, **options)
+        if self.place is not None:
+            self.made.load_state_dict(self.place)
+            self.place = None
+        return self.made
+
+    def state_dict(self) -> dict[str, int]:
+        return {} if self.made is None else self.made.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state or None

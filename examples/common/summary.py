@@ -1,0 +1,94 @@
+"""What a run comes to: the line that each recipe prints at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+import torch
+
+from sp_lightning.config import format_bytes
+
+
+def nbytes(tensors: Iterable[Any]) -> int:
+    """Of the tensors among these."""
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def plain_nbytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """What a run that does not stream holds on the device at once, beside activations: weights, a gradient for each
+    that is trained, and the optimizer's state."""
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    trained = nbytes(p for p in module.parameters() if p.requires_grad)
+    return nbytes(module.parameters()) + trained + sum(nbytes(state.values()) for state in states)
+
+
+def device_peak(device: torch.device, handle: Any) -> int | None:
+    """Most device bytes that were in use at once. On the CPU, those that streaming would have used on a device; None
+    if nothing streamed."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    return None if handle is None else int(handle.stats()["device_peak"])
+
+
+def line(loss: float | None, peak: int | None, plain: int, step_ms: float) -> str:
+    """The figures for a reader."""
+    return " | ".join(
+        [
+            *([] if loss is None else [f"loss {loss:.4f}"]),
+            *([] if peak is None else [f"device peak {format_bytes(peak)}"]),
+            f"plain Lightning would have needed {format_bytes(plain)} and activations",
+            f"{step_ms:.1f} ms per step",
+        ]
+    )
+
+
+class Summary(L.Callback):
+    """Prints loss, device peak, what plain Lightning would have needed, and time per step, when the run ends.
+
+    The first step is not timed: it makes what later ones use. Validation is not timed either.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []  # of each batch
+        self.batches_per_step = 1
+        self.began = 0.0
+
+    def _start(self, trainer: L.Trainer) -> None:
+        self.seconds = []
+        self.batches_per_step = trainer.accumulate_grad_batches if trainer.training else 1
+        if trainer.strategy.root_device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+
+    def _end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        timed = self.seconds[self.batches_per_step :] or self.seconds
+        step_ms = 1e3 * self.batches_per_step * sum(timed) / max(len(timed), 1)
+        peak = device_peak(trainer.strategy.root_device, getattr(trainer.strategy, "handle", None))
+        loss = trainer.callback_metrics.get("loss")
+        print(line(None if loss is None else float(loss), peak, plain_nbytes(module, trainer.optimizers), step_ms))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end(trainer, pl_module)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start(trainer)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end(trainer, pl_module)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)

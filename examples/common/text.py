@@ -1,0 +1,187 @@
+"""From lines of JSON to batches of tokens.
+
+A record is one of
+    {"text": "..."}                                        every token is learned
+    {"prompt": "...", "completion": "..."}                 the completion is learned
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+                                                           what the assistant says is learned
+
+Packing puts several documents into one block. Each begins at position 0 again, by which transformers' models tell them
+apart: they do not attend to each other. Everything is read and checked before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from . import tiny
+from .checkpoints import load_tokenizer
+from .errors import BadInput
+from .files import read_jsonl
+from .loading import Data, TrainLoader
+
+IGNORED = -100  # a label that no loss counts
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens, and what of each the model is to predict."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+def encode(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
+    """The tokens of a record; ``where`` it stood names it in an error."""
+    if isinstance(record.get("text"), str):
+        tokens = [*tokenizer(record["text"])["input_ids"], tokenizer.eos_token_id]
+        return Document(tokens, list(tokens))
+    if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+        prompt = tokenizer(record["prompt"])["input_ids"]
+        completion = tokenizer(record["completion"], add_special_tokens=False)["input_ids"]
+        completion = [*completion, tokenizer.eos_token_id]
+        return Document(prompt + completion, [IGNORED] * len(prompt) + completion)
+    if _is_chat(record.get("messages")):
+        return _encode_chat(record["messages"], tokenizer, where)
+    raise BadInput(
+        f'{where} has the keys {sorted(record)}; a record needs "text", or "prompt" and "completion" (texts), or '
+        '"messages" (a list of {"role": ..., "content": ...}); nothing was trained'
+    )
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages)
+    )
+
+
+def _encode_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
+    if not tokenizer.chat_template:
+        raise BadInput(f"{where} is a chat, and the tokenizer has no chat template; give it one, or use prompts")
+    tokens: list[int] = []
+    labels: list[int] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for until, learned in ((messages[:index], False), (messages[: index + 1], True)):
+            now = tokenizer.apply_chat_template(until, add_generation_prompt=not learned, return_dict=False)
+            if now[: len(tokens)] != tokens:
+                raise BadInput(f"{where}: the chat template changes earlier turns when later ones are added")
+            labels += now[len(tokens) :] if learned else [IGNORED] * (len(now) - len(tokens))
+            tokens = now
+    if not tokens:
+        raise BadInput(f"{where} is a chat in which the assistant says nothing; nothing was trained")
+    return Document(tokens, labels)
+
+
+Row = dict[str, list[int]]
+
+
+def pack(documents: Iterable[Document], size: int, filler: int) -> list[Row]:
+    """Blocks of ``size`` tokens: a document goes where it fits whole; one longer than a block fills several."""
+    rows: list[Row] = []
+    room = 0
+    for document in documents:
+        for start in range(0, len(document.tokens), size):
+            tokens, labels = document.tokens[start : start + size], document.labels[start : start + size]
+            if len(tokens) > room:
+                rows.append({"input_ids": [], "labels": [], "position_ids": []})
+                room = size
+            # The first token of a document is predicted from nothing, not from the document before it.
+            _extend(rows[-1], tokens, [IGNORED, *labels[1:]])
+            room -= len(tokens)
+    for row in rows:
+        missing = size - len(row["input_ids"])
+        _extend(row, [filler] * missing, [IGNORED] * missing)
+    return rows
+
+
+def _extend(row: Row, tokens: list[int], labels: list[int]) -> None:
+    row["input_ids"] += tokens
+    row["labels"] += labels
+    row["position_ids"] += range(len(tokens))
+
+
+def pad(documents: Sequence[Document], size: int, filler: int) -> list[Row]:
+    """A row for each document, cut to ``size`` and padded to it; a mask tells padding apart."""
+    rows = []
+    for document in documents:
+        tokens, labels = document.tokens[:size], document.labels[:size]
+        missing = size - len(tokens)
+        mask = [1] * len(tokens) + [0] * missing
+        tokens, labels = tokens + [filler] * missing, labels + [IGNORED] * missing
+        rows.append({"input_ids": tokens, "labels": labels, "attention_mask": mask})
+    return rows
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """A batch."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+class TextData(Data):
+    """Documents from a JSONL file, in blocks of tokens.
+
+    Args:
+        path: The training data. None: sums that the recipe makes up.
+        val_path: The validation data. None: there is no validation.
+        tokenizer: A name or a directory. None: that of the model's checkpoint.
+        block_size: Tokens in a row of a batch.
+        batch_size: Rows in a batch.
+        packing: Several documents in a row, instead of one and padding.
+        num_workers: Processes that make batches.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        val_path: str | None = None,
+        tokenizer: str | None = None,
+        block_size: int = 128,
+        batch_size: int = 4,
+        packing: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.val_path = val_path
+        self.tokenizer_name = tokenizer
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.packing = packing
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        checkpoint = self.trainer.lightning_module.checkpoint
+        self.tokenizer = load_tokenizer(self.tokenizer_name or checkpoint, checkpoint)
+        val_path = self.val_path if self.path else self.made_up("val", 40)
+        self.train_rows = self.rows(self.path or self.made_up("train", 400))
+        self.val_rows = self.rows(val_path) if val_path else []
+
+    def made_up(self, name: str, count: int) -> str:
+        """Data for a run that was given none."""
+        path = tiny.place(self.trainer) / f"{name}.jsonl"
+        return str(tiny.made(path, lambda part: tiny.write_jsonl(part, tiny.chats(count, seed=count))))
+
+    def rows(self, path: str) -> list[Row]:
+        """What a file holds, in blocks."""
+        documents = [encode(record, self.tokenizer, where) for where, record in read_jsonl(path)]
+        filler = self.tokenizer.pad_token_id
+        filler = self.tokenizer.eos_token_id if filler is None else filler
+        return (pack if self.packing else pad)(documents, self.block_size, filler)
+
+    def train_dataloader(self) -> TrainLoader:
+        return self.train_loader(self.train_rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> Any:
+        if not self.val_rows:
+            return []
+        return DataLoader(self.val_rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers)

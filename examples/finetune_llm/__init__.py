@@ -1,0 +1,1 @@
+"""Full fine-tuning of a causal language model."""

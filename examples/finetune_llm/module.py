@@ -1,0 +1,102 @@
+"""Fine-tune any causal language model of transformers, all of its weights."""
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from ..common import checkpoints, tiny
+from ..common.errors import BadInput
+
+
+def warmup_then_cosine(warmup: int, total: int) -> Callable[[int], float]:
+    """The factor of the learning rate at a step: up to 1, then down to 0 along half a cosine."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+    return factor
+
+
+class FineTuneLLM(L.LightningModule):
+    """A causal language model, trained to continue what it is given.
+
+    Args:
+        name_or_path: A checkpoint directory or a name on the hub. None: a tiny model that the recipe makes.
+        dtype: Of the weights as they are read: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        lr: The highest learning rate.
+        weight_decay: AdamW's, of matrices.
+        warmup_steps: Steps until the learning rate is reached; then it falls along a cosine until training ends.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        dtype: str = "float32",
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.name_or_path = name_or_path
+        self.dtype_name = dtype
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.model: Any = None
+
+    @property
+    def checkpoint(self) -> str:
+        """Where the model is read from, by a name that transformers knows."""
+        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "llm", tiny.language_model))
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.load()
+            self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+
+    def load(self) -> Any:
+        """The model, from its checkpoint."""
+        from transformers import AutoModelForCausalLM
+
+        return checkpoints.load(AutoModelForCausalLM, self.checkpoint, self.dtype_name)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the next tokens. With a cache the model would take positions that begin again for one long document."""
+        if "position_ids" in batch and not self.takes_positions:
+            raise BadInput(
+                f"{type(self.model).__name__} takes no position_ids, so packed documents would see each other: "
+                "set data.packing=false"
+            )
+        return self.model(**batch, use_cache=False).loss
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr)
+        factor = warmup_then_cosine(self.warmup_steps, int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def export(self, folder: Path) -> None:
+        """Writes a directory that from_pretrained reads, with the tokenizer."""
+        self.model.save_pretrained(folder)
+        self.trainer.datamodule.tokenizer.save_pretrained(folder)

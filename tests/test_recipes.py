@@ -1,0 +1,322 @@
+"""The recipes under examples/: each runs as its documentation says, with plain Lightning's result, and says what is
+wrong with what it was given before it trains on it."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+
+import parity
+from sp_lightning.cli import main
+
+pytest.importorskip("transformers")
+ROOT = pathlib.Path(__file__).parents[1]
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
+COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
+RECIPES = ["finetune_llm"]
+PLAIN = "--trainer.strategy=auto"
+
+
+@pytest.fixture(autouse=True)
+def in_a_clone(tmp_path, monkeypatch):
+    """The recipes where the test runs; what they write stays there too. Nothing is asked of the hub."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(sys, "argv", ["sp_lightning"])  # else LightningCLI warns that it was given two command lines
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def fit(recipe, *arguments, steps=2, folder="run"):
+    """Runs a recipe's config for a few steps; gives where it wrote."""
+    where = [f"--trainer.default_root_dir={folder}", f"--trainer.max_steps={steps}", *QUIET]
+    main(["fit", "--config", f"examples/{recipe}/config.yaml", *where, *arguments])
+    return pathlib.Path(folder)
+
+
+def last(folder):
+    """The checkpoint that the run left."""
+    (path,) = folder.glob("lightning_logs/version_0/checkpoints/last.ckpt")
+    return path
+
+
+def left(folder):
+    """Weights and optimizer state as the run left them."""
+    checkpoint = torch.load(last(folder), weights_only=True)
+    kept = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+    return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_gives_plain_lightnings_result(recipe):
+    streamed, plain = fit(recipe, folder="streamed"), fit(recipe, PLAIN, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+class Halfway(L.Callback):
+    """Saves in the middle."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2 and not os.path.exists("half.ckpt"):  # gradients being accumulated are not saved
+            trainer.save_checkpoint("half.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe):
+    through = fit(recipe, PLAIN, "--trainer.callbacks+=test_recipes.Halfway", steps=4, folder="through")
+    resumed = fit(recipe, "--ckpt_path=half.ckpt", steps=4, folder="resumed")
+    parity.compare(left(through), left(resumed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_runs(command):
+    """As it is written, but for a few steps, in a process of its own."""
+    program, *arguments = shlex.split(command)
+    few = [] if arguments[0].endswith(".py") else ["--trainer.fast_dev_run=2"]
+    done = subprocess.run([sys.executable, *arguments, *few], env=environment(), capture_output=True, text=True)
+    assert program == "python" and done.returncode == 0, done.stderr
+    assert re.search(r"plain Lightning would have needed .* \d ms per step", done.stdout)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_printed_config_gives_the_same_config(recipe, capsys):
+    def printed(path):
+        with pytest.raises(SystemExit, match="0"):
+            main(["fit", "--config", path, "--print_config"])
+        return capsys.readouterr().out
+
+    first = printed(f"examples/{recipe}/config.yaml")
+    pathlib.Path("printed.yaml").write_text(first)
+    assert "SuperpipelineStrategy" in first and printed("printed.yaml") == first
+
+
+def test_every_recipe_has_its_command_in_the_documentation():
+    named = {part for command in COMMANDS for part in pathlib.Path(command.split()[-1]).parts}
+    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name.isidentifier()}
+    assert folders - named == {"common"}
+
+
+# ---- the language model's recipe
+
+
+def write(path, *records):
+    """A JSONL file; text is written as it is."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    pathlib.Path(path).write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tmp_path_factory):
+    """A checkpoint directory in several shards, and a tokenizer that was trained on the spot."""
+    sys.path.insert(0, str(ROOT))
+    from examples.common import tiny
+
+    path = tmp_path_factory.mktemp("tiny") / "llm"
+    tiny.made(path, tiny.language_model)
+    sys.path.remove(str(ROOT))
+    assert len(list(path.glob("*.safetensors"))) == 3
+    return path
+
+
+@pytest.fixture
+def words(tiny_llm):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_llm)
+
+
+def logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(24)[None]).logits
+
+
+def test_what_is_exported_gives_the_logits_of_the_model_in_memory(tiny_llm, monkeypatch):
+    from examples.finetune_llm.module import FineTuneLLM
+
+    kept = []
+    monkeypatch.setattr(FineTuneLLM, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    before = logits(tiny_llm)
+    data = write("my.jsonl", *({"text": f"The owl sees {i} stones."} for i in range(30)))
+    run = fit("finetune_llm", f"--model.name_or_path={tiny_llm}", f"--data.path={data}")
+    with torch.no_grad():
+        expected = kept[0].eval()(torch.arange(24)[None]).logits
+    assert torch.equal(logits(run / "model"), expected) and not torch.equal(expected, before)
+    assert torch.equal(logits(tiny_llm), before)  # training wrote its own memory, not the files that were mapped
+
+
+def test_documents_that_share_a_block_do_not_see_each_other(tiny_llm, words):
+    from transformers import AutoModelForCausalLM
+
+    from examples.common.text import collate, encode, pack
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llm).eval()
+    texts = ["The owl sees a stone.", "And then a boat, which is red."]
+    one, two = (encode({"text": text}, words, "here") for text in texts)
+    together, alone = collate(pack([one, two], 64, 0)), collate(pack([two], 64, 0))
+    count, at = len(two.tokens), len(one.tokens)
+    together, alone = (model(**batch, use_cache=False).logits[0] for batch in (together, alone))
+    torch.testing.assert_close(together[at : at + count], alone[:count])
+
+
+def test_packing_keeps_every_token_and_learns_no_document_from_the_one_before():
+    from examples.common.text import IGNORED, Document, pack
+
+    rows = pack([Document([1, 2, 3], [1, 2, 3]), Document([4], [4]), Document([5, 6], [5, 6])], 5, filler=0)
+    assert [row["input_ids"] for row in rows] == [[1, 2, 3, 4, 0], [5, 6, 0, 0, 0]]
+    assert [row["position_ids"] for row in rows] == [[0, 1, 2, 0, 0], [0, 1, 0, 1, 2]]
+    no = IGNORED
+    assert [row["labels"] for row in rows] == [[no, 2, 3, no, no], [no, 6, no, no, no]]
+
+
+def test_of_a_chat_what_the_assistant_says_is_learned(words):
+    from examples.common.text import IGNORED, encode
+
+    turns = [
+        ("system", "Be kind."),
+        ("user", "Hello"),
+        ("assistant", "Hi!"),
+        ("user", "Bye"),
+        ("assistant", "Farewell."),
+    ]
+    document = encode({"messages": [{"role": r, "content": c} for r, c in turns]}, words, "here")
+    learned = [token for token, label in zip(document.tokens, document.labels, strict=True) if label != IGNORED]
+    assert words.decode(learned) == "Hi!</s>Farewell.</s>"
+    assert all(label in (IGNORED, token) for token, label in zip(document.tokens, document.labels, strict=True))
+
+
+def test_of_a_prompt_the_completion_is_learned(words):
+    from examples.common.text import IGNORED, encode
+
+    document = encode({"prompt": "2 plus 2 is", "completion": " 4."}, words, "here")
+    assert words.decode([label for label in document.labels if label != IGNORED]) == " 4.</s>"
+
+
+GOOD = {"text": "The owl sees a stone."}
+
+
+@pytest.mark.parametrize(
+    "records, said",
+    [
+        ([GOOD, GOOD, '{"text": "The'], r"bad.jsonl, line 3 is not JSON: .* at column 10; nothing was trained"),
+        ([GOOD, "[1, 2]"], "bad.jsonl, line 2 is a JSON list, not an object; nothing was trained"),
+        ([GOOD, {"txt": "a"}], r"""bad.jsonl, line 2 has the keys \['txt'\]; a record needs "text", or"""),
+        ([{"messages": [{"role": "user", "content": "?"}]}], "line 1 is a chat in which the assistant says nothing"),
+        ([""], "bad.jsonl holds no records"),
+    ],
+)
+def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_llm):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("finetune_llm", f"--model.name_or_path={tiny_llm}", f"--data.path={write('bad.jsonl', *records)}")
+    assert not pathlib.Path("run/model").exists()
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("--data.path=none.jsonl", r"the data file none.jsonl does not exist \(looked from /"),
+        ("--model.name_or_path=./none", "the tokenizer's directory none does not exist"),
+    ],
+)
+def test_a_missing_file_is_named(argument, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("finetune_llm", argument)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tiny_llm, words):
+    from examples.common.errors import BadInput
+
+    words.add_tokens(["owl-like"])
+    words.save_pretrained("larger")
+    said = rf"the tokenizer of larger has {len(words)} tokens, but the model of {tiny_llm} embeds {len(words) - 1}"
+    with pytest.raises(BadInput, match=said):
+        fit("finetune_llm", f"--model.name_or_path={tiny_llm}", "--data.tokenizer=larger")
+
+
+def test_packing_is_refused_for_a_model_that_can_not_tell_documents_apart(tiny_llm, words):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from examples.common.errors import BadInput
+
+    config = BloomConfig(vocab_size=len(words), hidden_size=16, n_layer=2, n_head=2)
+    BloomForCausalLM(config).save_pretrained("bloom")
+    words.save_pretrained("bloom")
+    with pytest.raises(BadInput, match=r"BloomForCausalLM takes no position_ids, .* set data.packing=false"):
+        fit("finetune_llm", "--model.name_or_path=bloom")
+    assert (fit("finetune_llm", "--model.name_or_path=bloom", "--data.packing=false") / "model").is_dir()
+
+
+def test_an_export_that_fails_leaves_the_previous_one_whole(tmp_path):
+    from examples.common.files import whole
+
+    before = tmp_path / "model"
+    before.mkdir()
+    (before / "weights").write_text("trained")
+    with pytest.raises(OSError, match="No space left"), whole(before) as part:
+        part.mkdir()
+        (part / "weights").write_text("half")
+        raise OSError("No space left on device")
+    assert (before / "weights").read_text() == "trained" and list(tmp_path.iterdir()) >= [before]
+    assert not list(tmp_path.glob("model.*"))
+
+
+LOADING = """
+import os, pathlib, re, sys, threading, time
+import torch
+sys.path.insert(0, sys.argv[1])
+import lightning as L
+import sp_lightning
+from examples.common import checkpoints
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+
+def own():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+
+before, peaks = own(), [0]
+done = threading.Event()
+def watch():
+    while not done.wait(0.001):
+        peaks.append(own())
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = checkpoints.load(AutoModelForCausalLM, "large")
+loaded = max(peaks) - before
+with sp_lightning.stream(model, "cpu", window=1):
+    done.set()
+    watcher.join()
+    print(sum(p.nbytes for p in model.parameters()), loaded, max(peaks) - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_weights_are_in_memory_once_while_they_are_read_and_while_streaming_begins():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=16, **sizes)).save_pretrained("large", max_shard_size="8MB")
+    done = subprocess.run([sys.executable, "-c", LOADING, ROOT], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    weights, loaded, streaming = map(int, done.stdout.split())
+    assert loaded < weights / 4 and weights < streaming < 1.25 * weights
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
