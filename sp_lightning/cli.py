@@ -12,6 +12,7 @@ from .errors import SuperpipelineError
 
 OWN: dict[str, str] = {  # name of a module in commands/: what it is for
     "doctor": "what this machine has for streaming, and what to mend",
+    "timeline": "draw a recorded or simulated timeline",
 }
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",

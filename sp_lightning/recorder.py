@@ -9,8 +9,6 @@
 4. The compute stream belongs to one unit at a time, from the moment its bytes are there to the next wait, the end of
    its visit, or its gradients. That it had to wait is seen between the events before and after the wait; that the
    host launched too late is not, and counts as the unit's.
-5. Lanes overlap, causes do not: each moment of a pass has one cause, the first that holds of compute, what the compute
-   stream waits for, what the host waits for, a step of the optimizer; or none of them. So causes sum to the pass.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .spans import Lane, Span
+from .spans import Lane, Span, causes
 from .telemetry import _NOTHING, Listener
 
 LAG = 2  # passes that begin before one is read (Rule 2)
 KEPT = 16  # passes of which figures are made
-CAUSES = ("compute", "weights", "gradients", "activations", "optimizer", "other")
 
 
 class Clock(Protocol):
@@ -90,13 +87,8 @@ class RecordedStep:
         return sum(span.nbytes for span in self.of(lane))
 
     def causes(self) -> dict[str, float]:
-        """Its seconds by what they went to: CAUSES, which sum to all of it (Rule 5)."""
-        layers = [("compute", self.of("compute"))]
-        for lane in ("compute", "host"):
-            stalls = [span for span in self.spans if span.lane == lane and span.stall]
-            layers += [(cause, [span for span in stalls if span.stall == cause]) for cause in CAUSES[1:-1]]
-        layers.append(("optimizer", self.of("optimizer")))
-        return _first_cause(layers, self.start, self.end)
+        """Its seconds by what they went to."""
+        return causes(self.spans, self.start, self.end)
 
 
 class _Entry:
@@ -338,28 +330,3 @@ def _sums(step: RecordedStep) -> dict[str, dict[str, float]]:
     for name, nbytes in left.items():
         sums[name]["step_s"] = at_once * nbytes / max(1, sum(left.values()))
     return sums
-
-
-def _first_cause(layers: Iterable[tuple[str, list[Span]]], start: float, end: float) -> dict[str, float]:
-    """The seconds between two moments, each counted for the first layer that covers it."""
-    seconds = dict.fromkeys(CAUSES, 0.0)
-    covered: list[tuple[float, float]] = []
-    before = 0.0
-    for cause, spans in layers:
-        clipped = [(max(start, span.start), min(end, span.end)) for span in spans]
-        covered = _union([*covered, *(piece for piece in clipped if piece[0] < piece[1])])
-        total = sum(b - a for a, b in covered)
-        seconds[cause] += total - before
-        before = total
-    seconds["other"] = end - start - before
-    return seconds
-
-
-def _union(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    result: list[tuple[float, float]] = []
-    for start, end in sorted(pieces):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result

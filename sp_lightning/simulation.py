@@ -36,6 +36,7 @@ from .spans import Span
 Activations = Literal["keep", "recompute"]
 LaneName = Literal["up", "compute", "down", "optimizer"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
+WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # what waits for a lane
 
 PIECES = 8  # of a unit's step: about its parameters
 STEPS = 4  # that are run: the first ones fill the pipeline, the time between the last two counts
@@ -128,6 +129,7 @@ class Simulation:
     stall_s: dict[str, float]  # in which compute was idle, by the lane that it was waiting for
     peak_nbytes: int  # on the device: weights, gradients and activations
     timeline: list[Span]  # since the first forward's begin; negative where it was under way by then
+    waits: list[Span]  # of compute
     floor: Floor
 
     @property
@@ -164,12 +166,14 @@ def simulate(
     starts = [host.step() for _ in range(STEPS)]
     _run(host.lanes, machine.duplex)
     begin, end = starts[-2].start, starts[-1].start
+    waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
     return Simulation(
         step_s=end - begin,
         compute_s=sum(task.work for task in host.tasks if task.lane == "compute" and begin <= task.start < end),
-        stall_s=_stalls([task for task in host.tasks if task.lane == "compute"], begin, end),
+        stall_s={lane: sum(wait.seconds for wait in waits if wait.stall == WAITS[lane]) for lane in WAITS},
         peak_nbytes=host.peak,
         timeline=_timeline(host.tasks, units, begin, end),
+        waits=waits,
         floor=floor(units, schedule.window, machine, recompute),
     )
 
@@ -463,17 +467,19 @@ def _end(task: _Task, lanes: dict[LaneName, _Lane], now: float) -> None:
 # ---- reading
 
 
-def _stalls(computes: list[_Task], begin: float, end: float) -> dict[str, float]:
-    """Compute's idle time by the lane that was busy with what it waited for."""
-    causes: dict[str, float] = {lane: 0.0 for lane in LANES if lane != "compute"}
+def _waits(computes: list[_Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
+    """Compute's idle times by the lane that was busy with what it waited for."""
+    waits = []
     for before, task in itertools.pairwise(computes):
         if begin < task.start <= end:
             waiting: _Task = task
             while waiting.start > before.end and waiting.blocker is not None:
                 cause = waiting.blocker
-                causes[cause.lane] += waiting.start - max(cause.start, before.end)
+                since = max(cause.start, before.end)
+                name = units[cause.unit].name
+                waits.append(Span("compute", name, since - begin, waiting.start - begin, stall=WAITS[cause.lane]))
                 waiting = cause
-    return causes
+    return sorted(waits, key=lambda span: span.start)
 
 
 def _timeline(tasks: list[_Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 Lane = Literal["up", "compute", "down", "optimizer", "host"]
+CAUSES = ("compute", "weights", "gradients", "activations", "optimizer", "other")
 LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps, "host" the one that launches
 
 
@@ -23,3 +25,42 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """How long it took."""
         return self.end - self.start
+
+
+def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+    """The seconds between two moments by what they went to: CAUSES, which sum to all of them.
+
+    Lanes overlap, causes do not. Each moment counts for the first that holds: compute, what the compute stream waits
+    for, what the host waits for, a step of the optimizer; or for none of them.
+    """
+    layers = [("compute", [span for span in spans if span.lane == "compute" and not span.stall])]
+    for lane in ("compute", "host"):
+        stalls = [span for span in spans if span.lane == lane and span.stall]
+        layers += [(cause, [span for span in stalls if span.stall == cause]) for cause in CAUSES[1:-1]]
+    layers.append(("optimizer", [span for span in spans if span.lane == "optimizer"]))
+    return _first_cause(layers, start, end)
+
+
+def _first_cause(layers: Iterable[tuple[str, list[Span]]], start: float, end: float) -> dict[str, float]:
+    """The seconds between two moments, each counted for the first layer that covers it."""
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    covered: list[tuple[float, float]] = []
+    before = 0.0
+    for cause, spans in layers:
+        clipped = [(max(start, span.start), min(end, span.end)) for span in spans]
+        covered = _union([*covered, *(piece for piece in clipped if piece[0] < piece[1])])
+        total = sum(b - a for a, b in covered)
+        seconds[cause] += total - before
+        before = total
+    seconds["other"] = end - start - before
+    return seconds
+
+
+def _union(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(pieces):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result

@@ -8,8 +8,8 @@ import side_by_side
 import torch
 
 import sp_lightning
-from sp_lightning.recorder import CAUSES, RecordedStep, unit_times
-from sp_lightning.spans import Span
+from sp_lightning.recorder import RecordedStep, unit_times
+from sp_lightning.spans import CAUSES, Span
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 
