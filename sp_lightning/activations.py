@@ -42,7 +42,7 @@ class SavedWeight:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.index = unit.store.field_at(self.offset * tensor.element_size())  # type: ignore[arg-type]
-        self.host_version = unit.store.params[self.index]._version
+        self.host_version = unit.store.version(self.index)
         self.device_version = unit.binding.outputs[self.index]._version
         self.build = unit.binding.build
 
@@ -54,7 +54,7 @@ class SavedWeight:
     def check(self) -> None:
         """Rule 3."""
         store, binding = self.unit.store, self.unit.binding
-        host = store.params[self.index]._version
+        host = store.version(self.index)
         device = binding.outputs[self.index]._version if binding.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
             raise RuntimeError(

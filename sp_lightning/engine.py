@@ -89,6 +89,11 @@ class Engine:
     def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype
 
+    @property
+    def any_moved(self) -> bool:
+        """Whether any parameter has other memory than the slab that was made for it."""
+        return any(unit.store.moved for unit in self.units)
+
     # ---- scopes and passes
 
     @property
@@ -348,8 +353,9 @@ class Engine:
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        with _quietly():
-            self.downlink.finish()
+        if not self.downlink.idle:
+            with _quietly():
+                self.downlink.finish()
 
     def _in_backward_from_here(self) -> None:
         if self.backward.begin(self._backward_done):

@@ -78,11 +78,42 @@ class Place:
     offset: int
 
 
+class Packing:
+    """Gradients side by side in a device buffer, whose memory comes and goes, as on their places on the host."""
+
+    def __init__(self, device: Device, places: list[Place]) -> None:
+        layout = Layout.of([("", place.tensor) for place in places])
+        self.nbytes = sum(field.nbytes for field in layout.fields)
+        self._device = device
+        self._size = max(layout.nbytes, ALIGNMENT)
+        self._layout = layout
+        self._flat = device.device_bytes(self._size)
+        self._storage = self._flat.untyped_storage()
+        self._views: list[Tensor] = []
+        self._runs = list(_runs(places, layout))
+
+    def pack(self, grads: list[Tensor]) -> None:
+        """Copies them in, on the current stream."""
+        self._device.grow(self._storage, self._size)
+        if not self._views:
+            self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
+        torch._foreach_copy_(self._views, grads)
+
+    def send(self) -> None:
+        """Copies them to the host, on the current stream: as few copies as can be."""
+        for host, offset, source, nbytes in self._runs:
+            host[offset : offset + nbytes].copy_(self._flat[source : source + nbytes], non_blocking=True)
+
+    def free(self) -> None:
+        """Gives the device memory back, on the current stream."""
+        self._device.shrink(self._storage)
+
+
 @dataclass
 class Landing:
     """Gradients of a unit on their way down."""
 
-    packed: Tensor  # on the device; dropped early, its memory would be given away while it is read
+    packing: Packing  # freed early, its memory would be given away while it is read
     host: list[tuple[Tensor, Tensor]]  # a parameter, and where its gradient lands
     stream: Any  # on which the packed buffer was made: its memory is given out there again
     done: Any
@@ -96,6 +127,7 @@ class Downlink:
         self.counters = counters
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[Landing] = []
+        self._landing = False
         self._finishing = threading.RLock()
         self._last: Landing | None = None  # whose device buffer is still held
         self.ahead: StepAhead | None = None  # steps what arrives, while a step that may be overlapped is under way
@@ -130,10 +162,19 @@ class Downlink:
             with self.counters.stall("optimizer"):
                 self.ahead.finish()
         if self._under_way:
-            under_way, self._under_way = self._under_way, []
-            for landing in under_way:
-                with self.counters.stall("gradients"):
-                    self._land(landing)
+            self._landing = True
+            try:
+                under_way, self._under_way = self._under_way, []
+                for landing in under_way:
+                    with self.counters.stall("gradients"):
+                        self._land(landing)
+            finally:
+                self._landing = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to finish, here or in another thread."""
+        return self.ahead is None and not self._under_way and not self._landing
 
     def drop(self) -> None:
         """Forgets what is under way: its backward failed."""
@@ -156,8 +197,9 @@ class Downlink:
         slab = self._slabs.get(store)
         if slab is None:
             slab = self._slabs[store] = GradientSlab(store, self.device)
-        host = [slab.room(index, _known(grads[index])) for index in indices]
-        landing = self._send(store, [_known(grads[index]) for index in indices], host)
+        taken = [_known(grads[index]) for index in indices]
+        host, packing = slab.room(indices, taken)
+        landing = self._send(store, taken, packing)
         landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]
         if self.ahead is not None and final and not self._under_way:
             timed = self.counters.listener.work("optimizer", store.unit.name, "step")
@@ -165,23 +207,16 @@ class Downlink:
         else:
             self._under_way.append(landing)
 
-    def _send(self, store: UnitStore, grads: list[Tensor], host: list[Place]) -> Landing:
-        """Packs gradients and copies them to their places on the host, in runs of adjacent ones."""
-        layout = Layout.of([("", place.tensor) for place in host])
-        packed = torch.empty(max(layout.nbytes, ALIGNMENT), dtype=torch.uint8, device=self.device.torch_device)
-        self.device.count(packed.numel())
-        storage = packed.untyped_storage()
-        views = [layout.view(storage, field) for field in layout.fields]
-        torch._foreach_copy_(views, grads)
+    def _send(self, store: UnitStore, grads: list[Tensor], packing: Packing) -> Landing:
+        """Packs gradients and starts their way down."""
+        packing.pack(grads)
         down, compute = self.device.down, self.device.compute
         down.wait_event(compute.record_event())
-        nbytes = sum(field.nbytes for field in layout.fields)
-        with down, self.counters.listener.work("down", store.unit.name, "gradients", nbytes):
-            for flat, offset, source, length in _runs(host, layout):
-                flat[offset : offset + length].copy_(packed[source : source + length], non_blocking=True)
+        with down, self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes):
+            packing.send()
             done = down.record_event()
-        self.counters.bytes_down += nbytes
-        self._last = Landing(packed, [], compute, done)
+        self.counters.bytes_down += packing.nbytes
+        self._last = Landing(packing, [], compute, done)
         return self._last
 
     def let_go(self) -> None:
@@ -189,8 +224,8 @@ class Downlink:
         if self._last is not None:
             with self.counters.listener.waiting("gradients"):
                 self._last.stream.wait_event(self._last.done)
-            self.device.count(-self._last.packed.numel())
-            self._last.packed = torch.empty(0)
+            with self._last.stream:
+                self._last.packing.free()
             self._last = None
 
     # ---- returned
@@ -204,7 +239,7 @@ class Downlink:
             room = Layout.of([("", _known(grads[index])) for index in dense])
             flat = self.device.host_bytes(max(room.nbytes, ALIGNMENT))
             places = [Place(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields]
-            landing = self._send(store, [_known(grads[index]) for index in dense], places)
+            landing = self._send(store, [_known(grads[index]) for index in dense], Packing(self.device, places))
             with self.counters.stall("gradients"):
                 landing.done.synchronize()
             for index, place in zip(dense, places, strict=True):
@@ -233,9 +268,19 @@ class GradientSlab:
             Place(store.host_layout.own_view(storage, field), flat, field.offset) for field in store.host_layout.fields
         ]
         self._unseen = [_references(place.tensor) for place in self._places]
+        self._packings: dict[tuple[int, ...], Packing] = {}  # of those that came together before
 
-    def room(self, index: int, grad: Tensor) -> Place:
-        """Page-locked memory for one gradient, with the parameter's strides, that nobody looks at."""
+    def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
+        """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
+        places = [self._room(index, grad) for index, grad in zip(indices, grads, strict=True)]
+        if any(place is not self._places[index] for index, place in zip(indices, places, strict=True)):
+            return places, Packing(self._device, places)
+        packing = self._packings.get(tuple(indices))
+        if packing is None:
+            packing = self._packings[tuple(indices)] = Packing(self._device, places)
+        return places, packing
+
+    def _room(self, index: int, grad: Tensor) -> Place:
         place = self._places[index]
         if grad.dtype is place.tensor.dtype and _references(place.tensor) == self._unseen[index]:
             return place

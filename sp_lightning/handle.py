@@ -170,6 +170,7 @@ class Handle:
             raise
         self.engine.attend()
         self._structure = _structure(self.module)
+        self._identities = _identities(self.module)
 
     def _register_hosts(self) -> None:
         """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""
@@ -219,6 +220,8 @@ class Handle:
 
     def _changed(self) -> bool:
         """Whether parameters were replaced, added, removed or retyped since; not by ``functional_call`` for a call."""
+        if self._identities == _identities(self.module) and not self.engine.any_moved:
+            return False
         before, now = self._structure, _structure(self.module)
         return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
 
@@ -314,6 +317,20 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is not None and buffer.device != device:
                 with torch.inference_mode(False):
                     child._buffers[name] = buffer.to(device)
+
+
+def _identities(module: nn.Module) -> list[Any]:
+    """Which parameters stand where: nearly always the same ones, so this is asked first."""
+    found: list[Any] = []
+    children: list[nn.Module | None] = [module]
+    for child in children:  # which grows meanwhile
+        if child is not None:
+            own = child.__dict__
+            if own["_parameters"]:
+                found += own["_parameters"]
+                found += map(id, own["_parameters"].values())
+            children += own["_modules"].values()
+    return found
 
 
 def _structure(module: nn.Module) -> list[Any]:

@@ -127,6 +127,16 @@ class UnitStore:
                 or any(map(is_shared, self.params))
             )
 
+    def version(self, index: int) -> int:
+        """A parameter's version counter; asking is no read of it (reads.py)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[index]._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the user replaced the data of any parameter."""
+        return self._slab_addresses != self._current_addresses()
+
     def written(self) -> list[int]:
         """The parameters that were written since the bytes went up, as far as it was noted."""
         now = zip(self._versions, self._addresses, self.params, self._current_addresses(), strict=True)
@@ -136,7 +146,7 @@ class UnitStore:
 
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
-        changed = self.stale()
+        changed = self.wire is not self.slab and self.stale()
         self._addresses = self._current_addresses()
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
@@ -216,8 +226,6 @@ class UnitStore:
 
     def _fill_wire(self) -> None:
         """Converts what travels, where that is not the slab itself."""
-        if self.wire is self.slab:
-            return
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
         with torch.no_grad():
             for parameter, field in zip(self.params, self.layout.fields, strict=True):

@@ -277,10 +277,9 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
     dynamo.utils.counters.clear()
     net = stack()
     with (
-        pytest.MonkeyPatch.context() as patch,
+        dynamo.config.patch(suppress_errors=False),
         sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True),
     ):
-        patch.setattr("torch._dynamo.config.suppress_errors", False)
         assert losses(net) == expected
     assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert not dynamo.utils.counters["graph_break"]
