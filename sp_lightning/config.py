@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 Count: TypeAlias = int | Literal["auto"]
+HostMemory: TypeAlias = Literal["auto", "pinned", "pageable"]
 UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
 
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
+HOST_MEMORY = ("auto", "pinned", "pageable")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
@@ -40,6 +42,7 @@ class Options:
     optimizer_overlap: bool = True
     fused_optimizer: bool = False
     master_weights: bool = False
+    host_memory: HostMemory = "auto"  # of weights and gradients; nothing to choose where the CPU computes
     compile_units: bool = False
 
     @classmethod
@@ -58,9 +61,8 @@ class Options:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         self._normalise("memory_budget", _memory_budget(self.memory_budget))
         self._normalise("units", _units(self.units))
-        if self.activations not in ACTIVATIONS:
-            allowed = "one of " + ", ".join(map(repr, ACTIVATIONS))
-            raise OptionError(argument="activations", found=self.activations, allowed=allowed)
+        _check_choice("activations", self.activations, ACTIVATIONS)
+        _check_choice("host_memory", self.host_memory, HOST_MEMORY)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
@@ -100,6 +102,11 @@ def _count(argument: str, value: object) -> Count:
     if isinstance(number, int) and _is_int(number) and number >= 1:
         return number
     raise OptionError(argument=argument, found=value, allowed="an int >= 1 or 'auto'")
+
+
+def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(argument=argument, found=value, allowed="one of " + ", ".join(map(repr, choices)))
 
 
 def _memory_budget(value: object) -> int | None:

@@ -1,6 +1,11 @@
-"""The only place that knows an accelerator API exists: streams, events, pinned memory, memory figures.
+"""The only place that knows an accelerator API exists: streams, events, page-locked memory, copies, memory figures.
 
-Every backend that ``torch.accelerator`` serves is used through it; the CPU is a device whose streams are always idle.
+1. Every backend that ``torch.accelerator`` serves is used through it; the CPU is a device whose streams are always
+   idle, and which needs no page-locked memory.
+2. Host memory that stays (`slab`) is our own where the device can be told of it (slabs.py): exact, locked once. Other
+   devices' comes from torch, and so does what comes and goes (`passing`): torch keeps it for the next time.
+3. Once memory could not be locked no more is: it might be refused every time, and slowly. Copies from and to memory
+   that is not locked go through a ring of staging buffers (transfer.py), whichever memory that is.
 """
 
 from __future__ import annotations
@@ -8,18 +13,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .errors import OptionError, UnsupportedError
-from .host import host_memory
+from .config import HostMemory, format_bytes
+from .errors import HostMemoryError, OptionError, UnsupportedError
+from .host import host_memory, lock_limit
+from .layout import aligned
+from .slabs import PageLock, Slabs
+from .transfer import Around, Arrival, Copies, Ring
 
 log = logging.getLogger(__name__)
+
+STAGING_NBYTES = 16 << 20  # long enough for the link to reach its speed
+STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
 
 
 class _IdleEvent:
     """What an idle stream has recorded: always reached."""
+
+    def wait(self, stream: Any) -> None:
+        """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -85,10 +102,60 @@ def find(name: str | None = None) -> torch.device:
     return device
 
 
+class CudaPageLock:
+    """Host memory that CUDA, or HIP, is told of."""
+
+    PORTABLE = 1  # locked for all devices
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lock(self, address: int, nbytes: int) -> None:
+        # On a thread of its own: CUDA keeps an error for the thread that made it, and torch would raise it there at the
+        # next kernel, whatever that is.
+        with ThreadPoolExecutor(1, "superpipeline-lock") as thread:
+            thread.submit(self._lock, address, nbytes).result()
+
+    def _lock(self, address: int, nbytes: int) -> None:
+        cudart = _cudart()
+        with torch.cuda.device(self._device):
+            _check(cudart, cudart.cudaHostRegister(address, nbytes, self.PORTABLE))
+
+    def unlock(self, address: int) -> None:
+        try:
+            torch.cuda.synchronize(self._device)  # torch does not know of this memory, and lets it go under its copies
+            cudart = _cudart()
+            _check(cudart, cudart.cudaHostUnregister(address))
+        except Exception as error:  # the device is beyond use, and its process near its end
+            log.debug("superpipeline: host memory could not be unlocked: %s", error)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(cudart: Any, error: Any) -> None:
+    if int(error):
+        raise RuntimeError(f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}")
+
+
+def page_lock(device: torch.device) -> PageLock | None:
+    """How this device is told of memory that torch did not lock; None where it can not be."""
+    return CudaPageLock(device) if device.type == "cuda" else None
+
+
+class _Rings(NamedTuple):
+    """One in each direction."""
+
+    up: Ring
+    down: Ring
+    nbytes: int
+
+
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's own for compute."""
 
-    def __init__(self, device: torch.device | str | int) -> None:
+    def __init__(self, device: torch.device | str | int, host_memory: HostMemory = "auto") -> None:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
         check_supported(found)
         self.is_host = found.type == "cpu"
@@ -99,7 +166,14 @@ class Device:
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self._idle = _IdleStream()
         self._clock: Any = None  # made when it is first needed: an idle stream
-        self._can_pin = not self.is_host
+        self._host_memory = host_memory
+        self._can_pin = not self.is_host and host_memory != "pageable"
+        self._refusal = "host_memory='pageable'"  # why there are rings
+        self._slabs = Slabs()
+        self._lock = page_lock(found)
+        self._locked_nbytes = 0
+        self._largest_slab = 0
+        self._rings: _Rings | None = None
         self._streamed_nbytes = 0
         self._streamed_peak = 0
 
@@ -127,23 +201,124 @@ class Device:
         event = self.moment(self._clock)
         return event, (before + time.perf_counter()) / 2
 
-    # ---- memory
+    # ---- host memory
 
-    def host_bytes(self, nbytes: int, pinned: bool = True) -> torch.Tensor:
-        """A flat host buffer, page-locked where the device copies from it asynchronously."""
+    def slab(self, nbytes: int) -> Tensor:
+        """A flat host buffer that stays, page-locked where the device copies from it by itself (Rule 2)."""
+        self._largest_slab = max(self._largest_slab, nbytes)
+        if self._can_pin:
+            try:
+                flat = self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
+                self._locked_nbytes += nbytes
+                return flat
+            except RuntimeError as error:
+                self._lock_no_more(nbytes, error)
+        return self._slabs.plain(nbytes)
+
+    def passing(self, nbytes: int) -> Tensor:
+        """A flat host buffer that comes and goes, page-locked like a slab."""
+        if self._can_pin:
+            try:
+                return _locked_by_torch(nbytes)
+            except RuntimeError as error:
+                self._lock_no_more(nbytes, error)
         with torch.inference_mode(False):
-            if pinned and self._can_pin:
-                try:
-                    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                except RuntimeError as error:
-                    self._can_pin = False  # asked again, it might refuse every time, and slowly
-                    log.warning(
-                        "superpipeline: %d bytes of host memory could not be page-locked (%s); "
-                        "copies go through pageable memory from here on: slower, and not beside compute",
-                        nbytes,
-                        error,
-                    )
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _lock_no_more(self, nbytes: int, error: RuntimeError) -> None:
+        """Rule 3."""
+        self._refusal = (
+            f"{format_bytes(nbytes)} of host memory could not be page-locked, "
+            f"after {format_bytes(self._locked_nbytes)} that were ({error})"
+        )
+        if self._host_memory == "pinned":
+            memory, limit = host_memory(), lock_limit()
+            raise HostMemoryError(
+                f"host_memory='pinned': {self._refusal}; {format_bytes(memory.free)} of {format_bytes(memory.total)} "
+                f"are free, and ulimit -l is {'unlimited' if limit is None else format_bytes(limit)}. Free host memory "
+                "or raise the limit; or leave host_memory to 'auto', which copies through a small page-locked ring"
+            ) from error
+        self._can_pin = False
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of staging buffers."""
+        return 0 if self._rings is None else self._rings.nbytes
+
+    def _ring(self) -> _Rings:
+        """Made when something has to go through them (Rule 3), which is said once."""
+        if self._rings is None:
+            nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
+            buffers = [self._staging(nbytes) for _ in range(2 * STAGING_COUNT)]
+            up = Ring(self.up, buffers[:STAGING_COUNT], "up")
+            down = Ring(self.down, buffers[STAGING_COUNT:], "down")
+            self._rings = _Rings(up, down, sum(buffer.nbytes for buffer in buffers))
+            log.log(
+                logging.INFO if self._host_memory == "pageable" else logging.WARNING,
+                "superpipeline: %s: copies go through %d staging buffers of %s in each direction, which costs a thread "
+                "and one more copy on the host for all that travels (now at %.1f GB/s)",
+                self._refusal,
+                STAGING_COUNT,
+                format_bytes(nbytes),
+                _copy_speed(buffers),
+            )
+        return self._rings
+
+    def _staging(self, nbytes: int) -> Tensor:
+        try:
+            return self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
+        except RuntimeError:  # slower still, but right: the thread waits where others would
+            return self._slabs.plain(nbytes)
+
+    def close(self) -> None:
+        """What remains of slabs is ordinary memory; nothing may be under way. Safe twice: the next copy begins anew."""
+        rings, self._rings = self._rings, None
+        if rings is not None:
+            rings.up.close()
+            rings.down.close()
+        self._slabs.unlock()
+        self._locked_nbytes = 0
+
+    # ---- copies
+
+    def send_up(
+        self, target: Tensor, source: Tensor, around: Around, moved: Copies = (), after: Arrival | None = None
+    ) -> Arrival:
+        """Starts a copy of bytes to the device, on the up stream.
+
+        Args:
+            target: On the device, a row of bytes.
+            source: On the host, as long.
+            around: Entered before the copy is queued, left after it.
+            moved: Single tensors that are copied after it, in whatever memory they are.
+            after: The copy down that brings the host bytes.
+        """
+        if not self._by_itself(source):
+            return self._ring().up.up([(target, source)], around, moved, after)
+        if after is not None:
+            after.wait(self.up)
+        with self.up, torch.no_grad(), around:
+            target.copy_(source, non_blocking=True)
+            for one, other in moved:
+                one.copy_(other)
+            arrival: Arrival = self.up.record_event()
+        return arrival
+
+    def send_down(self, copies: Copies, around: Around) -> Arrival:
+        """Starts copies of bytes to the host, on the down stream."""
+        if not all(self._by_itself(target) for target, _ in copies):
+            return self._ring().down.down(copies, around)
+        with self.down, torch.no_grad(), around:
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            arrival: Arrival = self.down.record_event()
+        return arrival
+
+    def _by_itself(self, host: Tensor) -> bool:
+        """Whether the device copies from and to this memory while the caller goes on."""
+        return self.is_host or host.is_pinned()
+
+    # ---- memory of the device
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         """A flat device buffer of which, for now, only the description exists: its storage is empty."""
@@ -214,9 +389,24 @@ class Device:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def synchronize(self) -> None:
-        """The host waits for all that is queued on the device."""
+        """The host waits for all that is queued on the device, or about to be."""
+        if self._rings is not None:
+            self._rings.up.finish()
+            self._rings.down.finish()
         if not self.is_host:
             torch.accelerator.synchronize(self.torch_device)
+
+
+def _locked_by_torch(nbytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _copy_speed(buffers: list[Tensor]) -> float:
+    """Of the host between two buffers, in GB/s."""
+    begin = time.perf_counter()
+    buffers[0].copy_(buffers[1])
+    return buffers[0].nbytes / 1e9 / max(time.perf_counter() - begin, 1e-9)
 
 
 def _accelerator_type() -> str:

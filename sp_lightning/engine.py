@@ -416,8 +416,12 @@ class Engine:
             "units": sum(not unit.unit.resident for unit in self.units),
             "resident_root_bytes": sum(unit.store.layout.nbytes for unit in self.units if unit.unit.resident),
             "device_peak": self.device.memory_peak(),
-            "host_bytes": sum(unit.store.slab.numel() for unit in self.units),
+            "host_bytes": self._host_bytes(),
         }
+
+    def _host_bytes(self) -> int:
+        stores = sum(unit.store.host_nbytes for unit in self.units)
+        return stores + self.downlink.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes
 
 
 # Our own looks at host parameters are no reads (reads.py).

@@ -33,6 +33,10 @@ class MemoryBudgetError(SuperpipelineError, RuntimeError):
     """What must be on the device at once does not fit into the memory budget."""
 
 
+class HostMemoryError(SuperpipelineError, RuntimeError):
+    """Host memory is not there, or not in the way that was asked for."""
+
+
 class UnsupportedError(SuperpipelineError, RuntimeError):
     """A device or a feature cannot be served; the message says what to do instead."""
 

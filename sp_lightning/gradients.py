@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import sys
 import threading
@@ -29,11 +30,12 @@ import torch
 from torch import Tensor
 
 from .device import Device
-from .layout import ALIGNMENT, Layout
+from .layout import ALIGNMENT, Field, Layout, aligned
 from .overlap import HostThread, StepAhead
 from .parameters import set_true_grad, true_dtype, true_grad
 from .store import UnitStore
 from .telemetry import Counters
+from .transfer import Copies
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
@@ -99,10 +101,12 @@ class Packing:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
         torch._foreach_copy_(self._views, grads)
 
-    def send(self) -> None:
-        """Copies them to the host, on the current stream: as few copies as can be."""
-        for host, offset, source, nbytes in self._runs:
-            host[offset : offset + nbytes].copy_(self._flat[source : source + nbytes], non_blocking=True)
+    def copies(self) -> Copies:
+        """What brings them to the host: as few copies as can be."""
+        return [
+            (host[offset : offset + nbytes], self._flat[source : source + nbytes])
+            for host, offset, source, nbytes in self._runs
+        ]
 
     def free(self) -> None:
         """Gives the device memory back, on the current stream."""
@@ -176,6 +180,11 @@ class Downlink:
         """Whether there is nothing to finish, here or in another thread."""
         return self.ahead is None and not self._under_way and not self._landing
 
+    @property
+    def host_nbytes(self) -> int:
+        """Of the slabs that gradients land in."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
     def drop(self) -> None:
         """Forgets what is under way: its backward failed."""
         self.let_go()
@@ -212,9 +221,8 @@ class Downlink:
         packing.pack(grads)
         down, compute = self.device.down, self.device.compute
         down.wait_event(compute.record_event())
-        with down, self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes):
-            packing.send()
-            done = down.record_event()
+        under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
+        done = self.device.send_down(packing.copies(), under_way)
         self.counters.bytes_down += packing.nbytes
         self._last = Landing(packing, [], compute, done)
         return self._last
@@ -223,7 +231,7 @@ class Downlink:
         """The device buffer on its way may be freed after its copy (Rule 6)."""
         if self._last is not None:
             with self.counters.listener.waiting("gradients"):
-                self._last.stream.wait_event(self._last.done)
+                self._last.done.wait(self._last.stream)
             with self._last.stream:
                 self._last.packing.free()
             self._last = None
@@ -237,7 +245,7 @@ class Downlink:
         if dense:
             self.let_go()
             room = Layout.of([("", _known(grads[index])) for index in dense])
-            flat = self.device.host_bytes(max(room.nbytes, ALIGNMENT))
+            flat = self.device.passing(max(room.nbytes, ALIGNMENT))
             places = [Place(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields]
             landing = self._send(store, [_known(grads[index]) for index in dense], Packing(self.device, places))
             with self.counters.stall("gradients"):
@@ -257,23 +265,28 @@ class Downlink:
 
 
 class GradientSlab:
-    """Where a unit's gradients land (Rule 7)."""
+    """Where the gradients of a unit's weights land (Rule 7); frozen ones have no room."""
 
     def __init__(self, store: UnitStore, device: Device) -> None:
         self._layout = store.layout
         self._device = device
-        flat = device.host_bytes(max(store.host_layout.nbytes, ALIGNMENT))
+        fields: dict[int, Field] = {}
+        end = 0
+        for index, parameter in enumerate(store.params):
+            if parameter.requires_grad:
+                fields[index] = dataclasses.replace(store.host_layout.fields[index], offset=end)
+                end += aligned(fields[index].nbytes)
+        self.nbytes = max(end, ALIGNMENT)
+        flat = device.slab(self.nbytes)
         storage = flat.untyped_storage()
-        self._places = [
-            Place(store.host_layout.own_view(storage, field), flat, field.offset) for field in store.host_layout.fields
-        ]
-        self._unseen = [_references(place.tensor) for place in self._places]
+        self._places = {i: Place(Layout.own_view(storage, f), flat, f.offset) for i, f in fields.items()}
+        self._unseen = {index: _references(place.tensor) for index, place in self._places.items()}
         self._packings: dict[tuple[int, ...], Packing] = {}  # of those that came together before
 
     def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
         """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
         places = [self._room(index, grad) for index, grad in zip(indices, grads, strict=True)]
-        if any(place is not self._places[index] for index, place in zip(indices, places, strict=True)):
+        if any(place is not self._places.get(index) for index, place in zip(indices, places, strict=True)):
             return places, Packing(self._device, places)
         packing = self._packings.get(tuple(indices))
         if packing is None:
@@ -281,11 +294,12 @@ class GradientSlab:
         return places, packing
 
     def _room(self, index: int, grad: Tensor) -> Place:
-        place = self._places[index]
-        if grad.dtype is place.tensor.dtype and _references(place.tensor) == self._unseen[index]:
+        place = self._places.get(index)  # None: it did not train when the slab was made
+        unseen = place is not None and _references(place.tensor) == self._unseen[index]
+        if place is not None and unseen and grad.dtype is place.tensor.dtype:
             return place
         field = self._layout.fields[index]
-        flat = self._device.host_bytes(max(field.nbytes, ALIGNMENT))
+        flat = self._device.passing(max(field.nbytes, ALIGNMENT))
         tensor = torch.empty(0, dtype=grad.dtype).set_(flat.untyped_storage(), 0, field.shape, field.stride)
         return Place(tensor, flat, 0)
 

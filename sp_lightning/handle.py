@@ -53,7 +53,7 @@ class Handle:
         only_inference: bool = False,
     ) -> None:
         self.module = module
-        self.device = Device(device)
+        self.device = Device(device, options.host_memory)
         self.options = options
         self._only_inference = only_inference  # no training follows, which would need the memory left
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -186,6 +186,7 @@ class Handle:
         try:
             self.engine.close()
         finally:
+            self.device.close()
             move_buffers(self.module, torch.device("cpu"))
 
     def _abandon(self) -> None:
@@ -193,6 +194,7 @@ class Handle:
         self._leave()
         for parameter in self.module.parameters():
             unwatch(parameter)
+        self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 
     def _leave(self) -> None:

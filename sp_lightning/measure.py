@@ -140,7 +140,7 @@ class _Ways:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
         self._device = device
-        self._hosts = [device.host_bytes(nbytes) for _ in range(2)]
+        self._hosts = [device.slab(nbytes) for _ in range(2)]
         self._devices = [torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
         for host in self._hosts:
             host.fill_(1)

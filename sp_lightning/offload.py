@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,12 @@ class Offload:
         self._visit: dict[Any, OnHost] = {}  # what the unit under way saved
         self._leaving: list[tuple[Tensor, Any]] = []  # its device tensors, kept until their copies are done
         self._left: list[tuple[Tensor, Any]] = []  # those of the unit before
+        self._on_host: weakref.WeakSet[OnHost] = weakref.WeakSet()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of what is on the host now."""
+        return sum(saved.host.untyped_storage().nbytes() for saved in self._on_host)
 
     def begin(self) -> None:
         """A unit's forward begins."""
@@ -64,7 +71,7 @@ class Offload:
         if self._left:
             with self.counters.listener.waiting("activations"):
                 for _tensor, arrived in self._left:
-                    self.device.compute.wait_event(arrived)
+                    arrived.wait(self.device.compute)
         self._left = []
 
     def finish(self) -> None:
@@ -92,17 +99,18 @@ class Offload:
     def _send(self, tensor: Tensor, span: Tensor) -> OnHost:
         nbytes = span.numel() * span.element_size()
         host = torch.empty(0, dtype=span.dtype).set_(
-            self.device.host_bytes(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
+            self.device.passing(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
         )
         down = self.device.down
         down.wait_event(self.device.compute.record_event())
-        with down, torch.no_grad(), self.counters.listener.work("down", "", "activations", nbytes):
-            host.copy_(span, non_blocking=True)
-            arrived = down.record_event()
+        under_way = self.counters.listener.work("down", "", "activations", nbytes)
+        arrived = self.device.send_down([(host.view(torch.uint8), span.view(torch.uint8))], under_way)
         self._leaving.append((tensor, arrived))
         self.counters.bytes_offloaded += nbytes
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return OnHost(like, span.data_ptr() % ALIGNMENT, host, arrived)
+        saved = OnHost(like, span.data_ptr() % ALIGNMENT, host, arrived)
+        self._on_host.add(saved)
+        return saved
 
     def fetch(self, saved: OnHost) -> None:
         """Starts the way back."""
@@ -116,13 +124,11 @@ class Offload:
         storage = room.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
         span = empty.set_(storage, offset // size, saved.host.shape, (1,))
-        up = self.device.up
-        up.wait_event(saved.arrived)
-        up.wait_event(self.device.compute.record_event())  # whose memory it was
+        self.device.up.wait_event(self.device.compute.record_event())  # whose memory it was
         nbytes = saved.host.numel() * size
-        with up, torch.no_grad(), self.counters.listener.work("up", "", "activations", nbytes):
-            span.copy_(saved.host, non_blocking=True)
-            saved.ready = up.record_event()
+        under_way = self.counters.listener.work("up", "", "activations", nbytes)
+        to, source = span.view(torch.uint8), saved.host.view(torch.uint8)
+        saved.ready = self.device.send_up(to, source, under_way, after=saved.arrived)
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses
@@ -133,7 +139,7 @@ class Offload:
         tensor = saved.device
         assert tensor is not None
         with self.counters.listener.waiting("activations"):
-            self.device.compute.wait_event(saved.ready)
+            saved.ready.wait(self.device.compute)
         saved.pending -= 1
         if not saved.pending:
             saved.device = None

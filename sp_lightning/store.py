@@ -60,8 +60,8 @@ class UnitStore:
         self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
         self.layout = _converted(self.host_layout, device_dtype)
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
-        self.slab = device.host_bytes(max(self.host_layout.nbytes, ALIGNMENT))
-        self.wire = self.slab if self.layout == self.host_layout else device.host_bytes(self.nbytes)
+        self.slab = device.slab(max(self.host_layout.nbytes, ALIGNMENT))
+        self.wire = self.slab if self.layout == self.host_layout else device.slab(self.nbytes)
         self.flat = device.device_bytes(self.nbytes)
         self.storage = self.flat.untyped_storage()
         self._offsets = [field.offset for field in self.layout.fields]
@@ -112,6 +112,11 @@ class UnitStore:
         """Rule 6, by an optimizer that stepped or any other writer that says so."""
         self._suspect = True
 
+    @property
+    def host_nbytes(self) -> int:
+        """Of the slabs."""
+        return self.slab.numel() + (0 if self.wire is self.slab else self.wire.numel())
+
     def settle(self) -> None:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
         if self.ready is not None:
@@ -155,15 +160,13 @@ class UnitStore:
             self._fill_wire()
         if self.residency is Residency.DEVICE:  # filled again in place
             self._let_readers_finish()
-        under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
-        with self.device.up, torch.no_grad(), under_way:
-            if self.residency is Residency.HOST:
+        else:
+            with self.device.up:
                 self.device.grow(self.storage, self.nbytes)
-            self.flat.copy_(self.wire, non_blocking=True)
-            for index in moved:
-                field = self.layout.fields[index]
-                self.layout.view(self.storage, field).copy_(true_data(self.params[index]))
-            self.ready = self.device.up.record_event()
+        fields = [(self.layout.fields[index], self.params[index]) for index in moved]
+        replaced = [(self.layout.view(self.storage, field), true_data(parameter)) for field, parameter in fields]
+        under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
+        self.ready = self.device.send_up(self.flat, self.wire, under_way, replaced)
         self._waiting = []
         self.residency = Residency.DEVICE
         self.counters.fetches += 1
@@ -173,7 +176,7 @@ class UnitStore:
         """Orders the caller's stream after the fill, once for each stream."""
         stream = self.device.compute
         if stream not in self._waiting:
-            stream.wait_event(self.ready)
+            self.ready.wait(stream)
             self._waiting.append(stream)
 
     def free(self) -> None:
@@ -185,7 +188,9 @@ class UnitStore:
         self.counters.evictions += 1
 
     def _let_readers_finish(self) -> None:
-        """The up stream goes on after what is queued on the caller's stream, and on every other that read the bytes."""
+        """The up stream goes on after what is queued on the caller's stream, and on every other that read the bytes;
+        and after the fill, which may not be queued yet (transfer.py)."""
+        self.ready.wait(self.device.up)
         for stream in {self.device.compute, *self._waiting}:
             self.device.up.wait_event(stream.record_event())
 

@@ -98,6 +98,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             ``fused``: faster, but not the bits of the default loop.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
+        host_memory: "pinned" is page-locked memory for weights and gradients, from and to which the device copies by
+            itself, or an error; "pageable" is ordinary memory, and copies through a small page-locked ring, by a thread
+            for each direction; "auto" is pinned memory as far as it can be had. No choice where the CPU computes.
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -117,6 +120,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
         master_weights: bool = False,
+        host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -138,6 +142,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             optimizer_overlap=optimizer_overlap,
             fused_optimizer=fused_optimizer,
             master_weights=master_weights,
+            host_memory=host_memory,
             compile_units=compile_units,
         )
         self.handle: Handle | None = None  # of the last run, closed when it ended

@@ -28,6 +28,7 @@ def test_the_defaults_are_valid_and_normal():
         "optimizer_overlap": True,
         "fused_optimizer": False,
         "master_weights": False,
+        "host_memory": "auto",
         "compile_units": False,
     }
 
@@ -117,6 +118,16 @@ def test_the_activation_policies(value):
 def test_any_other_activation_policy_is_refused(value):
     match = re.escape(f"activations must be one of 'keep', 'recompute', 'offload', 'recompute+offload', got {value!r}")
     refused(match, activations=value)
+
+
+@pytest.mark.parametrize("value", ["auto", "pinned", "pageable"])
+def test_host_memory_has_these_values(value):
+    assert Options.parse(host_memory=value).host_memory == value
+
+
+@pytest.mark.parametrize("value", ["disk", "", None, True, ["auto"]])
+def test_any_other_host_memory_is_refused(value):
+    refused(re.escape(f"host_memory must be one of 'auto', 'pinned', 'pageable', got {value!r}"), host_memory=value)
 
 
 @pytest.mark.parametrize("name", ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units"])

@@ -60,6 +60,23 @@ def test_training(window, slowness, activations):
     check(blocks, run, DEVICE, window=window, activations=activations)
 
 
+@pytest.fixture
+def small_ring(monkeypatch):
+    """A unit goes in several pieces."""
+    monkeypatch.setattr(sp_lightning.device, "STAGING_NBYTES", 2048)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("slowness", ["h2d", "compute", "d2h"])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_training_through_the_ring(small_ring, window, slowness, activations):
+    def run(net, device):
+        slow(**{slowness: 1000})
+        yield from training()(net, device)
+
+    check(blocks, run, DEVICE, window=window, activations=activations, host_memory="pageable")
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_evaluation(window):
     def run(net, device):

@@ -1,0 +1,209 @@
+"""Host memory: exact, locked once and unlocked once where a device is told of it, and copied through a ring where it
+can not be locked."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from side_by_side import assert_plain, blocks, check, training
+
+import models
+import parity
+import simgpu
+import sp_lightning
+from sp_lightning import device as device_module
+from sp_lightning import slabs
+from sp_lightning.device import CudaPageLock
+from sp_lightning.errors import HostMemoryError
+from sp_lightning.slabs import Slabs
+
+SIMGPU = torch.device("simgpu", 0)
+MIB = 2**20
+
+
+class FakeCudart:
+    """CUDA's registration of host memory, which refuses what begins after so many bytes are registered."""
+
+    def __init__(self, room=2**40):
+        self.room = room
+        self.registered = {}
+        self.calls = []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert not any(a < address + nbytes and address < a + n for a, n in self.registered.items())
+        self.calls.append(("register", address))
+        if sum(self.registered.values()) + nbytes > self.room:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address))
+        return 0 if self.registered.pop(address, None) else 713
+
+    def cudaGetErrorString(self, error):
+        return {2: "out of memory", 713: "part or all of the memory is not registered"}[error]
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    """Slabs of the simulated accelerator are registered with it."""
+    fake = FakeCudart()
+    monkeypatch.setattr(device_module, "_cudart", lambda: fake)
+    monkeypatch.setattr(device_module, "page_lock", CudaPageLock)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.calls.append(("synchronize", device)))
+    return fake
+
+
+# ---- slabs
+
+
+@pytest.mark.parametrize("nbytes", [512, 4096, 3 * MIB + 512])
+def test_a_slab_has_its_size_and_begins_at_a_page(nbytes):
+    flat = Slabs().plain(nbytes)
+    assert flat.numel() == nbytes and flat.data_ptr() % 4096 == 0
+    assert flat.untyped_storage().nbytes() == nbytes
+    assert not flat.any() and flat.fill_(7).eq(7).all()
+
+
+def test_a_slab_is_locked_once_and_unlocked_when_its_last_tensor_dies(cudart):
+    flat = Slabs().locked(3 * MIB, CudaPageLock(SIMGPU))
+    address, part = flat.data_ptr(), flat.untyped_storage()[512:1024]
+    assert cudart.registered == {address: 3 * MIB}
+    del flat
+    assert cudart.registered
+    del part
+    assert cudart.calls == [("register", address), ("synchronize", SIMGPU), ("unregister", address)]
+
+
+def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
+    made = Slabs()
+    flat = made.locked(512, CudaPageLock(SIMGPU))
+    made.unlock()
+    made.unlock()
+    assert flat.fill_(3).eq(3).all() and not cudart.registered
+    del flat
+    assert [call for call, _ in cudart.calls].count("unregister") == 1
+
+
+def test_a_slab_that_can_not_be_locked_is_not_unlocked(cudart):
+    cudart.room = 0
+    with pytest.raises(RuntimeError, match="CUDA error 2: out of memory"):
+        Slabs().locked(512, CudaPageLock(SIMGPU))
+    gc.collect()
+    assert [call for call, _ in cudart.calls] == ["register"]
+
+
+def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monkeypatch):
+    def broken(device):
+        raise RuntimeError("device-side assert")
+
+    flat = Slabs().locked(512, CudaPageLock(SIMGPU))
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    del flat  # what a finalizer raises would be printed, and fail this test as an unraisable exception
+
+
+def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
+    program = """
+        import os, runpy, sys
+        Slabs = runpy.run_path(sys.argv[1])["Slabs"]
+
+        class Lock:
+            def lock(self, address, nbytes):
+                print("lock")
+            def unlock(self, address):
+                print("unlock", os.getpid() == parent)
+
+        parent = os.getpid()
+        made = Slabs()
+        kept, given = made.locked(512, Lock()), made.locked(512, Lock())
+        if not os.fork():
+            del given
+            os._exit(0)
+        os.wait()
+    """
+    command = [sys.executable, "-uc", textwrap.dedent(program), slabs.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout.split("\n"), done.stderr) == (["lock", "lock", "unlock True", "unlock True", ""], "")
+
+
+# ---- a device that is told of its slabs
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_weights_and_gradients_are_registered_once_for_each_unit_and_unregistered_at_the_end(cudart, activations):
+    check(blocks, training(), SIMGPU, activations=activations)
+    calls = [call for call, _ in cudart.calls]
+    staging = 4  # as this device copies through a ring, for it does not know of CUDA's memory
+    assert calls.count("register") == calls.count("unregister") == 2 * 5 + staging
+    assert not cudart.registered
+
+
+def test_no_slab_stays_registered_when_streaming_can_not_begin(cudart):
+    cudart.room, net = 30_000, blocks()
+    with pytest.raises(HostMemoryError, match=r"after 2\d\.\d\d KiB that were \(CUDA error 2: out of memory\)"):
+        sp_lightning.stream(net, SIMGPU, host_memory="pinned")
+    assert [call for call, _ in cudart.calls].count("unregister") > 0 and not cudart.registered
+    assert_plain(net)
+
+
+def test_what_does_not_fit_into_the_page_locked_memory_goes_through_the_ring(cudart, caplog):
+    cudart.room = 30_000
+    check(blocks, training(), SIMGPU)
+    assert 0 < sum(call == "unregister" for call, _ in cudart.calls) < 10
+    said = [m for m in caplog.messages if "superpipeline" in m]
+    assert len(said) == 1 and "could not be page-locked" in said[0] and "GB/s" in said[0]
+
+
+# ---- the option
+
+
+def refuse(monkeypatch):
+    empty = torch.empty
+
+    def refusing(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("cannot page-lock memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+
+
+def test_pinned_is_an_error_with_numbers_where_memory_can_not_be_page_locked(monkeypatch):
+    refuse(monkeypatch)
+    numbers = r"[\d.]+ KiB of host memory could not be page-locked, after 0 B that were \(cannot page-lock memory\)"
+    with pytest.raises(HostMemoryError, match=rf"host_memory='pinned': {numbers}; .* are free, and ulimit -l is "):
+        sp_lightning.stream(blocks(), SIMGPU, host_memory="pinned")
+
+
+def test_pinned_is_page_locked_weights_and_gradients():
+    net, before = blocks(), simgpu.pinned_bytes()[0]
+    with sp_lightning.stream(net, SIMGPU, host_memory="pinned") as handle:
+        list(training(steps=1)(net, SIMGPU))
+        assert all(p.is_pinned() and p.grad.is_pinned() for p in net.parameters())
+        assert simgpu.pinned_bytes()[0] - before == handle.stats()["host_bytes"]
+
+
+def test_pageable_locks_the_staging_buffers_only(caplog):
+    caplog.set_level("INFO")
+    net, before = blocks(), simgpu.pinned_bytes()[0]
+    with sp_lightning.stream(net, SIMGPU, host_memory="pageable") as handle:
+        list(training(steps=1)(net, SIMGPU))
+        largest = max(unit.nbytes for unit in handle.units)
+        assert simgpu.pinned_bytes()[0] - before == 4 * largest
+        assert handle.stats()["host_bytes"] == 2 * sum(unit.nbytes for unit in handle.units) + 4 * largest
+    assert sum("host_memory='pageable': copies go through 2 staging buffers" in m for m in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])
+def test_where_the_cpu_computes_there_is_nothing_to_lock(host_memory):
+    check(blocks, training(), torch.device("cpu"), host_memory=host_memory)
+
+
+@pytest.mark.parametrize("case", ["mlp", "lstm"])
+def test_a_trainer_trains_through_the_ring(case):
+    parity.check(models.case(case), {"host_memory": "pageable", "window": 2}, accelerator="simgpu")
