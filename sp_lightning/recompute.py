@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import MethodType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from .offload import Offload, OnHost
 Call = Callable[..., Any]
 # What forward does not change, or what is kept in another way, of a module's attributes.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of something has in common with it
 
 
 class Recompute:
@@ -138,7 +140,8 @@ class _Before:
         self._now = [self._back_to_now()]
         _set_random_states(self._random)
         for module, attributes in self._modules:
-            _set_attributes(module, _copied(attributes, {}))
+            memo: dict[int, Any] = {}
+            _set_attributes(module, {name: _copied(value, memo) for name, value in attributes.items()})
         for place, name, before in self._buffers:
             place[name] = before.clone()
         self._written.restored = self.weights
@@ -201,8 +204,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     if isinstance(value, (list, dict, set)) and _holds_parameters(value):
         return value
-    for tensor in _reachable(value):
-        memo[id(tensor)] = tensor
+    for shared in _reachable(value):
+        memo[id(shared)] = shared
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # it can not be copied: then it is hoped that forward does not change it, as for any checkpoint
@@ -228,18 +231,22 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def _reachable(value: Any) -> list[Any]:
-    """The tensors and modules that a copy of a value would copy too."""
+    """What a copy of a value is to share with it: tensors, modules, and Python's modules, which lead to everything."""
     found, stack, seen = [], [value], set()
     while stack:
         item = stack.pop()
-        if isinstance(item, (Tensor, nn.Module)):
+        if isinstance(item, _SHARED):
             found.append(item)
         elif id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, dict):
-                stack += item.values()
+                stack += dict.values(item)  # not what a registry may make of it: that imports what it names
             elif isinstance(item, (list, tuple, set)):
                 stack += item
+            elif isinstance(item, MethodType):
+                stack.append(item.__self__)
+            elif isinstance(item, functools.partial):
+                stack += (item.func, item.args, item.keywords)
             elif hasattr(item, "__dict__") and not isinstance(item, type):
                 stack += vars(item).values()
     return found

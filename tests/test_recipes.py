@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm"]
+RECIPES = ["finetune_llm", "lora_llm"]
+NEEDS = {"lora_llm": "peft"}
 PLAIN = "--trainer.strategy=auto"
 
 
@@ -36,6 +37,7 @@ def in_a_clone(tmp_path, monkeypatch):
 
 def fit(recipe, *arguments, steps=2, folder="run"):
     """Runs a recipe's config for a few steps; gives where it wrote."""
+    pytest.importorskip(NEEDS.get(recipe, "transformers"))
     where = [f"--trainer.default_root_dir={folder}", f"--trainer.max_steps={steps}", *QUIET]
     main(["fit", "--config", f"examples/{recipe}/config.yaml", *where, *arguments])
     return pathlib.Path(folder)
@@ -81,6 +83,9 @@ def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recip
 def test_a_documented_command_runs(command):
     """As it is written, but for a few steps, in a process of its own."""
     program, *arguments = shlex.split(command)
+    for recipe, needed in NEEDS.items():
+        if recipe in command:
+            pytest.importorskip(needed)
     few = [] if arguments[0].endswith(".py") else ["--trainer.fast_dev_run=2"]
     done = subprocess.run([sys.executable, *arguments, *few], env=environment(), capture_output=True, text=True)
     assert program == "python" and done.returncode == 0, done.stderr
@@ -320,3 +325,59 @@ def test_weights_are_in_memory_once_while_they_are_read_and_while_streaming_begi
 
 def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+# ---- adapters
+
+
+class Moved(L.Callback):
+    """What streaming moved until training ended."""
+
+    stats: dict
+
+    def on_train_end(self, trainer, module):
+        Moved.stats = trainer.strategy.handle.stats()
+
+
+def test_of_a_frozen_base_nothing_travels_down(tiny_llm):
+    run = fit("lora_llm", f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved")
+    adapters = torch.load(last(run), weights_only=True)["state_dict"]
+    assert all("lora_" in name for name in adapters)  # which alone are saved, too
+    batches = 4
+    assert Moved.stats["bytes_down"] == batches * sum(tensor.nbytes for tensor in adapters.values())
+
+
+def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monkeypatch):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from examples.lora_llm.module import LoraLLM
+
+    kept = []
+    monkeypatch.setattr(LoraLLM, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    run = fit("lora_llm", f"--model.name_or_path={tiny_llm}")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llm), run / "adapters")
+    with torch.no_grad():
+        mine, theirs = (model.eval()(torch.arange(24)[None]).logits for model in (kept[0], loaded))
+    assert torch.equal(mine, theirs) and not torch.equal(mine, logits(tiny_llm))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(bits, tiny_llm):
+    pytest.importorskip("bitsandbytes")
+    base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
+    fit("lora_llm", base, moved)
+    unpacked = Moved.stats["bytes_up"]
+    streamed = fit("lora_llm", base, moved, f"--model.base_bits={bits}", folder="streamed")
+    assert Moved.stats["bytes_up"] < unpacked / 2
+    plain = fit("lora_llm", base, PLAIN, f"--model.base_bits={bits}", folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+def test_without_bitsandbytes_a_packed_base_is_an_error_that_says_what_to_install(tiny_llm, monkeypatch):
+    from examples.common.errors import BadInput
+    from examples.lora_llm import quantized
+
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"base_bits=4 needs bitsandbytes, which is not installed: pip install"):
+        quantized.quantize(torch.nn.Linear(2, 2), 4, leave=None)

@@ -60,7 +60,10 @@ class FineTuneLLM(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = self.load()
-            self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+            base = (
+                self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            )  # under adapters
+            self.takes_positions = "position_ids" in inspect.signature(base.forward).parameters
 
     def load(self) -> Any:
         """The model, from its checkpoint."""
