@@ -123,8 +123,10 @@ class Handle:
             return
         self.closed = True
         try:
-            self.stop_recording()
-            self._detach()
+            try:
+                self.stop_recording()
+            finally:
+                self._detach()
         finally:
             scaler.end()
             for step in self._steps.values():
