@@ -347,9 +347,7 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with _quietly():
             self._in_backward_from_here()
-            returned = self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
-            self.counters.listener.idle()
-            return returned
+            return self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""

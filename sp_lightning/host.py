@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ def host_memory(root: Path = ROOT) -> HostMemory:
     for limit, used in _cgroup_limits(root):
         total, free = min(total, limit), min(free, max(0, limit - used))
     return HostMemory(total, free, "cgroup" if total < machine.total else "machine", machine.total)
+
+
+def peak_memory() -> int:
+    """Most bytes of memory that this process ever had in use; where the system does not keep that, what it has now."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return int(psutil.Process().memory_info().rss)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def lock_limit() -> int | None:

@@ -109,7 +109,7 @@ class _Panel:
             if span.lane != lane:
                 continue
             if span.stall:
-                self._block(row, span, "white", edge=WAITS, hatch="//////", text="")
+                self._block(row, span, "white", edge=WAITS, hatch="//////", text=NAMES[span.stall])
                 continue
             phase = span.phase if (lane, span.phase) in WORK else DEFAULT_PHASE.get(lane, "")
             shade = shades.setdefault(span.unit, len(shades) % 2)
@@ -124,7 +124,9 @@ class _Panel:
         )
         if text and self._fits(text, width):
             ink = INK if _is_light(color) else "white"
-            self.axis.text(left + width / 2, row, text, ha="center", va="center", fontsize=TEXT_PT, color=ink)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+            middle = left + width / 2
+            self.axis.text(middle, row, text, ha="center", va="center", fontsize=TEXT_PT, color=ink, bbox=behind)
 
     def _fits(self, text: str, width: float) -> bool:
         inches = width / self.longest * WIDTH_IN * 0.86
@@ -158,7 +160,7 @@ class _Panel:
     def _frame(self) -> None:
         step, axis = self.step, self.axis
         merit = "" if step.floor_s is None else f", floor / step {step.floor_s / step.seconds:.2f}"
-        title = f"{self.timeline.title}, {self.timeline.source}: {step.name} {self._time(step.seconds)}{merit}"
+        title = f"{self.timeline.title}, {self.timeline.source}: {step.name} takes {self._time(step.seconds)}{merit}"
         axis.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=22)
         shares = causes(self.spans, step.start, step.end)
         axis.text(0, 1, in_words(shares), transform=axis.transAxes, fontsize=8.5, color=INK, va="bottom")
@@ -174,6 +176,8 @@ class _Panel:
 
 
 def _is_light(color: str) -> bool:
+    if color == "white":
+        return True
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue > 150
 

@@ -6,9 +6,9 @@
    end ``flush`` waits for the rest.
 3. Each pass begins with the same moment on both clocks, from an event on a stream that is always idle. The clocks
    drift apart between passes, not within one.
-4. The compute stream belongs to one unit at a time, from the moment its bytes are there to the next wait, the end of
-   its visit, or its gradients. That it had to wait is seen between the events before and after the wait; that the
-   host launched too late is not, and counts as the unit's.
+4. The compute stream belongs to one unit at a time: from the moment its bytes are there to the next wait or the end of
+   its visit, and in backward to the begin of the next unit's. That it had to wait is seen between the events before and
+   after the wait; that the host launched too late is not, and counts as the unit's.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """The callback: there when the user added none, silent without a logger, and without effect on what is trained."""
 
 import functools
+import importlib
+import re
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 import models
 import parity
 import sp_lightning
+from sp_lightning import callback, timeline
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
@@ -42,9 +45,11 @@ class Second(Callback):
 
 
 def fit(callbacks=(), logger=False, batches=4, **options):
+    if options.get("accelerator") == "simgpu":
+        importlib.import_module("simgpu.lightning")
     module = models.ZooModule(CASE, "sgd")
     options = {"enable_checkpointing": False, "accelerator": "cpu", **QUIET, **options}
-    strategy = sp_lightning.SuperpipelineStrategy(window=2)
+    strategy = parity.streaming_strategy(options["accelerator"], window=2)
     trainer = L.Trainer(strategy=strategy, callbacks=[*callbacks], logger=logger, devices=1, **options)
     trainer.fit(module, models.loader(CASE, batches), models.loader(CASE, 1))
     return trainer
@@ -94,7 +99,7 @@ def test_it_reports_what_a_step_moved_in_the_loggers_rhythm():
     streamed = [unit.nbytes for unit in trainer.strategy.handle.units]
     gradients = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters())
     for metrics in lines.values():
-        assert list(metrics) == ["superpipeline/fetches", "superpipeline/bytes_up", "superpipeline/bytes_down"]
+        assert list(metrics)[:3] == ["superpipeline/fetches", "superpipeline/bytes_up", "superpipeline/bytes_down"]
         assert metrics["superpipeline/bytes_down"] == gradients
         assert metrics["superpipeline/fetches"] >= len(streamed)
         assert metrics["superpipeline/bytes_up"] > sum(streamed)
@@ -107,6 +112,131 @@ def test_what_it_reports_adds_up():
     stats = trainer.strategy.handle.stats()
     for name in ("fetches", "bytes_up", "bytes_down"):
         assert sum(metrics[f"superpipeline/{name}"] for metrics in moved(logger).values()) == stats[name] > 0
+
+
+FIGURES = """step_ms floor_ms floor_share compute_ms stall_weights_ms stall_gradients_ms stall_activations_ms
+stall_optimizer_ms outside_ms up_gb_per_s down_gb_per_s device_peak_bytes host_peak_bytes resident_share
+samples_per_s"""
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+def test_it_logs_what_steps_took_and_waited_for(accelerator):
+    logger = Kept()
+    fit(logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
+    *_, last = moved(logger).values()
+    figures = {name.removeprefix("superpipeline/"): value for name, value in last.items()}
+    assert list(figures)[3:] == FIGURES.split()
+    parts = [value for name, value in figures.items() if name.startswith(("compute_", "stall_", "outside_"))]
+    assert sum(parts) == pytest.approx(figures["step_ms"])
+    assert figures["samples_per_s"] == pytest.approx(models.BATCH / figures["step_ms"] * 1e3)
+    assert 0 < figures["resident_share"] <= 1
+
+
+def test_every_name_it_logs_is_documented():
+    for name in (*FIGURES.split(), "tokens_per_s", "fetches", "bytes_up", "bytes_down"):
+        assert f"``{name}``" in sp_lightning.SuperpipelineCallback.__doc__
+
+
+@pytest.mark.parametrize(
+    ("batch", "figures"),
+    [
+        (torch.zeros(4, 8), {"samples_per_s": 8.0}),
+        ([torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4)], {"samples_per_s": 8.0, "tokens_per_s": 64.0}),
+        ({"x": torch.zeros(2, 3), "input_ids": torch.zeros(2, 5, dtype=torch.int64)}, {"tokens_per_s": 20.0}),
+        ("no tensor", {}),
+    ],
+)
+def test_a_batch_shows_its_samples_and_tokens(batch, figures):
+    found = callback._per_second(batch, step_s=0.5)
+    assert figures.items() <= found.items() and len(found) == (2 if "tokens_per_s" in figures else len(figures))
+
+
+def test_its_own_rhythm_is_kept():
+    logger = Kept()
+    fit([sp_lightning.SuperpipelineCallback(log_every_n_steps=3)], logger=logger, batches=7, log_every_n_steps=2)
+    assert sorted(moved(logger)) == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"log_every_n_steps": 0}, "log_every_n_steps must be None or an int >= 1, got 0"),
+        ({"timeline_steps": ()}, "timeline_steps must be batches from 0, at least one"),
+        ({"timeline_steps": [-1]}, "timeline_steps must be batches from 0, at least one"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(sp_lightning.errors.OptionError, match=said):
+        sp_lightning.SuperpipelineCallback(**options)
+
+
+def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
+    monkeypatch.setattr(sp_lightning.Handle, "record", lambda self: pytest.fail("recorded"))
+    fit()
+    fit([sp_lightning.SuperpipelineCallback(progress=False)], enable_progress_bar=True)
+
+
+BARS = [TQDMProgressBar, RichProgressBar]
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
+    shown = []
+
+    class Asking(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, module))
+
+    own = bar()
+    trainer = fit([Asking(), own], enable_progress_bar=True, batches=6)
+    assert re.fullmatch(r"[\d.]+ [KM]?i?B", shown[-1]["device"]) and re.fullmatch(r"\d+%", shown[-1]["waits"])
+    assert "get_metrics" not in vars(own) and "device" not in own.get_metrics(trainer, trainer.lightning_module)
+    assert not {"device", "waits"} & {*trainer.callback_metrics, *trainer.progress_bar_metrics}
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lightning")]
+
+
+def test_a_table_before_and_a_report_after(caplog):
+    with caplog.at_level("INFO"):
+        fit(enable_progress_bar=True, batches=5)
+    lines = said(caplog)
+    (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
+    assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
+    took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
+    assert re.match(r"superpipeline: a step took .* ms, floor .* ms \(.* of it\): .*compute \d+ %", took)
+    assert "device peak" in memory and "were to take" in memory and "each step" in sentence
+
+
+def test_the_report_comes_on_an_exception_too(caplog):
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index == 4:
+                raise ArithmeticError("the user's")
+
+    with caplog.at_level("INFO"), pytest.raises(ArithmeticError, match="the user's"):
+        fit([Failing()], enable_progress_bar=True, batches=6)
+    assert any("superpipeline: a step took" in line for line in said(caplog))
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "names"), [(9, (3, 4), ["step 3", "step 4"]), (3, (10, 11), ["step 1", "step 2"])]
+)
+def test_a_timeline_is_written_of_the_steps_that_were_asked_for(batches, steps, names, tmp_path):
+    pytest.importorskip("matplotlib")
+    fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "run", timeline_steps=steps)], batches=batches)
+    made = timeline.load(tmp_path / "run" / "trace.json")
+    assert (made.title, made.source, [step.name for step in made.steps]) == ("ZooModule", "measured", names)
+    assert made.steps[0].floor_s > 0 and {span.lane for span in made.spans} >= {"up", "compute", "down", "optimizer"}
+    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_a_trace_and_a_word_about_the_picture(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(callback.importlib.util, "find_spec", lambda name: None)
+    fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path)], batches=3)
+    assert "pip install 'sp-lightning[plots]'" in caplog.text
+    assert (tmp_path / "trace.json").exists() and not (tmp_path / "timeline.png").exists()
 
 
 def test_it_leaves_metrics_and_progress_alone(tmp_path):
@@ -124,7 +254,8 @@ def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
 
     logger = Kept()
     fit([Growing()], logger=logger, log_every_n_steps=1)
-    values = [value for metrics in moved(logger).values() for value in metrics.values()]
+    names = ("fetches", "bytes_up", "bytes_down")
+    values = [metrics[f"superpipeline/{name}"] for metrics in moved(logger).values() for name in names]
     assert len(values) == 12 and min(values) > 0
 
 

@@ -129,7 +129,7 @@ def test_a_picture_names_lanes_units_waits_and_the_floor():
     pytest.importorskip("matplotlib")
     (axis,) = picture.figure([example()]).axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["up", "compute", "optimizer", "host", "the step"]
-    assert axis.get_title(loc="left") == "A model, measured: step 7 5 s, floor / step 0.80"
+    assert axis.get_title(loc="left") == "A model, measured: step 7 takes 5 s, floor / step 0.80"
     assert {"floor 4 s", "0", "compute 48 %", "10 %"} <= set(texts(axis))
 
 

@@ -1,0 +1,189 @@
+"""What a run tells about itself: figures for loggers, a table when it begins, a report when it ends.
+
+Watches a handle through a recorder; nobody needs Lightning for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from .autotune import SPARE_SHARE
+from .config import format_bytes
+from .handle import Handle
+from .host import peak_memory, usable_cores
+from .recorder import KEPT, RecordedStep
+from .spans import Lane
+from .timeline import Timeline, in_words
+from .timeline import measured as measured_timeline
+from .verdict import WAITED_FOR, Measured, Setting, in_unit_of, measured, measured_floor, sentence
+
+GB = 1e9
+WARM_UP = 2  # steps that no figure is made of: the order of visits is learned, memory is taken
+FP32_FROM = 3  # bytes that a parameter has on its way up, on average
+
+
+class Observer:
+    """Records the training passes of a handle and makes figures of them; closed, it leaves the handle as it was."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._recorder = handle.record()
+        self._seen = 0  # passes of any kind that were read
+        self._batches = 0  # training passes among them
+        self._fresh: list[RecordedStep] = []  # training passes that ``figures`` has not given yet
+        self._last: deque[RecordedStep] = deque(maxlen=KEPT)
+
+    # ---- while it runs
+
+    def update(self) -> list[RecordedStep]:
+        """The training passes that can be read by now and could not before, numbered from 0."""
+        new = [step for step in self._recorder.steps if step.number >= self._seen]
+        self._seen = max([self._seen, *(step.number + 1 for step in new)])
+        train = [step for step in new if step.trains]
+        numbered = [replace(step, number=self._batches + i) for i, step in enumerate(train)]
+        self._batches += len(numbered)
+        self._fresh = (self._fresh + numbered)[-KEPT:]
+        self._last.extend(numbered)
+        while self._last and self._last[0].number < WARM_UP < self._batches - 1:
+            self._last.popleft()
+        return numbered
+
+    @property
+    def last(self) -> list[RecordedStep]:
+        """The last training passes; of a long enough run, without the first ones."""
+        return list(self._last)
+
+    def figures(self) -> dict[str, float]:
+        """Means over the training passes since the last call; nothing if there was none."""
+        steps, self._fresh = self._fresh, []
+        if not steps:
+            return {}
+        causes = [step.causes() for step in steps]
+        mean = {cause: statistics.fmean(c[cause] for c in causes) * 1e3 for cause in causes[0]}
+        step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
+        floor_s = self.floor_s()
+        return {
+            "step_ms": step_ms,
+            **({} if floor_s is None else {"floor_ms": floor_s * 1e3, "floor_share": floor_s * 1e3 / step_ms}),
+            "compute_ms": mean["compute"],
+            **{f"stall_{cause}_ms": mean[cause] for cause in WAITED_FOR},
+            "outside_ms": mean["other"],
+            "up_gb_per_s": _rate(steps, "up"),
+            "down_gb_per_s": _rate(steps, "down"),
+            **self.memory(),
+        }
+
+    def memory(self) -> dict[str, float]:
+        """Peaks so far, and the share of the weights that is on the device now."""
+        window = self._handle.engine.window
+        total = sum(unit.store.nbytes for unit in window.units)
+        return {
+            "device_peak_bytes": float(self.device_peak()),
+            "host_peak_bytes": float(peak_memory()),
+            "resident_share": (window.schedule.resident_nbytes + self._rest_nbytes()) / total,
+        }
+
+    def stall_share(self) -> float | None:
+        """Of the latest step that was read: what it waited, in parts of 1."""
+        if not self._last:
+            return None
+        causes = self._last[-1].causes()
+        return sum(causes[cause] for cause in WAITED_FOR) / self._last[-1].seconds
+
+    def device_peak(self) -> int:
+        """Bytes."""
+        return self._handle.device.memory_peak()
+
+    def floor_s(self) -> float | None:
+        """The floor of the recorded steps."""
+        times = self._recorder.times()
+        return measured_floor(times.values(), self._setting().window, self._resident()).seconds if times else None
+
+    # ---- when it begins and ends
+
+    def plan(self) -> dict[str, str]:
+        """What will be where, before the first step, by name."""
+        stats, rest = self._handle.stats(), self._rest_nbytes()
+        grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
+        return {
+            "units": f"{stats['units']}" + (f", and {format_bytes(rest)} that stay on the device" if rest else ""),
+            "window": f"{stats['window']} of them on the device{grows}",
+            "transfer": f"{stats['transfer']} at a time",
+            "device": f"{format_bytes(self.predicted_nbytes())} for weights and gradients, beside activations",
+            "host": f"{format_bytes(stats['host_bytes'])} for weights, beside gradients and optimizer state",
+        }
+
+    def predicted_nbytes(self) -> int:
+        """On the device for weights and gradients: the resident rest, the largest window, two gradient buffers."""
+        window = self._handle.engine.window
+        units = [unit.sizes() for unit in window.units if not unit.unit.resident]
+        largest = sorted((unit.nbytes for unit in units), reverse=True)[: window.schedule.window]
+        return sum(largest) + 2 * max((unit.gradient_nbytes for unit in units), default=0) + self._rest_nbytes()
+
+    def report(self) -> list[str]:
+        """Predicted against measured, and the one sentence that matters; nothing where too little was seen."""
+        m = self.measured()
+        if m is None:
+            return []
+        took = in_unit_of(m.step_s, m.step_s)
+        floor = ""
+        if m.floor_s is not None:
+            floor = f", floor {in_unit_of(m.step_s, m.floor_s)} ({m.floor_s / m.step_s:.2f} of it)"
+        peak, planned = self.device_peak(), self.predicted_nbytes()
+        return [
+            f"a step took {took}{floor}: {in_words(dict(m.causes))}",
+            f"device peak {format_bytes(peak)}, of which weights and gradients were to take {format_bytes(planned)} "
+            f"with window {m.setting.window}; host peak {format_bytes(peak_memory())}",
+            sentence(m),
+        ]
+
+    def measured(self) -> Measured | None:
+        """The typical step; None before one was read that counts."""
+        if not self._last:
+            return None
+        return measured(self._last, self._recorder.times(), self._setting(), self._resident())
+
+    def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
+        """These steps, with the floor."""
+        return measured_timeline(steps, title, self.floor_s())
+
+    def close(self) -> list[RecordedStep]:
+        """Waits for the device, and gives the training passes that were not read yet."""
+        self._handle.stop_recording()
+        return self.update()
+
+    # ---- details
+
+    def _rest_nbytes(self) -> int:
+        return sum(unit.store.nbytes for unit in self._handle.engine.window.units if unit.unit.resident)
+
+    def _resident(self) -> Collection[str]:
+        return [unit.name for unit in self._handle.engine.window.units if unit.unit.resident]
+
+    def _setting(self) -> Setting:
+        window, stats = self._handle.engine.window, self._handle.stats()
+        units = window.units
+        headroom = self._handle.device.memory_headroom() or 0
+        largest = max(unit.store.nbytes for unit in units)
+        return Setting(
+            window=stats["window"],
+            transfer=stats["transfer"],
+            units=stats["units"],
+            spare_units=int(headroom * SPARE_SHARE) // largest,
+            threads=torch.get_num_threads(),
+            cores=usable_cores(),
+            overlaps=stats["stepped_ahead"] > 0,
+            single=sum(unit.store.nbytes for unit in units) >= FP32_FROM * sum(unit.unit.numel for unit in units),
+            activations=self._handle.options.activations,
+        )
+
+
+def _rate(steps: Sequence[RecordedStep], lane: Lane) -> float:
+    """In GB/s, while the lane worked."""
+    seconds = sum(step.busy(lane) for step in steps)
+    return sum(step.nbytes(lane) for step in steps) / seconds / GB if seconds else 0.0
