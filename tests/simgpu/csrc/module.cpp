@@ -64,9 +64,10 @@ void prefer_cpu_kernels() {
       continue;
     const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
                            op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    const bool convolution =
-        name.overload_name.empty() && (name.name == "aten::convolution" || name.name == "aten::convolution_backward");
-    if (convolution || (composite && op->hasKernelForDispatchKey(DispatchKey::CPU)))
+    const bool whole =  // the last one's out variant sizes what it is given
+        name.overload_name.empty() && (name.name == "aten::convolution" || name.name == "aten::convolution_backward" ||
+                                       name.name == "aten::smooth_l1_loss");
+    if (whole || (composite && op->hasKernelForDispatchKey(DispatchKey::CPU)))
       handles.push_back(dispatcher.registerImpl(name, DispatchKey::PrivateUse1,
                                                 c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt,
                                                 nullptr, "simgpu"));

@@ -1,0 +1,65 @@
+"""Trains a small member of every model family plainly and streamed, compares all bits, and prints the table of them.
+
+    python benchmarks/models.py
+
+The models are those of tests/families.py, on tests/simgpu with its race checker, with a window of one unit. The table
+is that of docs/models.md; the command ends with 1 if any bit differs, or if a race was seen.
+"""
+
+import importlib
+import pathlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+import families
+import torch
+
+from sp_lightning.units import partition
+
+HEAD = ["family", "units", "what is special", "parity"]
+
+
+def units(net: torch.nn.Module) -> str:
+    """What they are, and how many of each."""
+    found = partition(net, "auto")
+    kinds = Counter(
+        "the rest, resident"
+        if unit.resident
+        else " and ".join(dict.fromkeys(type(m).__name__ for _, m in unit.modules))
+        for unit in found
+    )
+    return ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
+
+
+def rows(train: bool = True) -> Iterator[list[str]]:
+    """Of all families; without training, parity is taken to be what the tests assert."""
+    for name, family in families.FAMILIES.items():
+        torch.manual_seed(0)
+        net = family.case.make()
+        yield [name, units(net), family.special, parity(family) if train else "bitwise"]
+
+
+def parity(family: families.Family) -> str:
+    """One run with a window of one unit on the simulated accelerator."""
+    simgpu, checks = importlib.import_module("simgpu"), importlib.import_module("parity")
+    try:
+        checks.check(family.case, {"window": 1}, accelerator="simgpu")
+    except AssertionError as error:
+        return f"**differs**: {error}".splitlines()[0]
+    return "**a race**" if simgpu.races() else "bitwise"
+
+
+def table(lines: Iterator[list[str]]) -> str:
+    """In markdown."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, ["---"] * len(HEAD), *lines])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    text = table(rows())
+    sys.stdout.write(text + "\n")
+    sys.exit("**" in text)
