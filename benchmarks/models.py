@@ -18,9 +18,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 import families
 import torch
 
-from sp_lightning.units import partition
+from sp_lightning.units import Unit, partition
 
 HEAD = ["family", "units", "what is special", "parity"]
+
+
+def kind(unit: Unit) -> str:
+    """The classes of its modules."""
+    return " and ".join(dict.fromkeys(type(module).__name__ for _, module in unit.modules))
 
 
 def units(net: torch.nn.Module) -> str:

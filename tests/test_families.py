@@ -1,13 +1,14 @@
-"""Every family of families.py trains as in a plain run, bit for bit, while its units stream. docs/models.md lists them."""
+"""Every family of families.py trains as in a plain run, bit for bit, while units stream. docs/models.md lists them."""
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
 
-import parity
 import pytest
 from families import FAMILIES
+
+import parity
 
 ROOT = pathlib.Path(__file__).parents[1]
 OFTEN = {"qwen3", "deepseek_v3", "mamba", "paligemma", "whisper", "tv_regnet", "unet"}
