@@ -1,0 +1,123 @@
+"""What the documents say is there: their code runs, their links lead somewhere, the messages they quote exist."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+
+import models
+from sp_lightning import handle
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+IN_CI = ("python3 -m venv", "pip install", "pytest", ".ci/run")  # which .ci/run runs, or which run this
+LONG = {  # for users with time; what else runs each of them
+    "python benchmarks/race_deletions.py": "test_package.py compares its result with the code",
+    "python benchmarks/models.py": "test_families.py",
+}
+
+
+def blocks(page: pathlib.Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def commands() -> list[str]:
+    lines = [
+        line for page in PAGES for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return sorted({line.split("  #")[0].strip() for line in lines} - {""})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, docs_world):
+    exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), docs_world)
+
+
+@pytest.fixture
+def docs_world(tmp_path, monkeypatch):
+    """The names that the pages take for granted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, max_steps=2, enable_progress_bar=False))
+    case = models.case("mlp")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # a page's "cuda" is the device there is
+    monkeypatch.setattr(handle, "Device", on_cpu(handle.Device))
+    return {
+        "MyLightningModule": lambda: models.ZooModule(case),
+        "loader": models.loader(case, 2),
+        "model": case.make(),
+        "__name__": "docs",
+    }
+
+
+def on_cpu(device):
+    return lambda name, *args, **kwargs: device("cpu", *args, **kwargs)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_messages_that_troubleshooting_quotes_are_in_the_code():
+    source = " ".join(path.read_text() for path in (ROOT / "sp_lightning").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # of strings that are written over several lines
+    quoted = re.findall(r"^\*\*`([^`]+)`", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    ours = [text for text in quoted if not text.startswith(("torch.", "the process"))]
+    pieces = [
+        piece.strip() for text in ours for piece in re.split(r"\.\.\.|\b\d+ -> \d+", text) if len(piece.strip()) > 8
+    ]
+    assert len(pieces) > 10 and [piece for piece in pieces if piece not in source] == []
+
+
+def test_the_architecture_names_every_file_of_the_package():
+    files = {path.relative_to(ROOT / "sp_lightning").as_posix() for path in (ROOT / "sp_lightning").rglob("*.py")}
+    assert set(listed()) == files - {"__init__.py", "commands/__init__.py"}
+
+
+def test_a_file_imports_only_from_files_above_it_in_the_architecture():
+    files = listed()
+    found = {name: imports(ROOT / "sp_lightning" / name) & set(files[place:]) for place, name in enumerate(files)}
+    assert not {name: upwards for name, upwards in found.items() if upwards}
+
+
+def listed() -> list[str]:
+    return re.findall(r"^\| `([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """The files of the package that a file of it imports from."""
+    statements = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    modules = {node.module or alias.name for node in statements for alias in node.names}
+    return {module.replace(".", "/") + ".py" for module in modules}
+
+
+def test_every_command_of_the_docs_is_one_that_something_runs():
+    unknown = [line for line in commands() if not line.startswith(("python ", *IN_CI)) and "pip install" not in line]
+    assert not unknown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith("python ") and line not in LONG])
+def test_a_command_of_the_docs_runs(command, tmp_path):
+    if "my_package" in command or "FILE" in command or "examples/" in command.replace("examples/quickstart.py", ""):
+        pytest.skip("names the user's own files, or is a recipe, which test_recipes.py runs")
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    arguments = [str(ROOT / word) if (ROOT / word).exists() and "/" in word else word for word in arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
