@@ -1,6 +1,7 @@
 """The recipes under examples/: each runs as its documentation says, with plain Lightning's result, and says what is
 wrong with what it was given before it trains on it."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import parity
+import sp_lightning
 from sp_lightning.cli import main
 
 pytest.importorskip("transformers")
@@ -21,8 +23,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm", "lora_llm"]
-NEEDS = {"lora_llm": "peft"}
+RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
+NEEDS = {"lora_llm": "peft", "finetune_vision": "torchvision", "finetune_vlm": "torchvision"}
 PLAIN = "--trainer.strategy=auto"
 
 
@@ -70,6 +72,17 @@ class Halfway(L.Callback):
             trainer.save_checkpoint("half.ckpt")
 
 
+class Moved(L.Callback):
+    """What streaming moved until the run ended."""
+
+    stats: dict
+
+    def on_train_end(self, trainer, module):
+        Moved.stats = trainer.strategy.handle.stats()
+
+    on_predict_end = on_train_end
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe):
@@ -86,7 +99,7 @@ def test_a_documented_command_runs(command):
     for recipe, needed in NEEDS.items():
         if recipe in command:
             pytest.importorskip(needed)
-    few = [] if arguments[0].endswith(".py") else ["--trainer.fast_dev_run=2"]
+    few = ["--steps=2"] if "examples.by_hand" in command else ["--trainer.fast_dev_run=2"]
     done = subprocess.run([sys.executable, *arguments, *few], env=environment(), capture_output=True, text=True)
     assert program == "python" and done.returncode == 0, done.stderr
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", done.stdout)
@@ -105,7 +118,7 @@ def test_a_printed_config_gives_the_same_config(recipe, capsys):
 
 
 def test_every_recipe_has_its_command_in_the_documentation():
-    named = {part for command in COMMANDS for part in pathlib.Path(command.split()[-1]).parts}
+    named = {part for command in COMMANDS for part in re.split(r"[/. ]", command)}
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name.isidentifier()}
     assert folders - named == {"common"}
 
@@ -330,15 +343,6 @@ def environment():
 # ---- adapters
 
 
-class Moved(L.Callback):
-    """What streaming moved until training ended."""
-
-    stats: dict
-
-    def on_train_end(self, trainer, module):
-        Moved.stats = trainer.strategy.handle.stats()
-
-
 def test_of_a_frozen_base_nothing_travels_down(tiny_llm):
     run = fit("lora_llm", f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved")
     adapters = torch.load(last(run), weights_only=True)["state_dict"]
@@ -381,3 +385,242 @@ def test_without_bitsandbytes_a_packed_base_is_an_error_that_says_what_to_instal
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"base_bits=4 needs bitsandbytes, which is not installed: pip install"):
         quantized.quantize(torch.nn.Linear(2, 2), 4, leave=None)
+
+
+# ---- batch inference
+
+
+def predict(*arguments, folder="run"):
+    """Runs the recipe; gives the records that it wrote."""
+    where = [f"--trainer.default_root_dir={folder}", *QUIET]
+    main(["predict", "--config", "examples/predict/config.yaml", *where, *arguments])
+    return [json.loads(line) for line in pathlib.Path(folder, "answers.jsonl").read_text().splitlines()]
+
+
+def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
+    data = write("ask.jsonl", {"prompt": "The owl"}, {"prompt": "The cat sees a red", "id": 7}, {"prompt": "A"})
+    arguments = f"--model.name_or_path={tiny_llm}", f"--data.path={data}", "--data.batch_size=2"
+    streamed = predict(*arguments, "--trainer.callbacks+=test_recipes.Moved", folder="streamed")
+    assert Moved.stats["bytes_down"] == 0 and Moved.stats["fetches"] > 16
+    assert re.search(r"\d+ tokens in [0-9.]+ s, [0-9.]+ tokens per second", capsys.readouterr().out)
+    assert streamed == predict(*arguments, PLAIN, folder="plain") and streamed[1]["id"] == 7
+
+
+def test_a_shorter_prompt_is_answered_as_it_is_alone(tiny_llm):
+    """It is padded on its left, beside a longer one."""
+    prompts = [{"prompt": "The owl"}, {"prompt": "The cat sees a red boat and then another boat"}]
+    arguments = f"--model.name_or_path={tiny_llm}", f"--data.path={write('ask.jsonl', *prompts)}"
+    together, alone = predict(*arguments), predict(*arguments, "--data.batch_size=1")
+    assert [answer["answer"] for answer in together] == [answer["answer"] for answer in alone]
+
+
+def test_a_prompt_that_is_none_is_named(tiny_llm):
+    from examples.common.errors import BadInput
+
+    data = write("ask.jsonl", {"prompt": "The owl"}, {"text": "The cat"})
+    with pytest.raises(BadInput, match=r"ask.jsonl, line 2 has the keys \['text'\]; a record needs \"prompt\", or"):
+        predict(f"--model.name_or_path={tiny_llm}", f"--data.path={data}")
+    assert not pathlib.Path("run/answers.jsonl").exists()
+
+
+# ---- images
+
+
+def test_a_batchnorm_model_of_torchvision_is_trained_as_by_plain_lightning():
+    arguments = "--model.name_or_path=torchvision/shufflenet_v2_x0_5", "--model.pretrained=false", "--data.batch_size=4"
+    streamed = fit("finetune_vision", *arguments, folder="streamed")
+    parity.compare(left(fit("finetune_vision", *arguments, PLAIN, folder="plain")), left(streamed))
+    assert torch.load(streamed / "model/model.pt", weights_only=True)["fc.weight"].shape[0] == 4
+
+
+def test_an_exported_classifier_gives_the_averaged_models_logits():
+    pytest.importorskip("torchvision")
+    from transformers import AutoModelForImageClassification
+
+    run = fit("finetune_vision")
+    averaged = torch.load(last(run), weights_only=True)["state_dict"]
+    loaded = AutoModelForImageClassification.from_pretrained(run / "model")
+    assert loaded.config.id2label == {0: "blue", 1: "green", 2: "red", 3: "yellow"}
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, averaged[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda path: None, "the image folder images does not exist"),
+        (lambda path: path.mkdir(), "images is not a folder of classes, each a folder of images"),
+        (lambda path: broken_image(path / "red"), r"images/(red|blue)/0.png is not an image that can be read"),
+    ],
+)
+def test_images_that_can_not_be_read_are_named(make, said):
+    from examples.common.errors import BadInput
+
+    make(pathlib.Path("images"))
+    with pytest.raises(BadInput, match=said):
+        fit("finetune_vision", "--data.path=images", "--data.batch_size=1")
+
+
+def broken_image(folder):
+    for place in (folder, folder.with_name("blue")):
+        place.mkdir(parents=True)
+        (place / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n and then nothing")
+
+
+def test_a_model_that_torchvision_does_not_have_is_refused():
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=r"torchvision has no classifier 'resnet19'; it has .*'resnet18'"):
+        fit("finetune_vision", "--model.name_or_path=torchvision/resnet19")
+
+
+# ---- images and text
+
+
+CONNECTION = "--model.train=connection"
+
+
+def test_of_a_frozen_vision_language_model_the_connection_and_a_token_are_trained():
+    pytest.importorskip("torchvision")
+    streamed = fit("finetune_vlm", CONNECTION, "--trainer.callbacks+=test_recipes.Moved", folder="streamed")
+    trained = torch.load(last(streamed), weights_only=True)["state_dict"]
+    parts = {f"model.model.multi_modal_projector.linear_{i}.{name}" for i in (1, 2) for name in ("weight", "bias")}
+    assert trained.keys() == parts | {"token"}
+    assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in trained.values())
+    parity.compare(left(fit("finetune_vlm", CONNECTION, PLAIN, folder="plain")), left(streamed))
+
+
+def test_of_a_record_with_an_image_the_completion_is_learned(tmp_path):
+    pytest.importorskip("torchvision")
+    from transformers import AutoProcessor
+
+    from examples.common import tiny
+    from examples.finetune_vlm.module import CaptionData
+
+    data, made = CaptionData(), tmp_path / "captions"
+    tiny.made(tmp_path / "vlm", tiny.vision_language_model)
+    tiny.made(made, lambda part: tiny.captions(part, 1))
+    data.processor = AutoProcessor.from_pretrained(tmp_path / "vlm")
+    batch = data.collate(data.records(str(made / "captions.jsonl"))[:2])
+    learned = [[token for token in row.tolist() if token != -100] for row in batch["labels"]]
+    assert data.processor.tokenizer.batch_decode(learned) == [" It is red.</s>", " It is green.</s>"]
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"image": "no.png", "prompt": "?", "completion": "!"}, r"my.jsonl, line 1: the image no.png does not exist"),
+        ({"image": "0.png", "prompt": "?"}, r"line 1 has the keys \['image', 'prompt'\]; a record needs"),
+        ({"image": "red/0.png", "prompt": "?", "completion": "!"}, "red/0.png is not an image that can be read"),
+    ],
+)
+def test_a_record_whose_image_can_not_be_used_is_named(record, said):
+    pytest.importorskip("torchvision")
+    from examples.common.errors import BadInput
+
+    broken_image(pathlib.Path("red"))
+    with pytest.raises(BadInput, match=said):
+        fit("finetune_vlm", f"--data.path={write('my.jsonl', record)}")
+
+
+# ---- from nothing
+
+
+def test_a_text_file_becomes_a_tokenizer_a_model_and_a_curve():
+    pytest.importorskip("matplotlib")
+    pathlib.Path("corpus.txt").write_text("\n\n".join(f"The owl sees {i} stones." for i in range(99)))
+    run = fit("pretrain_small", "--data.path=corpus.txt", "--data.vocabulary=300", "--model.layers=2")
+    assert logits(run / "model").shape == (1, 24, 300)
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_learning_rate_follows_the_budget_that_is_spent_first(monkeypatch):
+    from lightning.pytorch.callbacks import Timer
+
+    from examples.pretrain_small.module import PretrainLLM
+
+    timer, module = Timer(duration={"seconds": 10}), PretrainLLM()
+    module.trainer = L.Trainer(max_steps=100, callbacks=[timer], logger=False, accelerator="cpu")
+    monkeypatch.setattr(timer, "time_elapsed", lambda: 5.0)
+    assert module.spent(20) == 0.5 and module.spent(80) == 0.8 and module.spent(200) == 1.0
+
+
+# ---- experts
+
+
+@pytest.fixture(scope="session")
+def tiny_mixture(tmp_path_factory, tiny_llm):
+    from examples.common import tiny
+
+    return tiny.made(tmp_path_factory.mktemp("tiny") / "mixture", tiny.mixture)
+
+
+def mixture(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+
+
+def test_experts_that_are_modules_compute_what_fused_ones_do(tiny_mixture):
+    from examples.moe.experts import fused_state, separate
+
+    model, tokens = mixture(tiny_mixture), torch.arange(48)[None]
+    before, expected = model.state_dict(), model(tokens).logits
+    assert separate(model) == 4
+    assert torch.equal(model(tokens).logits, expected)
+    state = fused_state(model)
+    assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in state)
+
+
+def test_only_experts_that_were_routed_to_travel(tiny_mixture):
+    from examples.moe.experts import Expert, separate
+
+    model = mixture(tiny_mixture)
+    separate(model)
+    routed = []
+    for name, module in model.named_modules():
+        if isinstance(module, Expert):
+            module.register_forward_hook(lambda *_, name=name: routed.append(name))
+    with sp_lightning.stream(model, "cpu", window=1, units=["Expert"]) as handle, torch.no_grad():
+        before = handle.stats()["bytes_up"]  # the rest of the model has been up since streaming began, or goes up now
+        for token in range(8):
+            model(torch.tensor([[token]]))
+        moved = handle.stats()["bytes_up"] - before
+        nbytes = {unit.name: unit.nbytes for unit in handle.units}
+    assert len(routed) == 8 * 4 * 2 and len(set(routed)) < 4 * 8
+    assert moved <= sum(nbytes[name] for name in routed) + nbytes["(root)"]
+
+
+def test_a_mixture_is_exported_as_transformers_keeps_it(tiny_mixture):
+    run = fit("moe", f"--model.name_or_path={tiny_mixture}")
+    loaded, trained = mixture(run / "model"), torch.load(last(run), weights_only=True)["state_dict"]
+    layer = loaded.model.layers[1].mlp.experts
+    expert = "model.model.layers.1.mlp.experts.experts.3"
+    assert torch.equal(layer.down_proj[3], trained[f"{expert}.down_proj"])
+    assert torch.equal(layer.gate_up_proj[3], trained[f"{expert}.gate_up_proj"])
+
+
+def test_a_model_without_experts_is_refused(tiny_llm):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match="LlamaForCausalLM has no layer whose experts are two tensors"):
+        fit("moe", f"--model.name_or_path={tiny_llm}")
+
+
+# ---- by hand
+
+
+def test_a_loop_by_hand_trains_as_without_streaming(tiny_llm, monkeypatch, capsys):
+    from examples import by_hand
+
+    def run(stream, export):
+        monkeypatch.setattr(by_hand.sp_lightning, "stream", stream)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        monkeypatch.setattr(sys, "argv", ["by_hand", f"--name-or-path={tiny_llm}", "--steps=3", f"--export={export}"])
+        by_hand.main()
+        return logits(export)
+
+    streamed = run(sp_lightning.stream, "streamed")
+    assert "device peak" in capsys.readouterr().out
+    plain = run(lambda *_, **__: contextlib.nullcontext(), "plain")
+    assert torch.equal(streamed, plain) and not torch.equal(plain, logits(tiny_llm))

@@ -41,6 +41,17 @@ def read_jsonl(path: str | Path, what: str = "the data file") -> list[tuple[str,
     return records
 
 
+def read_image(path: str) -> Any:
+    """The image, or an error that names its file."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError) as error:
+        raise BadInput(f"{path} is not an image that can be read: {error}") from None
+
+
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write a file or a folder under; it takes the place of ``path`` once that went well."""

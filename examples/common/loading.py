@@ -34,7 +34,9 @@ class TrainLoader(DataLoader[Any]):
     """Shuffled batches. The Trainer saves its state in checkpoints, and a resumed run goes on with the next batch."""
 
     def __init__(self, trainer: L.Trainer, dataset: Any, batch_size: int, **options: Any) -> None:
-        super().__init__(dataset, batch_size, sampler=Order(len(dataset)), **options)
+        # With a generator of its own it draws nothing from the run's random numbers.
+        generator = torch.Generator().manual_seed(0)
+        super().__init__(dataset, batch_size, sampler=Order(len(dataset)), generator=generator, **options)
         self.trainer = trainer
         self.done = 0  # batches of this pass, those before it was resumed included
 
@@ -76,3 +78,26 @@ class Data(L.LightningDataModule):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state or None
+
+
+class RandomState(L.Callback):
+    """Saves torch's random state in checkpoints: a resumed run draws what it would have drawn (dropout, augmentations).
+
+    Loaders with worker processes draw there, and begin anew.
+    """
+
+    restored: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.restored is not None:
+            torch.set_rng_state(self.restored["cpu"])
+            if self.restored["cuda"]:
+                torch.cuda.set_rng_state_all(self.restored["cuda"])
+            self.restored = None

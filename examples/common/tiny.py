@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -39,9 +40,9 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
 # ---- text
 
 
-def sentences(count: int) -> list[str]:
-    """Sentences that a small model can learn: who sees what follows from who and where."""
-    draw = random.Random(0)
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Sentences that a small model can learn: of what was seen first follows what is seen then."""
+    draw = random.Random(seed)
     found = []
     for _ in range(count):
         animal, thing, colour = draw.choice(ANIMALS), draw.choice(THINGS), draw.choice(list(COLOURS))
@@ -66,7 +67,7 @@ def write_jsonl(path: Path, records: Iterable[object]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def tokenizer(texts: Iterable[str], vocabulary: int = 384, extra: Iterable[str] = ()):
+def tokenizer(texts: Iterable[str], vocabulary: int = 384, extra: Iterable[str] = ()) -> Any:
     """A byte-level BPE tokenizer with a chat template, trained on these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -91,22 +92,128 @@ def tokenizer(texts: Iterable[str], vocabulary: int = 384, extra: Iterable[str] 
     )
 
 
+def sizes(words: Any) -> dict[str, Any]:
+    """Of the tiny language models."""
+    return {
+        "vocab_size": len(words),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": words.pad_token_id,
+        "bos_token_id": words.bos_token_id,
+        "eos_token_id": words.eos_token_id,
+    }
+
+
 def language_model(folder: Path) -> None:
     """A checkpoint directory: a Llama of four layers in several shards, and its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     words = tokenizer([*sentences(200), json.dumps(chats(200))])
-    config = LlamaConfig(
-        vocab_size=len(words),
+    LlamaForCausalLM(LlamaConfig(**sizes(words))).save_pretrained(folder, max_shard_size="400KB")
+    words.save_pretrained(folder)
+
+
+def mixture(folder: Path) -> None:
+    """A checkpoint directory: a Mixtral of four layers with eight experts each, and its tokenizer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    words = tokenizer([*sentences(200), json.dumps(chats(200))])
+    config = MixtralConfig(**sizes(words), num_local_experts=8, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+# ---- images
+
+
+def painted(colour: str, draw: random.Random, size: int = 48) -> Any:
+    """A square of a colour, somewhere on grey."""
+    from PIL import Image
+
+    image = Image.new("RGB", (size, size), (90, 90, 90))
+    left, top = draw.randrange(size // 3), draw.randrange(size // 3)
+    image.paste(COLOURS[colour], (left, top, left + size // 2, top + size // 2))
+    return image
+
+
+def image_folder(folder: Path, count: int) -> None:
+    """A folder of images for each colour."""
+    draw = random.Random(count)
+    for colour in COLOURS:
+        (folder / colour).mkdir(parents=True)
+        for index in range(count):
+            painted(colour, draw).save(folder / colour / f"{index}.png")
+
+
+def image_classifier(folder: Path) -> None:
+    """A checkpoint directory: a ViT of four layers."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
         hidden_size=64,
-        intermediate_size=192,
+        intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=words.pad_token_id,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
+        image_size=32,
+        patch_size=8,
+        hidden_dropout_prob=0.1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="400KB")
-    words.save_pretrained(folder)
+    ViTForImageClassification(config).save_pretrained(folder)
+
+
+def captions(folder: Path, count: int) -> None:
+    """Images of squares, and a file that asks and tells their colours."""
+    image_folder(folder, count)
+    asked = {"prompt": "What colour is the square?"}
+    write_jsonl(
+        folder / "captions.jsonl",
+        [
+            {"image": f"{colour}/{index}.png", **asked, "completion": f"It is {colour}."}
+            for colour in COLOURS
+            for index in range(count)
+        ],
+    )
+
+
+def vision_language_model(folder: Path) -> None:
+    """A checkpoint directory: a LLaVA with a tower and a language model of three layers each, and its processor."""
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    texts = [*sentences(100), *(f"What colour is the square? It is {colour}." for colour in COLOURS)]
+    words = tokenizer(texts, extra=["<image>"])
+    words.chat_template = None
+    tower = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        projection_dim=64,
+    )
+    config = LlavaConfig(
+        vision_config=tower,
+        text_config=LlamaConfig(**{**sizes(words), "num_hidden_layers": 3}),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=words,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)

@@ -1,8 +1,6 @@
 """Fine-tune any causal language model of transformers, all of its weights."""
 
 import inspect
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,7 @@ import torch
 
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
-
-
-def warmup_then_cosine(warmup: int, total: int) -> Callable[[int], float]:
-    """The factor of the learning rate at a step: up to 1, then down to 0 along half a cosine."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
-
-    return factor
+from ..common.schedule import warmup_then_cosine
 
 
 class FineTuneLLM(L.LightningModule):
@@ -52,10 +40,12 @@ class FineTuneLLM(L.LightningModule):
         self.warmup_steps = warmup_steps
         self.model: Any = None
 
+    make_tiny = staticmethod(tiny.language_model)
+
     @property
     def checkpoint(self) -> str:
         """Where the model is read from, by a name that transformers knows."""
-        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "llm", tiny.language_model))
+        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "llm", self.make_tiny))
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -89,15 +79,7 @@ class FineTuneLLM(L.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr)
-        factor = warmup_then_cosine(self.warmup_steps, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return warmup_then_cosine(self, self.lr, self.weight_decay, self.warmup_steps)
 
     def export(self, folder: Path) -> None:
         """Writes a directory that from_pretrained reads, with the tokenizer."""

@@ -1,0 +1,38 @@
+"""AdamW with weight decay of matrices alone, and a learning rate that warms up and then falls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+
+
+def adamw(module: L.LightningModule, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Over what is trained of a module; biases and norms do not decay."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+
+def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
+    """What ``configure_optimizers`` returns, for a factor of the learning rate at each step."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def warmup_then_cosine(module: L.LightningModule, lr: float, weight_decay: float, warmup: int) -> dict[str, Any]:
+    """Up to ``lr`` in so many steps, then down to 0 along half a cosine until training ends."""
+    total = module.trainer.estimated_stepping_batches
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+    return scheduled(adamw(module, lr, weight_decay), factor)

@@ -1,0 +1,1 @@
+"""Batch inference: answers to many prompts."""

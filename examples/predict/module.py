@@ -1,0 +1,135 @@
+"""Continue many prompts with a language model that need not fit on the device."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from ..common import tiny
+from ..common.checkpoints import load_tokenizer
+from ..common.errors import BadInput
+from ..common.files import read_jsonl, whole
+from ..finetune_llm.module import FineTuneLLM
+
+
+class Generate(FineTuneLLM):
+    """A causal language model that answers, greedily or by sampling, with its cache.
+
+    Args:
+        name_or_path: A checkpoint directory, such as one that another recipe exported, or a name on the hub. None: a
+            tiny model that the recipe makes.
+        dtype: Of the weights: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        max_new_tokens: At most so many are generated for each prompt.
+        temperature: 0 takes the most likely token each time; more samples.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        dtype: str = "auto",
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+    ) -> None:
+        super().__init__(name_or_path, dtype)
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+
+    def on_predict_start(self) -> None:
+        self.generated, self.seconds = 0, 0.0
+
+    def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:
+        tokenizer, prompts = self.trainer.datamodule.tokenizer, batch["input_ids"]
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        begin = time.perf_counter()
+        made = self.model.generate(
+            input_ids=prompts,
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )[:, prompts.shape[1] :].cpu()
+        self.seconds += time.perf_counter() - begin
+        self.generated += int((made != tokenizer.pad_token_id).sum())
+        texts = tokenizer.batch_decode(made, skip_special_tokens=True)
+        return [{**record, "answer": text} for record, text in zip(batch["records"], texts, strict=True)]
+
+    def on_predict_end(self) -> None:
+        print(f"{self.generated} tokens in {self.seconds:.1f} s, {self.generated / self.seconds:.1f} tokens per second")
+
+
+class PromptData(L.LightningDataModule):
+    """Prompts from a JSONL file: ``{"prompt": "..."}``, or chats as ``{"messages": [...]}`` that end with the user.
+
+    Args:
+        path: The file. None: questions that the recipe makes up.
+        tokenizer: A name or a directory. None: that of the model's checkpoint.
+        batch_size: Prompts that are continued at once: weights travel once for all of them.
+    """
+
+    def __init__(self, path: str | None = None, tokenizer: str | None = None, batch_size: int = 16) -> None:
+        super().__init__()
+        self.path = path
+        self.tokenizer_name = tokenizer
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        checkpoint = self.trainer.lightning_module.checkpoint
+        self.tokenizer = load_tokenizer(self.tokenizer_name or checkpoint, checkpoint)
+        self.tokenizer.padding_side = "left"
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        records = read_jsonl(self.path or self.made_up())
+        self.records = [{**record, "text": self.text(record, where)} for where, record in records]
+
+    def made_up(self) -> str:
+        """Prompts for a run that was given none."""
+        questions = [{"messages": chat["messages"][:1]} for chat in tiny.chats(32, seed=1)]
+        return str(
+            tiny.made(tiny.place(self.trainer) / "prompts.jsonl", lambda part: tiny.write_jsonl(part, questions))
+        )
+
+    def text(self, record: dict[str, Any], where: str) -> str:
+        """What the model is to continue."""
+        if isinstance(record.get("prompt"), str):
+            return record["prompt"]
+        if isinstance(record.get("messages"), list) and self.tokenizer.chat_template:
+            return self.tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
+        raise BadInput(
+            f'{where} has the keys {sorted(record)}; a record needs "prompt", or "messages" for a tokenizer with a '
+            "chat template"
+        )
+
+    def collate(self, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        # A template writes the special tokens itself.
+        texts, special = [record["text"] for record in records], "messages" not in records[0]
+        tokens = self.tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=special)
+        kept = [{key: value for key, value in record.items() if key != "text"} for record in records]
+        return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "records": kept}
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.records, batch_size=self.batch_size, collate_fn=self.collate)
+
+
+class Answers(L.Callback):
+    """Writes what was predicted, a line for each record, as soon as it is there; the file appears when all are."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.writing = whole(Path(trainer.default_root_dir) / self.file)
+        self.out = self.writing.__enter__().open("w", encoding="utf-8")
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.out.close()
+        self.writing.__exit__(None, None, None)

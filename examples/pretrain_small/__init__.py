@@ -1,0 +1,1 @@
+"""A language model from nothing, on one device, in a fixed time."""
