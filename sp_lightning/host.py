@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]
+from typing import Any
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroups of the first version write "none" as a number near 2**63
@@ -30,9 +29,15 @@ class HostMemory:
     machine: int  # what the machine has, whatever this process may take
 
 
+def _psutil() -> Any:
+    import psutil  # type: ignore[import-untyped]  # slow to import, and most runs never ask
+
+    return psutil
+
+
 def host_memory(root: Path = ROOT) -> HostMemory:
     """What this process may take at most, and what of that is free now (Rule 1)."""
-    machine = psutil.virtual_memory()
+    machine = _psutil().virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in _cgroup_limits(root):
         total, free = min(total, limit), min(free, max(0, limit - used))
@@ -44,7 +49,7 @@ def peak_memory() -> int:
     try:
         import resource
     except ImportError:  # not on Windows
-        return int(psutil.Process().memory_info().rss)
+        return int(_psutil().Process().memory_info().rss)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -62,7 +67,7 @@ def lock_limit() -> int | None:
 def usable_cores() -> int:
     """Cores that this process may run on, each counted once whatever its hardware threads, within its CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    logical, physical = psutil.cpu_count() or allowed, psutil.cpu_count(logical=False) or allowed
+    logical, physical = _psutil().cpu_count() or allowed, _psutil().cpu_count(logical=False) or allowed
     cores = max(1, round(allowed * physical / logical))
     quota = _cpu_quota(ROOT)
     return cores if quota is None else max(1, min(cores, int(quota)))
