@@ -95,11 +95,14 @@ class SuperpipelineCallback(Callback):
         self._before: Mapping[str, Any] = {}
         self._drawn: list[RecordedStep] = []  # in the timeline
         self._written = False
+        self._chosen: dict[str, int] = {}  # by "auto" in the run that is resumed
+        self._handle: Handle | None = None  # of the last fit
 
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses a strategy that streams nothing."""
+        self._handle = None  # the last one holds as much host memory as the next one will
         if not isinstance(trainer.strategy, Streaming):
             raise UnsupportedError(
                 f"SuperpipelineCallback reports what strategy 'superpipeline' moves, but the Trainer uses "
@@ -114,7 +117,9 @@ class SuperpipelineCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recording begins if somebody will look."""
+        """Recording begins if somebody will look; sizes are those that "auto" chose in the run that is resumed."""
+        self._handle = _handle(trainer)
+        self._handle.resume(self._chosen)
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
         if trainer.loggers or bar is not None or self.timeline is not None:
@@ -122,6 +127,14 @@ class SuperpipelineCallback(Callback):
         if bar is not None and self._observer is not None:
             _show_in(bar, self._observer)
             rank_zero_info(_table(self._observer.plan()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What "auto" chose; empty, and so not in the checkpoint, where it chose nothing."""
+        return {} if self._handle is None else self._handle.chosen()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """For `on_fit_start`: there is nothing yet that streams."""
+        self._chosen = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counters before the step."""

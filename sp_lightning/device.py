@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -176,6 +177,7 @@ class Device:
         self._rings: _Rings | None = None
         self._streamed_nbytes = 0
         self._streamed_peak = 0
+        self.make_room: Callable[[], bool] | None = None  # who streams can free what need not be here
 
     @property
     def compute(self) -> Any:
@@ -332,6 +334,15 @@ class Device:
         storage.resize_(nbytes)
         self.count(nbytes)
 
+    def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """The same; where the device is full, after who streams made room."""
+        try:
+            self.grow(storage, nbytes)
+        except torch.OutOfMemoryError:
+            if self.make_room is None or not self.make_room():
+                raise
+            self.grow(storage, nbytes)
+
     def shrink(self, storage: torch.UntypedStorage) -> None:
         """Frees a storage's memory, on the current stream; whoever aliases it must not touch it until it grows."""
         self.count(-storage.nbytes())
@@ -374,13 +385,25 @@ class Device:
         )
         return min(free + unused, total), total
 
-    def memory_headroom(self) -> int | None:
-        """Bytes that were free even when most was allocated; None where the device is the host."""
+    def memory_allocated(self) -> int:
+        """Bytes in use now; asked at every visit, and ten times cheaper without the other figures."""
         if self.is_host:
-            return None
+            return self._streamed_nbytes
+        figures = torch._C._accelerator_getDeviceStats(self.torch_device.index)
+        return int(figures["allocated_bytes"]["all"]["current"])
+
+    def memory_capacity(self) -> int:
+        """Bytes that this process has or could have."""
+        if self.is_host:
+            return self.memory()[0]
         free, total = torch.accelerator.get_memory_info(self.torch_device)
-        reserved = torch.accelerator.memory_reserved(self.torch_device)
-        return min(free + reserved, total) - torch.accelerator.max_memory_allocated(self.torch_device)
+        return min(free + torch.accelerator.memory_reserved(self.torch_device), total)
+
+    def memory_retries(self) -> int:
+        """How often the allocator had to give what it keeps for later back to the device."""
+        if self.is_host:
+            return 0
+        return int(torch.accelerator.memory_stats(self.torch_device).get("num_alloc_retries", 0))
 
     def reset_memory_peak(self) -> None:
         """The peak counts from here on."""

@@ -393,6 +393,7 @@ class Engine:
         """The parameters are plain again; nothing is left on the device."""
         self.reset()
         self._closed = True
+        self.window.tuner.end()
         if self._attending:
             self._attending = False
             reads.ignore()

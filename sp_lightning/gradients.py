@@ -96,7 +96,7 @@ class Packing:
 
     def pack(self, grads: list[Tensor]) -> None:
         """Copies them in, on the current stream."""
-        self._device.grow(self._storage, self._size)
+        self._device.claim(self._storage, self._size)
         if not self._views:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
         torch._foreach_copy_(self._views, grads)

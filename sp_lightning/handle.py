@@ -85,6 +85,14 @@ class Handle:
         """What was fetched, sent, waited for and held since streaming began."""
         return self.engine.stats()
 
+    def chosen(self) -> dict[str, int]:
+        """The sizes that "auto" arrived at, for `resume` of a later run; empty where nothing was chosen."""
+        return self.engine.window.tuner.state()
+
+    def resume(self, chosen: dict[str, int]) -> None:
+        """Begins with what `chosen` told, as far as it fits; options that are not "auto" stay as they are."""
+        self.engine.window.resume(chosen)
+
     def record(self, recorder: Recorder | None = None) -> Recorder:
         """Records from now on what passes do and when (recorder.py). Until then it costs nothing; then some
         microseconds of the host for each unit that is visited, and no synchronisation."""

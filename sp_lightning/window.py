@@ -4,29 +4,29 @@
    opening of the next one, backward included. The order of a pass is recorded and predicts the next of its kind:
    learned, never trusted. A unit that is not there when it is visited is fetched.
 2. Nothing is freed by leaving a unit: the schedule says at later visits what has to go. What somebody still uses stays.
-3. Without room for a unit an "auto" window shrinks: what can go, goes.
+3. Without room for a unit or its gradients an "auto" window shrinks: what can go, goes. How large it should be is the
+   tuner's to say (tuner.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autotune import UnitBytes, first_window, grown_window
+from .autotune import UnitBytes
 from .binding import Binding
-from .config import Options, format_bytes
+from .config import Options
 from .device import Device
 from .gradients import Gradients
 from .schedule import Schedule
 from .store import Residency, UnitStore
 from .telemetry import Counters
+from .tuner import Tuner
 from .units import Slot, Unit
 
-log = logging.getLogger(__name__)
 Receive = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
@@ -49,7 +49,8 @@ class StreamedUnit:
         """What planning has to know."""
         trainable = (p.requires_grad for p in self.store.params)
         fields = zip(self.store.layout.fields, trainable, strict=True)
-        return UnitBytes(self.name, self.store.nbytes, sum(field.nbytes for field, needed in fields if needed))
+        gradients = sum(field.nbytes for field, needed in fields if needed)
+        return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident)
 
     @property
     def movable(self) -> bool:
@@ -77,13 +78,10 @@ class Window:
         self.counters = counters
         self.only_inference = False
         self._in_use = _InUse(units)
-        self._sizes = [unit.sizes() for unit in units if not unit.unit.resident]
-        root_nbytes = sum(unit.store.nbytes for unit in units if unit.unit.resident)
-        window = first_window(options, self._sizes, root_nbytes, device.is_host)
-        transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
-        self.schedule = Schedule([unit.store.nbytes for unit in units], window, transfer)
-        self._may_grow = options.window == "auto" and options.memory_budget is None
-        self._may_shrink = options.window == "auto"
+        self.tuner = Tuner(options, [unit.sizes() for unit in units], device, counters)
+        self.schedule = Schedule([unit.store.nbytes for unit in units], self.tuner.window, self.tuner.transfer)
+        self.tuner.begin()
+        device.make_room = self._make_room
         self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 1)
         self._kind: Any = None
         self._recorded: list[int] = []
@@ -93,10 +91,12 @@ class Window:
 
     def begin_pass(self, kind: Any) -> None:
         """The pass so far ends, and one of this kind begins (Rule 1)."""
-        self._grow(self._kind)
+        shows_all = self._kind is not None and (self._kind[1] or self.only_inference)
         self._orders[self._kind] = self._recorded
         self._recorded = []
         self._kind = (kind, torch.is_grad_enabled())
+        self.tuner.next_pass(self._kind, self._kind[1], shows_all)
+        self._follow_tuner()
         self._last = None
         self._drop_stale()
         self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
@@ -110,24 +110,14 @@ class Window:
         """What was visited last is no more: its visit was broken off."""
         self._last = None
 
-    def _grow(self, kind: Any) -> None:
-        """After the first pass of a kind: into the memory that it never used (autotune.py, Rule 2)."""
-        if not self._may_grow or kind is None or kind in self._orders:
-            return
-        if not kind[1] and not self.only_inference:
-            return  # a pass without gradients does not show what training needs
-        headroom = self.device.memory_headroom()
-        if headroom is None:
-            return
-        window = grown_window(self._sizes, self.schedule.window, headroom)
-        if window != self.schedule.window:
-            log.info(
-                "superpipeline: window %d -> %d, as %s of device memory were never used",
-                self.schedule.window,
-                window,
-                format_bytes(headroom),
-            )
-            self.schedule.resize(window, self.schedule.transfer)
+    def resume(self, state: dict[str, int]) -> None:
+        """Begins with the sizes that an earlier run chose."""
+        self.tuner.resume(state)
+        self._follow_tuner()
+
+    def _follow_tuner(self) -> None:
+        if (self.tuner.window, self.tuner.transfer) != (self.schedule.window, self.schedule.transfer):
+            self.schedule.resize(self.tuner.window, self.tuner.transfer)
 
     def _drop_stale(self) -> None:
         """Units whose host bytes changed have to come up again: better planned than at their visit."""
@@ -152,7 +142,10 @@ class Window:
 
     def _visit(self, unit: StreamedUnit) -> None:
         """Does what the schedule says."""
+        self.tuner.visiting(self.schedule.resident_nbytes)
+        self._follow_tuner()
         decision = self.schedule.visit(unit.index, self._in_use)
+        self.tuner.visited(self.schedule.resident_nbytes)
         self.counters.surprises += decision.surprise
         self.counters.extra_held += len(self.schedule.resident) > self.schedule.window
         for index in decision.evict:
@@ -169,18 +162,23 @@ class Window:
             unit.store.load()
         except torch.OutOfMemoryError:
             self.schedule.invalidate([unit.index])
-            if not self._may_shrink:
+            if not self.tuner.may_shrink:
                 raise
             self._shrink(visited)
             if unit is visited:
                 unit.store.load()
                 self.schedule.keep(unit.index)
 
-    def _shrink(self, visited: StreamedUnit) -> None:
-        window = max(1, self.schedule.window - 1)
-        log.warning("superpipeline: out of device memory; window %d -> %d", self.schedule.window, window)
-        self._may_grow = False
-        self.schedule.resize(window, min(self.schedule.transfer, window))
+    def _make_room(self) -> bool:
+        """For something else than a unit; whether there may be some now."""
+        before = self.schedule.resident_nbytes
+        if self.tuner.may_shrink:
+            self._shrink(self._last)
+        return self.schedule.resident_nbytes < before
+
+    def _shrink(self, visited: StreamedUnit | None) -> None:
+        self.tuner.full()
+        self._follow_tuner()
         for index in self.schedule.resident:
             unit = self.units[index]
             if unit is not visited and unit.store.residency is Residency.DEVICE and unit.movable:

@@ -13,7 +13,7 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.autotune import UnitBytes, first_window, grown_window, largest_window
+from sp_lightning.autotune import UnitBytes, first_window, largest_window
 from sp_lightning.config import Options
 from sp_lightning.errors import MemoryBudgetError, OptionError
 from sp_lightning.units import partition
@@ -60,13 +60,6 @@ def test_a_window_larger_than_the_model_is_the_model():
     assert first_window(Options(window=99), units(1, 1), 0, on_host=False) == 2
 
 
-def test_the_window_grows_into_nine_tenths_of_what_was_never_used():
-    assert grown_window(units(*[10] * 20), 2, 100) == 11
-    assert grown_window(units(*[10] * 5), 2, 100) == 5
-    assert grown_window(units(*[10] * 20), 2, 11) == 2
-    assert grown_window([], 1, 100) == 1
-
-
 # ---- the same in runs
 
 
@@ -93,14 +86,14 @@ def test_an_automatic_window_grows_when_there_is_room_and_changes_nothing(caplog
     with caplog.at_level(logging.INFO, "sp_lightning"):
         told = parity.check(models.case("mlp"), {}, accelerator="simgpu")
     assert told["window"] == told["units"] == 4
-    assert any("window 2 -> 4" in record.getMessage() for record in caplog.records)
+    assert any("window 1 -> 4" in record.getMessage() for record in caplog.records)
 
 
 def test_an_automatic_window_shrinks_instead_of_running_out_of_memory(caplog):
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     nbytes = 256 * 1024 + 1024
     with sp_lightning.stream(net, SIMGPU, units=["Linear"]) as handle, caplog.at_level(logging.WARNING, "sp_lightning"):
-        handle.engine.window.schedule.resize(5, 1)
+        handle.engine.window.tuner.window = 5
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * nbytes + 64 * KIB
         with torch.no_grad():
             for _ in range(3):
