@@ -71,9 +71,14 @@ class Memory:
         """What is left alone."""
         return int(self.capacity * RESERVE_SHARE)
 
+    @property
+    def spare(self) -> int:
+        """What is left."""
+        return max(0, self.capacity - self.reserve - self.others)
+
     def most(self, units: Sequence[UnitBytes]) -> int:
         """The largest window (Rule 2)."""
-        return max(1, largest_window(units, self.capacity - self.reserve - self.others))
+        return max(1, largest_window(units, self.spare))
 
     def __str__(self) -> str:
         return f"of {self.capacity} bytes {self.others} for others and {self.reserve} in reserve"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from .autotune import SPARE_SHARE
+from .autotune import Memory
 from .config import format_bytes
 from .handle import Handle
 from .host import peak_memory, usable_cores
@@ -168,13 +168,14 @@ class Observer:
     def _setting(self) -> Setting:
         window, stats = self._handle.engine.window, self._handle.stats()
         units = window.units
-        headroom = self._handle.device.memory_headroom() or 0
+        device = self._handle.device
+        spare = 0 if device.is_host else Memory(capacity=device.memory_capacity(), others=device.memory_peak()).spare
         largest = max(unit.store.nbytes for unit in units)
         return Setting(
             window=stats["window"],
             transfer=stats["transfer"],
             units=stats["units"],
-            spare_units=int(headroom * SPARE_SHARE) // largest,
+            spare_units=spare // largest,
             threads=torch.get_num_threads(),
             cores=usable_cores(),
             overlaps=stats["stepped_ahead"] > 0,

@@ -83,9 +83,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     device through a small window. Results are those of the plain run, to the last bit.
 
     Args:
-        window: Units on the device at a time, those on their way up included. An int >= 1, or "auto": found in the first
-            steps, from the memory that they leave and the times that they take. Costs a look at the device's memory
-            for each visit of a unit.
+        window: Units on the device at a time, those on their way up included. An int >= 1, or "auto": found in the
+            first steps, from the memory that they leave and the times that they take. Costs a look at the device's
+            memory for each visit of a unit.
         transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": found with the window.
         memory_budget: Device bytes for weights, gradients and what streams, such as "10GiB", which a window that is
             "auto" does not exceed. None plans with all of the device's memory but a twentieth.

@@ -144,7 +144,8 @@ class Tuner:
         recorder = self._counters.listener
         if self._times is not None or not isinstance(recorder, Recorder):
             return
-        if len(recorder.trained()) >= ENOUGH:
+        first = recorder is not self._recorder  # somebody else's has the first pass, too
+        if len(recorder.trained()) >= ENOUGH + first:
             self._times = times_of(self._units, recorder.times(), overlap=self._counters.stepped_ahead > 0)
             self._choices.clear()
             self.end()
