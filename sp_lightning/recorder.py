@@ -119,8 +119,9 @@ class _Pass:
     entries: list[_Entry] = field(default_factory=list)
 
     def happened(self) -> bool:
-        """Whether all its events have; streams keep their order, but lanes use more than one."""
-        return all(isinstance(entry.end, float) or entry.end.query() for entry in reversed(self.entries))
+        """Whether all its events have; streams keep their order, but lanes use more than one; the clock is one."""
+        ends = (entry.end for entry in reversed(self.entries))
+        return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
 
     def read(self) -> RecordedStep:
         """With times."""

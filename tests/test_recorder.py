@@ -72,6 +72,22 @@ def test_a_lane_does_one_thing_at_a_time(device):
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.simgpu
+def test_a_clock_that_comes_late_is_waited_for():
+    import simgpu
+
+    module = side_by_side.blocks()
+    with sp_lightning.stream(module, "simgpu", window=2, units=["Block"]) as handle:
+        recorder, inputs = handle.record(), list(side_by_side.inputs(handle.device.torch_device, 6))
+        module(inputs[0]).sum().backward()  # makes the clock
+        with simgpu.hold(handle.device._clock):
+            for x in inputs[1:]:
+                module(x).sum().backward()
+        assert len(recorder.steps) == 1
+        handle.stop_recording()
+    assert len(recorder.steps) == 6
+
+
 def test_causes_sum_to_the_time_of_the_step(device):
     recorder, _ = record(device)
     for step in recorder.steps:
