@@ -364,7 +364,7 @@ def test_a_device_too_small_for_a_unit():
     fit("streaming", "simgpu", module)
 
 
-@pytest.mark.parametrize("place", ["engine.Schedule", "handle.Scope"])
+@pytest.mark.parametrize("place", ["window.Schedule", "handle.Scope"])
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):
         raise Boom
