@@ -13,6 +13,7 @@ from .errors import SuperpipelineError
 OWN: dict[str, str] = {  # name of a module in commands/: what it is for
     "doctor": "what this machine has for streaming, and what to mend",
     "timeline": "draw a recorded or simulated timeline",
+    "bench": "this strategy and its peers on the same work, on this machine",
 }
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",

@@ -411,6 +411,27 @@ class Device:
         if not self.is_host:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
+    def allocator_peaks(self) -> dict[str, int | None]:
+        """Most bytes that were given out, and that were held for that; None on the CPU, which keeps no figures."""
+        if self.is_host:
+            return {"allocated_peak": None, "reserved_peak": None}
+        return {
+            "allocated_peak": torch.accelerator.max_memory_allocated(self.torch_device),
+            "reserved_peak": torch.accelerator.max_memory_reserved(self.torch_device),
+        }
+
+    def free_cached(self) -> None:
+        """Gives back what the allocator holds and nobody uses."""
+        if not self.is_host:
+            torch.accelerator.empty_cache()
+
+    def limit_memory(self, nbytes: int) -> None:
+        """From here on this process's allocator is refused more than that."""
+        limit = getattr(torch.get_device_module(self.torch_device), "set_per_process_memory_fraction", None)
+        if limit is None:
+            raise UnsupportedError(f"the allocator of device '{self.torch_device.type}' knows no limit")
+        limit(min(1.0, nbytes / self.memory()[1]), self.torch_device)
+
     def synchronize(self) -> None:
         """The host waits for all that is queued on the device, or about to be."""
         if self._rings is not None:

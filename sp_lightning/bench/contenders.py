@@ -1,0 +1,282 @@
+"""Who takes part. Each does the work as its users do it: set up, then a step for every batch of its turns.
+
+Libraries beside torch and Lightning are imported where they are used: a contender whose ``needs`` are not installed is
+never started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..strategy import SuperpipelineStrategy
+from ..units import partition
+from .entries import OURS
+from .setting import Setting
+from .turns import Turns
+from .work import Work
+
+
+class Contender(Protocol):
+    """A way to do the work."""
+
+    how: str  # in a sentence, with what differs by its nature
+    needs: tuple[str, ...]  # libraries
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """All of it; returns when there are no more batches."""
+
+
+class Plain:
+    """Lightning's own strategy for one device."""
+
+    how = "Trainer(strategy='auto'): everything on the device, the optimizer too"
+    needs: tuple[str, ...] = ()
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a Trainer."""
+        with_trainer(work, turns, SingleDeviceStrategy(device=work.device), work.recomputing())
+
+
+class Superpipeline:
+    """This strategy."""
+
+    how = "Trainer(strategy=SuperpipelineStrategy(...)): weights, gradients and optimizer on the host"
+    needs: tuple[str, ...] = ()
+
+    def __init__(self, window: int | str, **options: Any) -> None:
+        self.window = window
+        self.options = options
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a Trainer."""
+        module = work.module()
+        window = len(partition(module)) if self.window == "all" else self.window
+        options: dict[str, Any] = {"activations": work.setting.activations, **self.options, "window": window}
+        strategy = SuperpipelineStrategy(device=work.device, **options)
+        turns.details = lambda: strategy.handle.stats() if strategy.handle else {}
+        with_trainer(work, turns, strategy, module)
+
+
+class Fsdp2:
+    """torch's sharding with its CPU offload, in a world of one."""
+
+    how = (
+        "fully_shard of each block and of the rest with CPUOffloadPolicy, world size 1; "
+        "bf16-mixed is MixedPrecisionPolicy(param_dtype=bfloat16)"
+    )
+    needs: tuple[str, ...] = ()
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a loop."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        module = work.by_hand()
+        with process_group(work.device):
+            options: dict[str, Any] = {
+                "mesh": init_device_mesh(work.device.type, (1,)),
+                "offload_policy": CPUOffloadPolicy(pin_memory=work.device.type != "cpu"),
+            }
+            if work.setting.precision == "bf16-mixed":
+                options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for part in (*work.blocks(module), module):
+                fully_shard(part, **options)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(work.device)
+            by_hand(work, turns, module, None if work.setting.inference else work.optimizer(module.parameters()))
+
+
+class DeepSpeed:
+    """DeepSpeed's engine, with parameters and optimizer on the host."""
+
+    needs: tuple[str, ...] = ("deepspeed",)
+
+    def __init__(self, stage: int = 3, superoffload: bool = False) -> None:
+        self.stage = stage
+        self.superoffload = superoffload
+        what = "optimizer" if stage < 3 else "parameters and optimizer"
+        how = f"ZeRO-{stage}, {what} on the host, DeepSpeedCPUAdam for AdamW; bf16 keeps FP32 masters"
+        self.how = how + ", super_offload" * superoffload
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With its engine's loop."""
+        refuse(work.setting, training_only="DeepSpeed")
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR=work.device.type)
+        with process_group(work.device):
+            import deepspeed  # type: ignore[import-not-found]
+
+            module = work.recomputing()
+            sgd = {"optimizer": work.optimizer(module.parameters())} if work.setting.optimizer == "sgd" else {}
+            engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=module.parameters(), config=self.config(work), **sgd
+            )
+            for batch in turns:
+                loss = engine(**self.here(work, batch))
+                engine.backward(loss)
+                engine.step()
+                turns.lost(loss)
+
+    def here(self, work: Work, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the device, in the type of the engine's weights."""
+        half = None if work.setting.precision == "32-true" else torch.bfloat16
+        return {name: t.to(work.device, half if t.is_floating_point() else None) for name, t in batch.items()}
+
+    def config(self, work: Work) -> dict[str, Any]:
+        """DeepSpeed's."""
+        setting = work.setting
+        pinned = work.device.type != "cpu"
+        optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
+        if self.superoffload:
+            optimizer |= {"ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9}
+        zero: dict[str, Any] = {"stage": self.stage, "offload_optimizer": optimizer}
+        if self.stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+        config = {
+            "train_micro_batch_size_per_gpu": setting.batch,
+            "gradient_clipping": setting.clip or 0.0,
+            "bf16": {"enabled": setting.precision != "32-true"},
+            "zero_optimization": zero,
+        }
+        if setting.optimizer == "sgd":
+            return {**config, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        defaults = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-4).defaults
+        arguments = {name: defaults[name] for name in ("betas", "eps", "weight_decay")}
+        return {**config, "optimizer": {"type": "AdamW", "params": {"lr": work.optimizer_class[1]["lr"], **arguments}}}
+
+
+class Torchao:
+    """The optimizer alone on the host, and gradients on their way to it."""
+
+    how = "CPUOffloadOptimizer(offload_gradients=True): weights on the device, optimizer and gradients on the host"
+    needs: tuple[str, ...] = ("torchao",)
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a loop."""
+        refuse(work.setting, training_only="torchao's CPUOffloadOptimizer")
+        if work.setting.clip is not None:
+            raise UnsupportedError("torchao's CPUOffloadOptimizer takes gradients away as they are made: no clipping")
+        from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
+
+        module = work.by_hand().to(work.device)
+        kind, options = work.optimizer_class
+        by_hand(work, turns, module, CPUOffloadOptimizer(module.parameters(), kind, offload_gradients=True, **options))
+
+
+class Accelerate:
+    """Leaf modules that fetch their weights, for inference."""
+
+    how = "accelerate.cpu_offload"
+    needs: tuple[str, ...] = ("accelerate",)
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a loop."""
+        if not work.setting.inference:
+            raise UnsupportedError("accelerate's cpu_offload serves inference only: --inference")
+        from accelerate import cpu_offload  # type: ignore[import-not-found]
+
+        module = work.by_hand()
+        cpu_offload(module, execution_device=work.device)
+        by_hand(work, turns, module, None)
+
+
+CONTENDERS: Mapping[str, Callable[..., Contender]] = {
+    "plain": Plain,
+    OURS: Superpipeline,
+    "fsdp2": Fsdp2,
+    "deepspeed": DeepSpeed,
+    "zero-offload": lambda: DeepSpeed(stage=2),
+    "superoffload": lambda: DeepSpeed(superoffload=True),
+    "torchao": Torchao,
+    "accelerate": Accelerate,
+}
+
+
+# ---- loops
+
+
+class _Task(L.LightningModule):
+    """The model, as a LightningModule."""
+
+    def __init__(self, work: Work, turns: Turns, module: nn.Module) -> None:
+        super().__init__()
+        self.work = work
+        self.turns = turns
+        self.module = module
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss: Tensor = self.module(**batch)
+        self.turns.lost(loss)
+        return loss
+
+    predict_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.work.optimizer(self.parameters())
+
+
+def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module) -> None:
+    """Lightning's loop, without what writes."""
+    setting = work.setting
+    trainer = L.Trainer(
+        accelerator=work.device.type,
+        devices=1,
+        strategy=strategy,
+        precision=setting.precision,  # type: ignore[arg-type]
+        gradient_clip_val=None if setting.inference else setting.clip,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    task = _Task(work, turns, module)
+    if setting.inference:
+        trainer.predict(task, turns, return_predictions=False)
+    else:
+        trainer.fit(task, turns)
+
+
+def by_hand(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> None:
+    """A step for each batch; without an optimizer, a forward."""
+    clip = work.setting.clip
+    for batch in turns:
+        with torch.set_grad_enabled(optimizer is not None):
+            with work.autocast():
+                loss = module(**work.here(batch))
+        turns.lost(loss)
+        if optimizer is not None:
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """A world of one process."""
+    import torch.distributed as dist
+
+    own = dist.get_default_backend_for_device(device)
+    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse(setting: Setting, training_only: str) -> None:
+    """Inference, of what only trains."""
+    if setting.inference:
+        raise UnsupportedError(f"{training_only} takes part in training only")

@@ -1,0 +1,174 @@
+"""A row's repetitions, and what they amount to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..machine import Machine
+from .entries import OURS, Entry
+from .floor import Costs
+from .setting import Setting
+
+STREAMING = {"fsdp2", "deepspeed", "superoffload", "accelerate"}  # peers that bring weights up as they need them
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several measurements of one quantity."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """At least one."""
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+    @property
+    def relative(self) -> float:
+        """From the lowest to the highest, as a share of the median."""
+        return (self.high - self.low) / self.median
+
+
+@dataclass
+class Row:
+    """A contender's result, or its error."""
+
+    entry: Entry
+    how: str | None = None
+    error: str | None = None
+    repetitions: list[dict[str, Any]] = field(default_factory=list)
+    step_s: Spread | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    device_peak: int | None = None
+    host_peak: int | None = None
+    floor_s: float | None = None
+
+    def add(self, repetition: dict[str, Any], host_peak: int) -> None:
+        """What a turn reported."""
+        self.repetitions.append({**repetition, "host_peak": host_peak})
+
+    def reckon(self, costs: Costs, machine: Machine) -> None:
+        """Fills in what follows from the repetitions."""
+        if not self.repetitions:
+            return
+        self.step_s = Spread.of(repetition["seconds"] / costs.setting.steps for repetition in self.repetitions)
+        self.tokens_per_s = costs.tokens / self.step_s.median
+        self.flops_per_s = costs.flops / self.step_s.median
+        self.device_peak = self._most("allocated_peak")
+        self.host_peak = self._most("host_peak")
+        window = self._window(costs)
+        if window is not None:
+            self.floor_s = costs.floor_s(machine, window)
+
+    @property
+    def merit(self) -> float | None:
+        """floor / step."""
+        return self.floor_s / self.step_s.median if self.floor_s is not None and self.step_s is not None else None
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the first repetition and what came before it, which every process has."""
+        return self.repetitions[0]["losses"] if self.repetitions else []
+
+    @property
+    def arithmetic(self) -> tuple[Any, ...]:
+        """The options of this strategy that decide over bits."""
+        return tuple(self.entry.options.get(name) for name in ("fused_optimizer", "master_weights", "compile_units"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        spread = self.step_s
+        return {
+            "label": self.entry.label,
+            "contender": self.entry.contender,
+            "options": dict(self.entry.options),
+            "how": self.how,
+            "error": self.error,
+            "step_s": None if spread is None else {**vars(spread), "relative": spread.relative},
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_s": self.flops_per_s,
+            "device_peak": self.device_peak,
+            "host_peak": self.host_peak,
+            "floor_s": self.floor_s,
+            "merit": self.merit,
+            "losses": self.losses,
+            "repetitions": self.repetitions,
+        }
+
+    def _most(self, name: str) -> int | None:
+        values = [repetition[name] for repetition in self.repetitions if repetition[name] is not None]
+        return max(values) if values else None
+
+    def _window(self, costs: Costs) -> int | None:
+        """Units on the device at a time; None of a contender whose weights stay where they compute."""
+        if self.entry.contender != OURS:
+            return 1 if self.entry.contender in STREAMING and costs.setting.device != "cpu" else None
+        window = self.entry.options["window"]
+        if window == "auto":
+            window = self.repetitions[-1]["details"]["window"]
+        return len(costs.units) if window == "all" else int(window)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All of a run."""
+
+    setting: Setting
+    costs: Costs
+    machine: Machine
+    facts: dict[str, Any]
+    together: bool  # whether processes stayed while others worked
+    rows: Sequence[Row]
+
+    @property
+    def differences(self) -> list[str]:
+        """Losses that had to be the same and are not, in words."""
+        plain = [row for row in self.rows if row.entry.contender == "plain" and row.losses]
+        alike: dict[tuple[Any, ...], Row] = {}
+        said = []
+        for row in self.rows:
+            if row.entry.contender == OURS and row.losses:
+                first = alike.setdefault(row.arithmetic, row)
+                said.append(self._difference(row, first, len(row.losses)))
+                said += [self._difference(row, other, self._equal_steps(row)) for other in plain]
+        return [words for words in said if words]
+
+    def _equal_steps(self, row: Row) -> int:
+        """How many losses the plain run has to share: on an accelerator its optimizer rounds differently than ours."""
+        fused, masters, compiled = row.arithmetic
+        if compiled:
+            return 0
+        on_host = self.setting.device == "cpu" and self.setting.optimizer != "adamw-fused"
+        same = self.setting.inference or (on_host and not fused and not masters)
+        return len(row.losses) if same else 1
+
+    @staticmethod
+    def _difference(row: Row, other: Row, count: int) -> str:
+        for step, (mine, its) in enumerate(zip(row.losses[:count], other.losses[:count], strict=True), 1):
+            if mine != its:
+                return f"{row.entry.label} has loss {mine!r} at step {step}, {other.entry.label} {its!r}"
+        return ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **self.facts,
+            "machine": vars(self.machine),
+            "setting": self.setting.as_dict(),
+            "model": {
+                "parameters": self.costs.parameters,
+                "units": len(self.costs.units),
+                "tokens_per_step": self.costs.tokens,
+                "flops_per_step": self.costs.flops,
+            },
+            "processes": "stay" if self.together else "one at a time",
+            "differences": self.differences,
+            "rows": [row.as_dict() for row in self.rows],
+        }

@@ -1,0 +1,93 @@
+"""What the work costs in bytes and operations, and the time that no streamed step of it can be under.
+
+1. Weights of linear layers and convolutions travel as the type they are multiplied in, all others as they are;
+   gradients likewise.
+2. In training the floor is the simulation's; in inference it is the longer of compute and of the way up of what does
+   not stay.
+3. A window of all units still has a way up: what a step changed has to come again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..machine import Machine
+from ..simulation import UnitCost, floor
+from ..units import Unit, partition
+from .setting import Setting
+from .shapes import multiplied
+
+CAST = (nn.Linear, nn.modules.conv._ConvNd)  # whose weights autocast casts
+# Read and written by a step, as shares of what FP32 AdamW, which is measured, reads and writes: 28 bytes a parameter.
+SGD_SHARE = 12 / 28
+HALF_SHARE = 14 / 28
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one step."""
+
+    parameters: int
+    flops: float  # the model's, forward and backward
+    tokens: int  # real ones
+    units: tuple[UnitCost, ...]
+    setting: Setting
+
+    @classmethod
+    def of(cls, module: nn.Module, setting: Setting) -> Costs:
+        """Of a module, which may be on the meta device."""
+        units = tuple(_unit_costs(module, setting))
+        return cls(
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            flops=sum(unit.forward_flops + unit.backward_flops for unit in units),
+            tokens=setting.batch * setting.seq,
+            units=units,
+            setting=setting,
+        )
+
+    def floor_s(self, machine: Machine, window: int) -> float:
+        """Seconds of a step with so many units on the device."""
+        if not self.setting.inference:
+            machine = dataclasses.replace(
+                machine, optimizer_bytes_per_parameter=machine.optimizer_bytes_per_parameter * self._optimizer_share
+            )
+            return floor(self.units, window, machine, self.setting.recompute).seconds
+        come = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
+        return max(self.flops / machine.flops_per_s, sum(come) / machine.up_bytes_per_s)
+
+    @property
+    def _optimizer_share(self) -> float:
+        if self.setting.optimizer == "sgd":
+            return SGD_SHARE
+        return HALF_SHARE if self.setting.precision == "bf16-true" else 1
+
+
+def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitCost]:
+    active = multiplied(module)
+    cast = _cast(module) if setting.precision == "bf16-mixed" else set()
+
+    def cost(unit: Unit) -> UnitCost:
+        tokens = {name: setting.shape.tokens(name, setting.batch, setting.seq) for name, _ in unit.params}
+        forward = 2.0 * sum(active[name] * count for name, count in tokens.items())
+        half = setting.precision == "bf16-true"
+        nbytes = sum(p.numel() * (2 if half or id(p) in cast else 4) for _, p in unit.params)
+        return UnitCost(
+            name=unit.name,
+            up_nbytes=nbytes,
+            down_nbytes=0 if setting.inference else nbytes,
+            parameters=unit.numel,
+            forward_flops=forward,
+            backward_flops=0 if setting.inference else 2 * forward,
+            resident=unit.resident,
+        )
+
+    return [cost(unit) for unit in partition(module)]
+
+
+def _cast(module: nn.Module) -> set[int]:
+    """Weights with one such use (Rule 1)."""
+    tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    return {id(child.weight) for child in module.modules() if isinstance(child, CAST)} - tables

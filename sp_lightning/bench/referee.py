@@ -1,0 +1,226 @@
+"""Lets contenders take turns, each in a process of its own, and watches what memory they take."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from ..errors import SuperpipelineError
+from ..host import host_memory
+from ..machine import Machine
+from .contenders import CONTENDERS
+from .entries import Entry
+from .facts import facts
+from .figures import Result, Row
+from .floor import Costs
+from .setting import Setting
+from .shapes import build
+from .worker import the_machine
+
+COMMAND = [sys.executable, "-m", "sp_lightning.bench.worker"]
+SAMPLE_S = 0.02  # between looks at a process's memory
+HOST_BYTES = 20  # per parameter, of any contender: weights, gradients and two moments in FP32, and a copy that travels
+
+
+class ContenderError(SuperpipelineError):
+    """A contender cannot go on; one line says why."""
+
+
+def compare(setting: Setting, entries: Sequence[Entry], say: Callable[[str], None] = lambda line: None) -> Result:
+    """Runs all of them, interleaved; a contender that fails is a row with its error.
+
+    Args:
+        setting: The work.
+        entries: The rows.
+        say: Gets a line for each turn.
+    """
+    with torch.device("meta"):
+        costs = Costs.of(build(setting.shape), setting)
+    say("measuring the machine")
+    here = _measured(setting)
+    together = fit_together(setting, len(entries), costs.parameters, host_memory().free)
+    rows = [Row(entry) for entry in entries]
+    with contextlib.ExitStack() as workers:
+        seats = [_Seat(setting, row, together, workers) for row in rows]
+        for turn in range(setting.repetitions):
+            for seat in seats:
+                if seat.row.error is None:
+                    say(f"{turn + 1}/{setting.repetitions} {seat.row.entry.label}")
+                    seat.take_turn()
+                    seat.complain(say)
+    machine = Machine(**here["machine"])
+    for row in rows:
+        row.reckon(costs, machine)
+    return Result(setting, costs, machine, {**facts(), "device": here["device"]}, together, rows)
+
+
+def fit_together(setting: Setting, count: int, parameters: int, host_free: int) -> bool:
+    """Whether all processes may stay while others work: never on an accelerator, which each wants to itself."""
+    return setting.device == "cpu" and count * parameters * HOST_BYTES <= host_free // 2
+
+
+def _measured(setting: Setting) -> dict[str, Any]:
+    """The machine's profile; of an accelerator from a process of its own, which leaves nothing there."""
+    if setting.device == "cpu":
+        return the_machine(setting)
+    with contextlib.ExitStack() as workers:
+        worker = workers.enter_context(_started({"setting": setting.as_dict(), "contender": None}))
+        return worker.reply(setting.time_limit)
+
+
+class _Seat:
+    """A row's process, or the next one of it."""
+
+    def __init__(self, setting: Setting, row: Row, stays: bool, workers: contextlib.ExitStack) -> None:
+        self.row = row
+        self._setting = setting
+        self._stays = stays
+        self._workers = workers
+        self._worker: _Worker | None = None
+
+    def take_turn(self) -> None:
+        """One repetition, or the row's error."""
+        limit = self._setting.time_limit
+        try:
+            if self._worker is None:
+                self._worker = self._start(limit)
+            else:
+                self._worker.go()
+            self.row.add(self._worker.reply(limit), self._worker.host_peak)
+        except ContenderError as error:
+            self.row.error = str(error)
+        finally:
+            if self._worker is not None and (self.row.error is not None or not self._stays):
+                self._worker.close()
+                self._worker = None
+
+    def complain(self, say: Callable[[str], None]) -> None:
+        """Says why there are no more turns, if there are none."""
+        if self.row.error is not None:
+            say(f"    {self.row.error}")
+
+    def _start(self, limit: float) -> _Worker:
+        entry = self.row.entry
+        missing = [name for name in CONTENDERS[entry.contender](**entry.options).needs if not _installed(name)]
+        if missing:
+            raise ContenderError(f"{', '.join(missing)} is not installed")
+        job = {
+            "setting": self._setting.as_dict(),
+            "contender": entry.contender,
+            "options": dict(entry.options),
+            "repetitions": self._setting.repetitions if self._stays else 1,
+        }
+        worker = self._workers.enter_context(_started(job))
+        first = worker.reply(limit)
+        self.row.how = first["how"]
+        worker.watch(first["resident_set"])
+        return worker
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@contextlib.contextmanager
+def _started(job: dict[str, Any]) -> Iterator[_Worker]:
+    with tempfile.TemporaryFile() as errors:
+        worker = _Worker(job, errors)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+
+class _Worker:
+    """A process that was given a job."""
+
+    def __init__(self, job: dict[str, Any], errors: IO[bytes]) -> None:
+        self._errors = errors
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self._memory = psutil.Process(self._process.pid)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._before: int | None = None
+        self.host_peak = 0
+        self._send(json.dumps(job))
+
+    def watch(self, before: int) -> None:
+        """From here on memory counts, in excess of this."""
+        self._before = before
+
+    def go(self) -> None:
+        """It is this contender's turn."""
+        self._send("go")
+
+    def reply(self, seconds: float) -> dict[str, Any]:
+        """The next one; meanwhile the process's memory is looked at."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                line = self._lines.get(timeout=SAMPLE_S)
+                return self._understood(line)
+            self._sample()
+        raise ContenderError(f"no answer within {seconds:g} s")
+
+    def close(self) -> None:
+        """Ends the process; safe twice."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # of what was not sent any more
+                stream.close()  # type: ignore[union-attr]
+
+    def _understood(self, line: str | None) -> dict[str, Any]:
+        if line is None:
+            raise ContenderError(self._last_words())
+        facts: dict[str, Any] = json.loads(line)
+        if "error" in facts:
+            raise ContenderError(facts["error"])
+        return facts
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its last words say why
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _sample(self) -> None:
+        if self._before is not None:
+            with contextlib.suppress(psutil.Error):
+                self.host_peak = max(self.host_peak, self._memory.memory_info().rss - self._before)
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return ": ".join([ended, *lines[-1:]])

@@ -1,0 +1,111 @@
+"""What every contender is given: checked once, at the edge, and handed to each process as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..config import ACTIVATIONS, parse_bytes
+from ..device import check_supported
+from ..errors import OptionError, UnsupportedError
+from .shapes import SHAPES, Shape
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+OPTIMIZERS = ("adamw", "adamw-fused", "sgd")
+WARM_UP = 2  # steps of a process before its first repetition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The work, and how often it is repeated. Creating one checks every value; `parse` fills in what is None."""
+
+    model: str
+    batch: int
+    seq: int  # tokens of a sequence
+    precision: str = "32-true"
+    optimizer: str = "adamw"
+    clip: float | None = None  # global norm of the gradients
+    activations: str = "keep"
+    inference: bool = False
+    steps: int = 5  # of a repetition
+    repetitions: int = 3
+    device: str = "cpu"
+    device_memory: int | None = None  # bytes that a process may take
+    time_limit: float = 300  # seconds for one turn of a contender, its start included
+
+    @classmethod
+    def parse(cls, **given: Any) -> Setting:
+        """From values of which None, or none at all, stands for what suits the model and the machine."""
+        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen.setdefault("device", _devices()[-1])
+        chosen.setdefault("model", "tiny" if chosen["device"] == "cpu" else "llama-1b")
+        shape = _shape(chosen["model"])
+        chosen = {"batch": shape.batch, "seq": shape.seq, **chosen}
+        if isinstance(chosen.get("device_memory"), str):
+            chosen["device_memory"] = parse_bytes(chosen["device_memory"], "device_memory")
+        return cls(**chosen)
+
+    def __post_init__(self) -> None:
+        _shape(self.model).check(self.seq)
+        for name, allowed in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in allowed:
+                raise OptionError(
+                    argument=name, found=getattr(self, name), allowed="one of " + ", ".join(map(repr, allowed))
+                )
+        for name in ("batch", "seq", "steps", "repetitions"):
+            if getattr(self, name) < 1:
+                raise OptionError(argument=name, found=getattr(self, name), allowed="an int >= 1")
+        for name in ("clip", "time_limit"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise OptionError(argument=name, found=value, allowed="a number > 0")
+        if self.device_memory is not None and self.device == "cpu":
+            raise UnsupportedError("device_memory limits an accelerator's allocator, and the device is the CPU")
+        _check_device(self.device)
+
+    @property
+    def shape(self) -> Shape:
+        """The model's."""
+        return _shape(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model's products are computed."""
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+    @property
+    def recompute(self) -> bool:
+        """Whether blocks run again in backward."""
+        return "recompute" in self.activations and not self.inference
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def _shape(model: str) -> Shape:
+    if model not in SHAPES:
+        raise OptionError(argument="model", found=model, allowed="one of " + ", ".join(SHAPES))
+    shape = SHAPES[model]
+    for library in shape.needs:
+        if importlib.util.find_spec(library) is None:
+            raise UnsupportedError(
+                f"model {model!r} needs {library}, which is not installed: pip install 'sp-lightning[models]'"
+            )
+    return shape
+
+
+def _devices() -> list[str]:
+    """What there is, without touching it: that would take memory of it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _check_device(name: str) -> None:
+    if name.partition(":")[0] not in _devices():
+        raise OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, _devices())))
+    check_supported(torch.device(name))

@@ -1,0 +1,72 @@
+"""``python -m sp_lightning bench``: this strategy and its peers on the same work, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+SETTING = "model batch seq precision optimizer clip activations inference steps repetitions device device_memory"
+SETTING += " time_limit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Defaults that depend on the machine are the library's."""
+    add = parser.add_argument
+    add("--model", help="tiny, llama-tiny, llama-1b, llama-3b, llama-8b, vit-tiny, vit-h, llava-tiny or llava-1b")
+    add("--batch", type=int, help="sequences, or images")
+    add("--seq", type=int, help="tokens of each")
+    add("--precision", help="32-true (default), bf16-mixed or bf16-true")
+    add("--optimizer", help="adamw (default), adamw-fused or sgd")
+    add("--clip", type=float, metavar="NORM", help="clip gradients by their global norm")
+    add("--activations", help="keep (default), recompute, offload or recompute+offload; for peers: recomputed or kept")
+    add("--inference", action="store_true", help="forward only")
+    add("--windows", default="1,2,4,all", help="units on the device at a time, a row each (default: %(default)s)")
+    add("--contenders", help="among plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao and "
+        "accelerate (default: what there is for training, or for inference)")  # fmt: skip
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of SuperpipelineStrategy")
+    add("--steps", type=int, help="of a repetition (default: 5)")
+    add("--repetitions", type=int, help="of each contender, interleaved (default: 3)")
+    add("--device", help="that computes (default: the accelerator, or the CPU where there is none)")
+    add("--device-memory", metavar="SIZE", help='what a process may take of the device, such as "16GiB"')
+    add("--time-limit", type=float, metavar="S", help="seconds for one turn of a contender (default: 300)")
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add("--plot", type=Path, metavar="FILE", help="draw memory against time")
+
+
+def main(args: argparse.Namespace) -> int:
+    """1 if losses that must be the same are not."""
+    from rich.console import Console
+
+    from ..bench import Setting, compare, entries, report
+
+    if args.plot is not None:
+        report.check_plot()
+    setting = Setting.parse(**{name: getattr(args, name) for name in SETTING.split()})
+    rows = entries(_names(args), args.windows.split(","), _options(args.set))
+    progress = Console(stderr=True, highlight=False, markup=False)
+    result = compare(setting, rows, progress.print)
+    Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
+    if args.json is not None:
+        report.save_json(result, args.json)
+    if args.plot is not None:
+        report.plot(result, args.plot)
+    return 1 if result.differences else 0
+
+
+def _names(args: argparse.Namespace) -> tuple[str, ...]:
+    from ..bench.entries import INFERENCE, TRAINING
+
+    if args.contenders:
+        return tuple(args.contenders.split(","))
+    return INFERENCE if args.inference else TRAINING
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    from ..errors import OptionError
+
+    for pair in pairs:
+        if "=" not in pair:
+            raise OptionError(argument="--set", found=pair, allowed="NAME=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,347 @@
+"""``python -m sp_lightning bench``: who is measured, how turns are timed, what is reckoned and what is said."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from sp_lightning.bench import Entry, Setting, compare, entries, referee, report, turns, worker
+from sp_lightning.bench.figures import Result, Row, Spread
+from sp_lightning.bench.floor import Costs
+from sp_lightning.bench.shapes import SHAPES, build, multiplied
+from sp_lightning.cli import main
+from sp_lightning.device import Device
+from sp_lightning.errors import UnsupportedError
+from sp_lightning.machine import Machine
+
+TINIEST = "--device cpu --batch 1 --seq 8 --steps 2 --repetitions 2 --windows 1,all".split()
+HERE = Machine("here", 1e9, 1e8, 1e8, 1.0, 28e7, 0, 0)
+
+
+def setting(**given):
+    return Setting.parse(**{"device": "cpu", "model": "tiny", "batch": 1, "seq": 8, "steps": 2, **given})
+
+
+def costs(**given):
+    chosen = setting(**given)
+    with torch.device("meta"):
+        return Costs.of(build(chosen.shape), chosen)
+
+
+def row(label="plain", losses=(1.0, 2.0), seconds=(0.2,), **options):
+    made = Row(Entry(label, options))
+    for took in seconds:
+        report = {"seconds": took, "losses": list(losses), "allocated_peak": None, "details": {}}
+        made.add(report, host_peak=round(1000 * took))
+    return made
+
+
+def result(*rows, **given):
+    reckoned = costs(**given)
+    for each in rows:
+        each.reckon(reckoned, HERE)
+    return Result(reckoned.setting, reckoned, HERE, {"device": "cpu"}, True, rows)
+
+
+def text(what):
+    return "\n".join(str(part) for part in report.table(what).renderables)
+
+
+# ---- the command
+
+
+def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(tmp_path):
+    files = ["--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")]
+    contenders = ["--contenders", "plain,superpipeline,fsdp2,accelerate"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit, match="0"):
+        main(["bench", *TINIEST, *contenders, *files])
+    found = json.loads((tmp_path / "result.json").read_text())
+    rows = {row["label"]: row for row in found["rows"]}
+    plain, *ours = rows["plain"], rows["superpipeline window=1"], rows["superpipeline window=all"]
+    assert [one["losses"] for one in ours] == [plain["losses"]] * 2 and found["differences"] == []
+    assert "accelerate" in rows["accelerate"]["error"] and rows["accelerate"]["error"] in printed.getvalue()
+    for label in ("plain", "fsdp2", *(one["label"] for one in ours)):
+        assert rows[label]["step_s"]["median"] > 0 < rows[label]["host_peak"] and len(rows[label]["repetitions"]) == 2
+        assert f"\n{label} " in printed.getvalue() and repr(rows[label]["losses"][-1]) in printed.getvalue()
+    assert found["machine"]["flops_per_s"] > 0 and found["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert (tmp_path / "result.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model", "llama-2t"], "model must be one of tiny, .*, got 'llama-2t'"),
+        (["--contenders", "plain,deepsped"], "contenders must be among plain, .*, got 'deepsped'"),
+        (["--precision", "8"], "precision must be one of '32-true', .*, got '8'"),
+        (["--windows", "0"], "window must be an int >= 1 or 'auto', got '0'"),
+        (["--set", "transfer"], "--set must be NAME=VALUE, got 'transfer'"),
+        (["--set", "depth=2"], "an option must be one of window, .*, got 'depth'"),
+        (["--device-memory", "1GiB"], "device_memory limits an accelerator's allocator, and the device is the CPU"),
+        (["--model", "vit-tiny", "--seq", "8"], "seq must be 17 for this model: patches and a class, got 8"),
+        (["--model", "llava-tiny"], "seq must be more than the 16 patches of an image, got 8"),
+        (["--repetitions", "0"], "repetitions must be an int >= 1, got 0"),
+        (["--clip", "-1"], "clip must be a number > 0, got -1"),
+        (["--device", "abacus"], "device must be one of 'cpu'.*, got 'abacus'"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name_before_anything_runs(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(referee, "COMMAND", ["must not be started"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *TINIEST, *arguments])
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"needs matplotlib, .*: pip install 'sp-lightning\[plots\]'"):
+        report.check_plot()
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"'llama-1b' needs transformers.* pip install 'sp-lightning\[models\]'"):
+        setting(model="llama-1b", seq=None)
+
+
+# ---- processes
+
+
+def error_of(monkeypatch, code, **given):
+    """What is said of a process that does this instead of its job."""
+    machine = {"machine": dataclasses.asdict(HERE), "device": "cpu"}
+    monkeypatch.setattr(referee, "the_machine", lambda setting: machine)
+    monkeypatch.setattr(referee, "COMMAND", [sys.executable, "-c", code])
+    return compare(setting(**given), [Entry("plain")]).rows[0].error
+
+
+def test_a_process_that_was_killed_is_told_by_its_signal(monkeypatch):
+    code = "import os, sys; print('some words', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    assert error_of(monkeypatch, code) == "ended by SIGKILL: some words"
+
+
+def test_a_process_that_hangs_ends_at_the_time_limit(monkeypatch):
+    assert error_of(monkeypatch, "import time; time.sleep(60)", time_limit=0.2) == "no answer within 0.2 s"
+
+
+def test_an_error_is_told_in_one_line():
+    assert worker.in_one_line(RuntimeError("out of memory\nTried to allocate")) == "RuntimeError: out of memory"
+    assert worker.in_one_line(KeyError()) == "KeyError"
+
+
+def test_processes_stay_only_where_all_fit_into_half_of_the_free_host_memory():
+    assert referee.fit_together(setting(), 5, 1000, host_free=200_000)
+    assert not referee.fit_together(setting(), 5, 1000, host_free=199_999)
+
+
+@pytest.mark.simgpu
+def test_processes_never_stay_on_an_accelerator():
+    assert not referee.fit_together(setting(device="simgpu"), 1, 1000, host_free=2**40)
+
+
+def done(contender, **given):
+    """The reports of a process, had by doing its job here."""
+    reports = []
+    chosen = setting(model="llama-tiny", **given).as_dict()
+    options = {"window": 1} if contender == "superpipeline" else {}
+    job = {"setting": chosen, "contender": contender, "options": options, "repetitions": 1}
+    worker.work_on(job, reports.append)
+    return reports[-1]
+
+
+@pytest.mark.simgpu
+def test_on_a_device_the_first_loss_is_the_plain_one_and_the_allocators_peak_is_known():
+    import simgpu.lightning  # noqa: F401
+
+    ours, plain = (done(contender, device="simgpu") for contender in ("superpipeline", "plain"))  # in one process
+    assert ours["losses"][0] == plain["losses"][0] and len(ours["losses"]) == worker.WARM_UP + 2
+    assert 0 < ours["allocated_peak"] < plain["allocated_peak"] <= plain["reserved_peak"]
+
+
+@pytest.mark.parametrize("contender", ["plain", "superpipeline", "fsdp2"])
+def test_inference_gives_the_same_losses(contender):
+    assert done(contender, inference=True)["losses"] == done("plain", inference=True)["losses"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_recomputing_blocks_changes_no_loss(precision):
+    kept = done("plain", precision=precision)["losses"]
+    assert done("plain", precision=precision, activations="recompute")["losses"] == kept
+    assert done("superpipeline", precision=precision, activations="recompute")["losses"] == kept
+
+
+def test_what_only_infers_refuses_to_train():
+    with pytest.raises(UnsupportedError, match="accelerate's cpu_offload serves inference only"):
+        worker.CONTENDERS["accelerate"]().run(worker.Work(setting(), Device("cpu")), None)
+
+
+@pytest.mark.parametrize("contender", ["deepspeed", "torchao"])
+def test_what_only_trains_refuses_to_infer(contender):
+    with pytest.raises(UnsupportedError, match="takes part in training only"):
+        worker.CONTENDERS[contender]().run(worker.Work(setting(inference=True), Device("cpu")), None)
+
+
+def test_a_limit_of_device_memory_is_handed_to_the_allocator(monkeypatch):
+    limits = []
+    module = type("module", (), {"set_per_process_memory_fraction": lambda *limit: limits.append(limit)})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    device = Device("cpu")
+    device.limit_memory(device.memory()[1] // 4)
+    assert limits == [(pytest.approx(0.25), torch.device("cpu"))]
+
+
+# ---- turns
+
+
+class Watched:
+    """A device that notes when it is waited for."""
+
+    def __init__(self):
+        self.events = []
+
+    def synchronize(self):
+        self.events.append("synchronize")
+
+    def free_cached(self):
+        self.events.append("free")
+
+    def allocator_peaks(self):
+        return {}
+
+
+def test_a_repetition_is_timed_between_two_waits_for_the_device_after_a_step_that_does_not_count(monkeypatch):
+    device = Watched()
+    monkeypatch.setattr(turns.time, "perf_counter", itertools.count().__next__)
+    note = device.events.append
+    batches = turns.Turns(
+        [{"number": torch.tensor(0.0)}, {"number": torch.tensor(1.0)}],
+        device,
+        steps=2,
+        repetitions=2,
+        warm_up=1,
+        report=lambda facts: note((facts["seconds"], facts["losses"])),
+        wait=lambda: note("wait"),
+    )
+    for batch in batches:
+        batches.lost(batch["number"])
+        note("step")
+    first = ["step", "synchronize", "step", "step", "synchronize", (1, [0.0, 1.0, 0.0]), "free", "wait"]
+    second = ["step", "synchronize", "step", "step", "synchronize", (1, [1.0, 0.0, 1.0]), "step"]
+    assert device.events == first + second and len(batches) == 7
+
+
+# ---- figures
+
+
+def test_the_spread_of_a_fixed_list():
+    spread = Spread.of([1.2, 1.0, 1.1, 0.9])
+    assert (spread.median, spread.low, spread.high) == (1.05, 0.9, 1.2)
+    assert spread.relative == pytest.approx(0.3 / 1.05)
+
+
+def test_figures_follow_from_the_median_of_the_repetitions():
+    made = row(seconds=[0.2, 0.6, 0.4])
+    reckoned = costs(steps=4)
+    made.reckon(reckoned, HERE)
+    assert made.step_s == Spread(0.1, 0.05, 0.15) and made.tokens_per_s == 80 and made.host_peak == 600
+    assert made.flops_per_s == reckoned.flops / 0.1
+
+
+def test_a_model_takes_6_operations_per_parameter_and_real_token_and_none_for_a_table():
+    with torch.device("meta"):
+        module = build(SHAPES["tiny"])
+    table = module.embedding.weight.numel()
+    assert costs().flops == 6 * 8 * (costs().parameters - table)
+    assert costs(inference=True).flops == costs().flops / 3
+
+
+def test_a_tied_table_counts_once():
+    with torch.device("meta"):
+        module = build(SHAPES["llama-tiny"])
+    assert sum(multiplied(module).values()) == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_weights_that_autocast_casts_travel_as_halves():
+    full, half = (costs(precision=precision).units[1] for precision in ("32-true", "bf16-mixed"))
+    weights = (3 + 1 + 4 + 4) * 256 * 256
+    assert full.up_nbytes == 4 * full.parameters and full.up_nbytes - half.up_nbytes == 2 * weights
+
+
+def test_a_larger_window_has_a_lower_floor():
+    slow_up = dataclasses.replace(HERE, flops_per_s=1e15, dram_bytes_per_s=1e15, down_bytes_per_s=1e15)
+    one, four, all_of_them = (costs().floor_s(slow_up, window) for window in (1, 4, 10))
+    assert one > four > all_of_them
+
+
+def test_in_inference_what_stays_does_not_travel():
+    slow_link = dataclasses.replace(HERE, flops_per_s=1e15)
+    reckoned = costs(inference=True)
+    assert reckoned.floor_s(slow_link, len(reckoned.units)) == reckoned.flops / 1e15
+    come = [unit.up_nbytes for unit in reckoned.units if not unit.resident]
+    assert reckoned.floor_s(slow_link, 1) == sum(come[1:]) / 1e8
+
+
+def test_our_losses_must_be_the_plain_ones_on_the_cpu():
+    found = result(row(), row("superpipeline", losses=(1.0, 2.5), window=1))
+    assert found.differences == ["superpipeline window=1 has loss 2.5 at step 2, plain 2.0"]
+    assert "Losses that must be the same are not:" in text(found)
+
+
+@pytest.mark.parametrize("option", ["fused_optimizer", "master_weights"])
+def test_with_another_arithmetic_only_the_first_loss_must_be(option):
+    assert result(row(), row("superpipeline", losses=(1.0, 2.5), window=1, **{option: True})).differences == []
+    assert result(row(), row("superpipeline", losses=(1.5, 2.5), window=1, **{option: True})).differences != []
+
+
+def test_our_losses_must_be_the_same_for_every_window():
+    rows = [row("superpipeline", losses=(1.0, loss), window=window) for window, loss in ((1, 2.0), (2, 2.5))]
+    assert result(*rows).differences == ["superpipeline window=2 has loss 2.5 at step 2, superpipeline window=1 2.0"]
+
+
+def test_an_error_stands_below_the_table_in_one_line():
+    failed = row("torchao", seconds=())
+    failed.error = "AssertionError: CUDA only"
+    assert "\n  torchao: AssertionError: CUDA only" in text(result(row(), failed))
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_has_the_blocks_that_it_names(name):
+    with torch.device("meta"):
+        module = build(SHAPES[name])
+    assert set(SHAPES[name].blocks) <= {type(child).__name__ for child in module.modules()}
+
+
+def test_a_model_is_the_same_each_time_and_leaves_the_users_random_numbers():
+    torch.manual_seed(3)
+    first = build(SHAPES["tiny"]).state_dict()
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    second = build(SHAPES["tiny"]).state_dict()
+    assert all(torch.equal(first[name], second[name]) and first[name].abs().max() <= 1 for name in first)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny", "vit-tiny", "llava-tiny"])
+def test_a_model_trains_all_of_its_blocks(name):
+    shape = SHAPES[name]
+    module = build(shape)
+    module(**shape.inputs(shape.batch, shape.seq, torch.Generator())).backward()
+    blocks = [child for child in module.modules() if type(child).__name__ in shape.blocks]
+    assert blocks and all(parameter.grad is not None for block in blocks for parameter in block.parameters())
+
+
+# ---- entries
+
+
+def test_this_strategy_has_a_row_for_each_window():
+    rows = entries(["plain", "superpipeline"], ["2", "all"], {"transfer": "1"})
+    ours = [f"superpipeline window={window} transfer=1" for window in (2, "all")]
+    assert [row.label for row in rows] == ["plain", *ours]
