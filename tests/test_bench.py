@@ -17,7 +17,7 @@ from sp_lightning.bench.floor import Costs
 from sp_lightning.bench.shapes import SHAPES, build, multiplied
 from sp_lightning.cli import main
 from sp_lightning.device import Device
-from sp_lightning.errors import UnsupportedError
+from sp_lightning.errors import MissingExtraError, UnsupportedError
 from sp_lightning.machine import Machine
 
 TINIEST = "--device cpu --batch 1 --seq 8 --steps 2 --repetitions 2 --windows 1,all".split()
@@ -99,13 +99,13 @@ def test_a_wrong_value_is_refused_by_name_before_anything_runs(arguments, said, 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"needs matplotlib, .*: pip install 'sp-lightning\[plots\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs matplotlib, .*: pip install 'sp-lightning\[plots\]'"):
         report.check_plot()
 
 
 def test_without_transformers_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"'llama-1b' needs transformers.* pip install 'sp-lightning\[models\]'"):
+    with pytest.raises(MissingExtraError, match=r"'llama-1b' needs transformers.*'sp-lightning\[models\]'"):
         setting(model="llama-1b", seq=None)
 
 

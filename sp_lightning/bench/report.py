@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import format_bytes
-from ..errors import UnsupportedError
+from ..errors import MissingExtraError
 from .entries import OURS
 from .figures import Result, Row
 
@@ -40,7 +40,7 @@ def save_json(result: Result, path: Path) -> None:
 def check_plot() -> None:
     """Before a run that is to end with a picture."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError("a picture needs matplotlib, which is not installed: pip install 'sp-lightning[plots]'")
+        raise MissingExtraError(feature="a picture of the result", package="matplotlib", extra="plots")
 
 
 def plot(result: Result, path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..config import ACTIVATIONS, parse_bytes
 from ..device import check_supported
-from ..errors import OptionError, UnsupportedError
+from ..errors import MissingExtraError, OptionError, UnsupportedError
 from .shapes import SHAPES, Shape
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -93,9 +93,7 @@ def _shape(model: str) -> Shape:
     shape = SHAPES[model]
     for library in shape.needs:
         if importlib.util.find_spec(library) is None:
-            raise UnsupportedError(
-                f"model {model!r} needs {library}, which is not installed: pip install 'sp-lightning[models]'"
-            )
+            raise MissingExtraError(feature=f"model {model!r}", package=library, extra="models")
     return shape
 
 
