@@ -73,7 +73,8 @@ class SuperpipelineCallback(Callback):
         log_every_n_steps: How often loggers get values; None is the Trainer's own rhythm.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.png``, a picture of it.
         timeline_steps: Which training batches of this fit those show, from 0. Of a shorter run, its last ones.
-        progress: Whether to show anything on the terminal: in the progress bar, when training begins and when it ends.
+        progress: Whether to show anything on the terminal: in the progress bar, when training begins and when it ends,
+            and while weights move into host memory or a checkpoint is loaded or saved, if that takes over a second.
     """
 
     def __init__(

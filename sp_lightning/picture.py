@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import MissingExtraError
@@ -62,8 +63,10 @@ def figure(timelines: Sequence[Timeline], step: int | None = None) -> Any:
 
 
 def save(timelines: Sequence[Timeline], path: str | os.PathLike[str], step: int | None = None) -> None:
-    """Draws and writes a picture; the file's ending says in which format."""
-    figure(timelines, step).savefig(path, dpi=150)
+    """Draws and writes a picture; the file's ending says in which format. Directories are made."""
+    drawn = figure(timelines, step)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
 
 
 def _rows(timeline: Timeline, step: Step) -> list[Lane]:

@@ -34,6 +34,8 @@ from .config import Options
 from .device import check_supported
 from .errors import OptionError
 from .handle import Handle
+from .parameters import is_watched
+from .progress import waiting
 
 HOST = torch.device("cpu")
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # out of a checkpoint, when it resumes
@@ -251,7 +253,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 module._apply(self._unless_streamed)
         compute_dtype = self._half_dtype() if self.options.master_weights else None
         only_inference = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
-        self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, only_inference)
+        with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
+            self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, only_inference)
         _update_properties(self.lightning_module, device=self.root_device)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -304,6 +307,40 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As written; the device's memory is left alone."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As the base class does; a large model's takes its time."""
+        assert self.lightning_module is not None
+        before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
+        with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As the base class does; a large model's takes its time."""
+        sizes: list[int] = []
+        apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
+        what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
+        with waiting(what, sum(sizes), lambda: _size_so_far(os.fspath(filepath)), self._may_show):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _waiting_for_parameters(
+        self, what: str, done: Callable[[nn.Parameter], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        sizes = [(parameter, parameter.nbytes) for parameter in self.lightning_module.parameters()]
+        so_far = lambda: sum(nbytes for parameter, nbytes in sizes if done(parameter))  # noqa: E731
+        return waiting(what, sum(nbytes for _, nbytes in sizes), so_far, self._may_show)
+
+    @property
+    def _may_show(self) -> bool:
+        """Whether the user wants to see progress, and no bar is there that is drawn over a part of the screen."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        ours = [callback for callback in trainer.callbacks if isinstance(callback, SuperpipelineCallback)]
+        bar = trainer.progress_bar_callback
+        wanted = bar is not None and trainer.is_global_zero and all(callback.progress for callback in ours)
+        live = getattr(getattr(bar, "progress", None), "live", None)
+        return wanted and not (live is not None and live.is_started)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""
@@ -384,6 +421,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The module's, as one pass through the units."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
+
+
+def _size_so_far(path: str) -> int:
+    """Of a file that is being written (``MappedCheckpointIO``)."""
+    with contextlib.suppress(OSError):
+        return os.path.getsize(f"{path}.part")
+    return 0
 
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:

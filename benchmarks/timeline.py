@@ -1,0 +1,82 @@
+"""The pictures in docs/: a step as it was simulated, and one that ran, above each other and alone.
+
+    python benchmarks/timeline.py [--directory docs]
+
+``timeline_llama3-8b.png`` is simulated: 8192 tokens on an RTX 4090, window 3, recompute. ``timeline_simgpu.png`` has
+the same step twice, simulated above and measured below, on the simulated accelerator of the tests: eight units whose
+way up takes 10 ms, forward 10, backward 20, gradients' way down 10 and step on the host 30 (see overlap.py).
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import tempfile
+import warnings
+
+import overlap
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+import simgpu
+import sp_lightning
+from sp_lightning import picture, timeline
+from sp_lightning.machine import MACHINES, Machine
+from sp_lightning.schedule import Schedule
+from sp_lightning.simulation import UnitCost, simulate
+from sp_lightning.workloads import WORKLOADS
+
+UNITS, WINDOW, STEP = 8, 3, 30
+# Bytes, operations and parameters of a unit are its milliseconds.
+CLOCK = Machine("milliseconds", 1e3, 1e3, 1e3, 1.0, 1e3, 0, 0, optimizer_bytes_per_parameter=1)
+
+
+def simulated(units, machine, title, **options):
+    result = simulate(units, Schedule([unit.up_nbytes for unit in units], WINDOW), machine, **options)
+    return timeline.simulated(result, title)
+
+
+def of_the_benchmark():
+    def unit(index):
+        backward = overlap.BACKWARD if index else 0  # nobody needs the gradient of the first one's input
+        return UnitCost(f"blocks.{index}", overlap.UP, overlap.DOWN, STEP, overlap.FORWARD, backward)
+
+    return simulated([unit(index) for index in range(UNITS)], CLOCK, "Eight units")
+
+
+def measured(directory):
+    overlap.STEP = STEP
+    simgpu.config.h2d_us, simgpu.config.d2h_us = overlap.UP * overlap.MS, overlap.DOWN * overlap.MS
+    strategy = sp_lightning.SuperpipelineStrategy(window=WINDOW, units=["Block"], device=torch.device("simgpu", 0))
+    callback = sp_lightning.SuperpipelineCallback(timeline=directory, timeline_steps=range(4, 7))
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(accelerator="simgpu", strategy=strategy, max_epochs=1, callbacks=[callback], **quiet)
+    with overlap.sleeping_optimizer():
+        trainer.fit(overlap.Stack(UNITS), DataLoader(TensorDataset(torch.randn(10, 4, overlap.WIDTH)), batch_size=None))
+    return dataclasses.replace(timeline.load(directory / "trace.json"), title="Eight units")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("docs"))
+    directory = parser.parse_args().directory
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+    llama = WORKLOADS["llama3-8b"].units(tokens=8192)
+    one = simulated(llama, MACHINES["rtx4090"], "Llama 3 8B on rtx4090", activations="recompute")
+    picture.save([one], directory / "timeline_llama3-8b.png")
+    print(timeline.summary(one))
+    with tempfile.TemporaryDirectory() as temporary:
+        both = [of_the_benchmark(), measured(pathlib.Path(temporary))]
+    picture.save(both, directory / "timeline_simgpu.png")
+    for each in both:
+        print(timeline.summary(each))
+
+
+if __name__ == "__main__":
+    main()
