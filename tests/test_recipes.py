@@ -24,7 +24,13 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
 RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
-NEEDS = {"lora_llm": "peft", "finetune_vision": "torchvision", "finetune_vlm": "torchvision"}
+NEEDS = {
+    "lora_llm": "peft",
+    "finetune_vision": "torchvision",
+    "finetune_vlm": "torchvision",
+    "pretrain_small": "matplotlib",
+}
+SLOW = pytest.mark.slow
 PLAIN = "--trainer.strategy=auto"
 
 
@@ -83,7 +89,7 @@ class Moved(L.Callback):
     on_predict_end = on_train_end
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe):
     through = fit(recipe, PLAIN, "--trainer.callbacks+=test_recipes.Halfway", steps=4, folder="through")
@@ -91,7 +97,7 @@ def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recip
     parity.compare(left(through), left(resumed))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_documented_command_runs(command):
     """As it is written, but for a few steps, in a process of its own."""
@@ -105,7 +111,7 @@ def test_a_documented_command_runs(command):
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", done.stdout)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["finetune_llm", *(pytest.param(name, marks=SLOW) for name in RECIPES[1:])])
 def test_a_printed_config_gives_the_same_config(recipe, capsys):
     def printed(path):
         with pytest.raises(SystemExit, match="0"):
@@ -323,7 +329,7 @@ with sp_lightning.stream(model, "cpu", window=1):
 """
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_weights_are_in_memory_once_while_they_are_read_and_while_streaming_begins():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -366,7 +372,7 @@ def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monk
     assert torch.equal(mine, theirs) and not torch.equal(mine, logits(tiny_llm))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=SLOW)])
 def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(bits, tiny_llm):
     pytest.importorskip("bitsandbytes")
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
@@ -426,6 +432,7 @@ def test_a_prompt_that_is_none_is_named(tiny_llm):
 # ---- images
 
 
+@SLOW
 def test_a_batchnorm_model_of_torchvision_is_trained_as_by_plain_lightning():
     arguments = "--model.name_or_path=torchvision/shufflenet_v2_x0_5", "--model.pretrained=false", "--data.batch_size=4"
     streamed = fit("finetune_vision", *arguments, folder="streamed")

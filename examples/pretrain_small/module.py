@@ -87,7 +87,7 @@ class PretrainData(TextData):
         from transformers import AutoTokenizer
 
         assert self.trainer is not None
-        path = self.as_jsonl(self.path or self.made_up("train", 2000))
+        path = self.as_jsonl(self.path or self.made_up("train", 600))
         folder = Path(self.trainer.default_root_dir) / "tokenizer"
         if self.tokenizer_name is None:
             texts = (json.dumps(record, ensure_ascii=False) for _, record in read_jsonl(path))
