@@ -5,7 +5,9 @@
 2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
 3. A weight that was written between its use and its backward is an error, as in a plain run, wherever it was written.
-4. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
+4. Under autocast a plain run saves a cast copy, which stays what it is when the weight is written. A weight that
+   travelled as that copy must not have other bytes by then; it may have been written again with the same ones.
+5. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
    autograd saves meanwhile refers to the weights themselves, and holds their units on the device.
 """
 
@@ -33,7 +35,10 @@ _disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 class SavedWeight:
     """The place of a saved tensor in a unit's buffer (Rule 1)."""
 
-    __slots__ = ("build", "device_version", "dtype", "host_version", "index", "offset", "shape", "stride", "unit")
+    __slots__ = (
+        *("build", "content", "device_version", "dtype", "host_version", "index", "memory", "offset", "shape"),
+        *("stride", "unit"),
+    )
 
     def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
         self.unit = unit
@@ -45,6 +50,8 @@ class SavedWeight:
         self.host_version = unit.store.version(self.index)
         self.device_version = unit.binding.outputs[self.index]._version
         self.build = unit.binding.build
+        self.memory = unit.store.memory
+        self.content = unit.store.content if self.index in unit.store.autocast else None
 
     def tensor(self) -> Tensor:
         """The same view of the unit's buffer, which must be resident."""
@@ -52,8 +59,15 @@ class SavedWeight:
         return empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)
 
     def check(self) -> None:
-        """Rule 3."""
+        """Rules 3 and 4."""
         store, binding = self.unit.store, self.unit.binding
+        if self.content is not None:
+            if self.content is not store.content:
+                raise ExactnessError(
+                    f"{store.names[self.index]} was written between its forward and its backward, which plain autocast "
+                    'does not notice; set wire_dtype="as-is"'
+                )
+            return
         host = store.version(self.index)
         device = binding.outputs[self.index]._version if binding.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
@@ -112,7 +126,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def _aside(self, error_message: str) -> Iterator[None]:
-        """``disable_saved_tensors_hooks`` while ours are in force (Rule 4); anybody else's still refuse."""
+        """``disable_saved_tensors_hooks`` while ours are in force (Rule 5); anybody else's still refuse."""
         hooks = _hooks._top_saved_tensors_default_hooks(False)
         ours = bool(self._pushed) and hooks == self._pushed[-1][0]
         if ours:

@@ -8,19 +8,22 @@
    counter, or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a
    plain leaf.
 5. A stand-in that somebody still refers to keeps its unit resident (store.py, Rule 5).
+6. The stand-in of a weight that travels in autocast's type is *withheld*: it stands in no slot. Who reads such a weight
+   in another way than wire.py foresees is lent one in FP32 (lending.py).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import ExactnessError
-from .gradients import Receive, link
+from .gradients import Gradients, Receive, Uses, link
+from .lending import Lending
 from .parameters import stand_in, true_data, true_grad_fn
 from .store import UnitStore
 from .units import Slot
@@ -53,6 +56,8 @@ class Binding:
         self.build = -1  # how often the stand-ins were made anew
         self.outputs: list[Tensor] = []
         self.taken = [False]
+        self.uses: dict[int, Uses] = {}  # of the stand-ins that are withheld
+        self.lending = Lending(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
         self._versions: list[int] = []
@@ -64,21 +69,39 @@ class Binding:
         if trainable == self._trainable and self.outputs:
             return
         assert not self.bound
+        self.uses = {index: Uses() for index in self.store.autocast}
+        receive, views = self._receiver(self.uses), self.store.device_views()
         self.outputs = [  # and nothing else refers to them: references are counted below
             stand_in(output, parameter, self.taken)
-            for output, parameter in zip(link(self.store, self.receive), self.store.params, strict=True)
+            for output, parameter in zip(link(self.store, receive, views), self.store.params, strict=True)
         ]
+        del views
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
         self._baseline = (self.store.aliases(), self._references())
+
+    def _receiver(self, uses: dict[int, Uses]) -> Receive:
+        """With the gradients of these uses where the node has none."""
+        if not uses:
+            return self.receive
+
+        def receive(node: Any, grads: Gradients) -> Gradients:
+            sums = {index: total for index, of in uses.items() if (total := of.sum()) is not None}
+            self.lending.came(sums, receive)
+            return self.receive(node, tuple(sums.get(index, grad) for index, grad in enumerate(grads)))
+
+        return receive
 
     def bind(self) -> None:
         """Stand-ins into the slots; the unit is resident (Rule 2)."""
         if self.bound:
             return
         for index, slot in self.slots:
-            if slot.get() is self.store.params[index]:
+            if index in self.store.autocast:
+                if self.lending.has(index):
+                    slot.set(self.lending.tensor(index))
+            elif slot.get() is self.store.params[index]:
                 slot.set(self.outputs[index])
                 self._bound_slots += 1
         for entry in self.hidden:
@@ -90,12 +113,39 @@ class Binding:
         if not self.bound:
             return
         for index, slot in self.slots:
-            if slot.get() is self.outputs[index]:
+            held = slot.get()
+            if held is self.outputs[index] or self.lending.lent.get(index, self) is held:
                 slot.set(self.store.params[index])
         for entry in self.hidden:
             entry.show()
+        self.lending.take_back()
         self._bound_slots = 0
         self.bound = False
+
+    def surface(self, index: int) -> None:
+        """From here on this weight, if it is withheld, is where anybody finds it (Rule 6)."""
+        if index not in self.store.autocast:
+            return
+        self.lending.begin(index)
+        if self.bound:
+            for at, slot in self.slots:
+                if at == index:
+                    slot.set(self.lending.tensor(index))
+
+    def stand_in(self, index: int) -> Tensor:
+        """The device tensor for a parameter, as anybody may see it."""
+        return self.lending.tensor(index) if index in self.store.autocast else self.outputs[index]
+
+    def remake(self) -> None:
+        """The stand-ins are other ones from now on: their types changed."""
+        self.forget()
+        self.lending.end()
+
+    def backward_done(self) -> None:
+        """Nothing more arrives."""
+        for uses in self.uses.values():
+            uses.clear()
+        self.lending.backward_done()
 
     def forget(self) -> None:
         """Drops the stand-ins. They lead to the engine by way of autograd's nodes, through which no garbage collector

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,3 +19,8 @@ def never_compiled(function: F) -> F:
 def not_compiled_itself(function: F) -> F:
     """The function is not compiled; what it calls may be."""
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def compiles_calls() -> bool:
+    """Whether functions that are called from here are compiled; asked in one that is not compiled itself."""
+    return get_eval_frame_callback() is not None

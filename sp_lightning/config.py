@@ -22,6 +22,7 @@ UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
 
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
 HOST_MEMORY = ("auto", "pinned", "pageable")
+WIRE_DTYPES = ("auto", "as-is")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
@@ -41,6 +42,7 @@ class Options:
     activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
     optimizer_overlap: bool = True
     fused_optimizer: bool = False
+    wire_dtype: Literal["auto", "as-is"] = "auto"  # what weights are on their way, under autocast
     master_weights: bool = False
     host_memory: HostMemory = "auto"  # of weights and gradients; nothing to choose where the CPU computes
     compile_units: bool = False
@@ -63,6 +65,7 @@ class Options:
         self._normalise("units", _units(self.units))
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("host_memory", self.host_memory, HOST_MEMORY)
+        _check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))

@@ -283,24 +283,22 @@ class Device:
 
     # ---- copies
 
-    def send_up(
-        self, target: Tensor, source: Tensor, around: Around, moved: Copies = (), after: Arrival | None = None
-    ) -> Arrival:
-        """Starts a copy of bytes to the device, on the up stream.
+    def send_up(self, copies: Copies, around: Around, moved: Copies = (), after: Arrival | None = None) -> Arrival:
+        """Starts copies of bytes to the device, on the up stream.
 
         Args:
-            target: On the device, a row of bytes.
-            source: On the host, as long.
-            around: Entered before the copy is queued, left after it.
-            moved: Single tensors that are copied after it, in whatever memory they are.
+            copies: Where to on the device, and from where on the host.
+            around: Entered before the first is queued, left after the last.
+            moved: Single tensors that are copied after them, in whatever memory they are.
             after: The copy down that brings the host bytes.
         """
-        if not self._by_itself(source):
-            return self._ring().up.up([(target, source)], around, moved, after)
+        if not all(self._by_itself(source) for _, source in copies):
+            return self._ring().up.up(copies, around, moved, after)
         if after is not None:
             after.wait(self.up)
         with self.up, torch.no_grad(), around:
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
             for one, other in moved:
                 one.copy_(other)
             arrival: Arrival = self.up.record_event()

@@ -17,12 +17,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from . import reads
 from .activations import SavedTensors, tensors_in
@@ -33,12 +31,13 @@ from .device import Device
 from .errors import UnsupportedError
 from .gradients import Downlink, Gradients
 from .offload import Offload, OnHost
-from .parameters import true_device
+from .parameters import quietly, true_device
 from .recompute import Recompute, Written
 from .store import Residency, UnitStore
 from .telemetry import Counters
 from .units import Slot, Unit
 from .window import StreamedUnit, Window
+from .wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,9 @@ class Engine:
         self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
         self.window = Window(self.units, device, options, counters)
         self.backward = Backward()
+        self.wire = Wire(
+            options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
+        )
         self._scopes = 0
         self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
@@ -94,6 +96,12 @@ class Engine:
         """Whether any parameter has other memory than the slab that was made for it."""
         return any(unit.store.moved for unit in self.units)
 
+    def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
+        """These weights of a unit travel in these types from now on (wire.py)."""
+        del self._by_storage[unit.store.storage._cdata]
+        self.window.retype(unit, types)
+        self._by_storage[unit.store.storage._cdata] = unit
+
     # ---- scopes and passes
 
     @property
@@ -111,7 +119,7 @@ class Engine:
 
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
-        with _quietly():
+        with quietly():
             if not self._scopes and (self._open or self.backward.running):
                 self.reset()  # of an interrupted step
             self._scopes += 1
@@ -120,12 +128,13 @@ class Engine:
             if self._scopes > 1:
                 return
             self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
+            self.wire.begin_pass(kind)
             self.window.begin_pass(kind)
             self._listen()
 
     def close_scope(self) -> None:
         """It ends: user code runs next (Rule 4)."""
-        with _quietly():
+        with quietly():
             self._scopes = max(0, self._scopes - 1)
             self.optimizing = self._interrupted.pop() if self._interrupted else False
             if not self._scopes:
@@ -140,12 +149,12 @@ class Engine:
 
     def follow(self) -> None:
         """Device bytes that the user keeps a reference to become what the host's are now."""
-        with _quietly():
+        with quietly():
             self.window.follow()
 
     def collect_writes(self) -> None:
         """What the user wrote through kept references is on the host."""
-        with _quietly():
+        with quietly():
             for unit in self.window.kept():
                 unit.binding.collect_writes()
 
@@ -192,6 +201,11 @@ class Engine:
                 unit.store.names[unit.store.index_of[id(parameter)]],
             )
 
+    def withheld(self, parameter: Tensor) -> bool:
+        """Whether its stand-in is one that nobody sees."""
+        store = self._by_parameter[id(parameter)].store
+        return store.index_of[id(parameter)] in store.autocast
+
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """The stand-in of a host parameter; a visit of its unit."""
@@ -199,6 +213,7 @@ class Engine:
         depth = len(self._open)
         self.enter(unit)
         try:
+            self.wire.read(parameter)
             yield unit.stand_in(parameter)
         finally:
             self.leave_to(depth)
@@ -238,7 +253,7 @@ class Engine:
             )
         if not self._open:
             self._thread = threading.get_ident()
-        with _quietly():
+        with quietly():
             if not unit.visits:
                 reads.resume()
                 self.require(unit)
@@ -254,7 +269,7 @@ class Engine:
     @never_compiled
     def leave_to(self, depth: int) -> None:
         """Leaves the visits that were entered since, also those that an exception left open."""
-        with _quietly():
+        with quietly():
             while len(self._open) > depth:
                 unit = self._open.pop()
                 if self._hooked.pop():
@@ -302,6 +317,7 @@ class Engine:
         """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
+                unit.binding.lending.check_rewritten(index)
                 store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
@@ -310,7 +326,7 @@ class Engine:
 
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
-        with _quietly():
+        with quietly():
             if self._closed:
                 raise UnsupportedError(
                     f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or "
@@ -345,14 +361,14 @@ class Engine:
 
     def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
         """All uses of the unit's weights in this backward are done."""
-        with _quietly():
+        with quietly():
             self._in_backward_from_here()
             return self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
         if not self.downlink.idle:
-            with _quietly():
+            with quietly():
                 self.downlink.finish()
 
     def _in_backward_from_here(self) -> None:
@@ -360,8 +376,9 @@ class Engine:
             self._listen()
 
     def _backward_done(self) -> None:
-        with _quietly():
+        with quietly():
             self.backward.end()
+            self.wire.backward_done()
             self.counters.listener.idle()
             self.downlink.let_go()
             self.land()
@@ -386,6 +403,8 @@ class Engine:
         self._scopes = 0
         self._interrupted.clear()
         self._ignore()
+        self.wire.interrupt()
+        self.wire.backward_done()
         self.window.interrupt()
         self.optimizing = False
 
@@ -421,17 +440,3 @@ class Engine:
     def _host_bytes(self) -> int:
         stores = sum(unit.store.host_nbytes for unit in self.units)
         return stores + self.downlink.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes
-
-
-# Our own looks at host parameters are no reads (reads.py).
-@contextlib.contextmanager
-def _outside_transforms() -> Iterator[None]:
-    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
-        yield
-
-
-def _quietly() -> AbstractContextManager[None]:
-    """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
-    if torch._C._are_functorch_transforms_active():
-        return _outside_transforms()
-    return torch._C.DisableTorchFunctionSubclass()

@@ -14,23 +14,27 @@
    buffer on its way, one being made.
 7. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
    written again: such a parameter gets new memory.
+8. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each; what arrives
+   there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
+   order in which they arrive. A single one comes down as it is, and becomes FP32 on the host: the same value.
+9. It lands in the second half of the room of all such gradients in FP32, and is widened from the front: what is written
+   never reaches what is not read yet. So it takes no memory of its own, and a unit comes down in one piece.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .device import Device
-from .layout import ALIGNMENT, Field, Layout, aligned
+from .layout import ALIGNMENT, Layout, aligned
 from .overlap import HostThread, StepAhead
 from .parameters import set_true_grad, true_dtype, true_grad
 from .store import UnitStore
@@ -40,6 +44,7 @@ from .transfer import Copies
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
 LEAF_PRIORITY = 2**64 - 1
+SMALL = 4096  # elements that are widened by way of a copy
 
 
 class Link(torch.autograd.Function):
@@ -59,9 +64,8 @@ class Link(torch.autograd.Function):
         return (None, None, *ctx.receive(ctx, grads))
 
 
-def link(store: UnitStore, receive: Receive) -> list[Tensor]:
+def link(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor]:
     """The stand-ins of a unit's parameters as they are now: trainable ones lead to the host parameters."""
-    views = store.device_views()
     if not any(parameter.requires_grad for parameter in store.params):
         return views
     with torch.inference_mode(False), torch.enable_grad():
@@ -71,6 +75,35 @@ def link(store: UnitStore, receive: Receive) -> list[Tensor]:
     return outputs
 
 
+class Uses:
+    """The uses in a graph of one weight that travels in autocast's type: their gradients, as they arrive (Rule 8)."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[int, list[Tensor]] = {}  # by the number of autograd's task
+
+    def arrive(self, grads: Gradients) -> Gradients:
+        """Called in front of the node of a use: takes what would go on to the link."""
+        if grads[0] is not None:
+            self._arrived.setdefault(torch._C._current_graph_task_id(), []).append(grads[0])
+        return (None,)
+
+    def sum(self) -> Tensor | None:
+        """What arrived in the task that runs."""
+        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
+        if arrived is None:
+            return None
+        if len(arrived) == 1:
+            return arrived[0]
+        total = arrived[0].float()
+        for grad in arrived[1:]:
+            total = total + grad.float()
+        return total
+
+    def clear(self) -> None:
+        """What a task left behind that did not come to the link."""
+        self._arrived.clear()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a gradient lands: a tensor, and the bytes of a flat page-locked buffer that it is."""
@@ -78,6 +111,7 @@ class Place:
     tensor: Tensor
     flat: Tensor
     offset: int
+    room: Tensor | None = None  # in which it is widened (Rule 9)
 
 
 class Packing:
@@ -93,13 +127,16 @@ class Packing:
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
         self._runs = list(_runs(places, layout))
+        self._types = {field.dtype for field in layout.fields}
 
     def pack(self, grads: list[Tensor]) -> None:
         """Copies them in, on the current stream."""
         self._device.claim(self._storage, self._size)
         if not self._views:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
-        torch._foreach_copy_(self._views, grads)
+        for dtype in self._types:  # a call with several would copy one by one
+            pairs = [(to, of) for to, of in zip(self._views, grads, strict=True) if to.dtype is dtype]
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
 
     def copies(self) -> Copies:
         """What brings them to the host: as few copies as can be."""
@@ -118,7 +155,7 @@ class Landing:
     """Gradients of a unit on their way down."""
 
     packing: Packing  # freed early, its memory would be given away while it is read
-    host: list[tuple[Tensor, Tensor]]  # a parameter, and where its gradient lands
+    host: list[tuple[Tensor, Tensor, Tensor | None]]  # a parameter, where its gradient lands, and is widened
     stream: Any  # on which the packed buffer was made: its memory is given out there again
     done: Any
 
@@ -194,9 +231,9 @@ class Downlink:
     def _land(landing: Landing) -> list[Tensor]:
         """Waits for gradients and accumulates them; tells whose they were."""
         landing.done.synchronize()
-        for parameter, grad in landing.host:
-            _accumulate(parameter, grad)
-        return [parameter for parameter, _ in landing.host]
+        for parameter, grad, room in landing.host:
+            _accumulate(parameter, grad, room)
+        return [parameter for parameter, *_ in landing.host]
 
     # ---- taken
 
@@ -204,12 +241,13 @@ class Downlink:
         """Starts the way down."""
         self.let_go()
         slab = self._slabs.get(store)
-        if slab is None:
+        if slab is None or slab.autocast is not store.autocast:
             slab = self._slabs[store] = GradientSlab(store, self.device)
+        indices = sorted(indices, key=lambda index: index not in store.autocast)  # Rule 9
         taken = [_known(grads[index]) for index in indices]
         host, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
-        landing.host = [(store.params[index], place.tensor) for index, place in zip(indices, host, strict=True)]
+        landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
         if self.ahead is not None and final and not self._under_way:
             timed = self.counters.listener.work("optimizer", store.unit.name, "step")
             self.ahead.submit(lambda: self._land(landing), timed)
@@ -268,24 +306,41 @@ class GradientSlab:
     """Where the gradients of a unit's weights land (Rule 7); frozen ones have no room."""
 
     def __init__(self, store: UnitStore, device: Device) -> None:
-        self._layout = store.layout
+        self.autocast = store.autocast
+        self._fields = store.layout.fields
         self._device = device
-        fields: dict[int, Field] = {}
-        end = 0
-        for index, parameter in enumerate(store.params):
-            if parameter.requires_grad:
-                fields[index] = dataclasses.replace(store.host_layout.fields[index], offset=end)
-                end += aligned(fields[index].nbytes)
-        self.nbytes = max(end, ALIGNMENT)
-        flat = device.slab(self.nbytes)
-        storage = flat.untyped_storage()
-        self._places = {i: Place(Layout.own_view(storage, f), flat, f.offset) for i, f in fields.items()}
+        self.autocast = store.autocast
+        self._fields = store.layout.fields
+        self._device = device
+        trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
+        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.autocast)
+        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.autocast)
+        self.nbytes = max(2 * narrow + wide, ALIGNMENT)
+        self._places = dict(self._laid_out(store, device.slab(self.nbytes), trained, narrow))
         self._unseen = {index: _references(place.tensor) for index, place in self._places.items()}
+        self._rooms = {index: place.room for index, place in self._places.items() if place.room is not None}
+        self._rooms_unseen = {index: _references(self._rooms[index]) for index in self._rooms}
         self._packings: dict[tuple[int, ...], Packing] = {}  # of those that came together before
+
+    def _laid_out(self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int) -> Iterator[tuple[int, Place]]:
+        """What is widened first (Rule 9), then the others, in the parameters' types."""
+        storage = flat.untyped_storage()
+        first, then = 0, 2 * narrow
+        for index in trained:
+            field, travelling = store.host_layout.fields[index], self._fields[index]
+            if index in store.autocast:
+                at = narrow + first
+                room = Layout.own_view(storage, replace(field, offset=2 * first))
+                yield index, Place(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, room)
+                first += aligned(travelling.nbytes)
+            else:
+                yield index, Place(Layout.own_view(storage, replace(field, offset=then)), flat, then)
+                then += aligned(field.nbytes)
 
     def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
         """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
-        places = [self._room(index, grad) for index, grad in zip(indices, grads, strict=True)]
+        widening = all(_references(self._rooms[index]) == unseen for index, unseen in self._rooms_unseen.items())
+        places = [self._room(index, grad, widening) for index, grad in zip(indices, grads, strict=True)]
         if any(place is not self._places.get(index) for index, place in zip(indices, places, strict=True)):
             return places, Packing(self._device, places)
         packing = self._packings.get(tuple(indices))
@@ -293,13 +348,13 @@ class GradientSlab:
             packing = self._packings[tuple(indices)] = Packing(self._device, places)
         return places, packing
 
-    def _room(self, index: int, grad: Tensor) -> Place:
+    def _room(self, index: int, grad: Tensor, widening: bool) -> Place:
         place = self._places.get(index)  # None: it did not train when the slab was made
-        unseen = place is not None and _references(place.tensor) == self._unseen[index]
-        if place is not None and unseen and grad.dtype is place.tensor.dtype:
+        fits = place is not None and grad.dtype is place.tensor.dtype and (widening or place.room is None)
+        if place is not None and fits and _references(place.tensor) == self._unseen[index]:
             return place
-        field = self._layout.fields[index]
-        flat = self._device.passing(max(field.nbytes, ALIGNMENT))
+        field = self._fields[index]
+        flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
         tensor = torch.empty(0, dtype=grad.dtype).set_(flat.untyped_storage(), 0, field.shape, field.stride)
         return Place(tensor, flat, 0)
 
@@ -348,12 +403,30 @@ def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Fate:
     return Fate.RETURN if seen or grad.layout is not torch.strided else Fate.TAKE
 
 
-def _accumulate(parameter: Tensor, grad: Tensor) -> None:
+def _accumulate(parameter: Tensor, grad: Tensor, room: Tensor | None) -> None:
     """As autograd does for a leaf."""
-    grad, before = grad.to(true_dtype(parameter)), true_grad(parameter)
+    before = true_grad(parameter)
+    widens = before is None and room is not None
+    grad = _widened(grad, _known(room)) if widens else grad.to(true_dtype(parameter))
     if before is None:
         set_true_grad(parameter, grad)
     elif before.requires_grad or before.layout is not torch.strided:
         set_true_grad(parameter, before + grad)
     else:
         before += grad
+
+
+def _widened(grad: Tensor, room: Tensor) -> Tensor:
+    """The gradient in FP32, in its room, which ends where the gradient does or before (Rule 9)."""
+    narrow, wide = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (grad, room))
+    done, count = 0, narrow.numel()
+    while done < count:
+        # As many as have their places before the first that is not read yet: half of what is left, at least.
+        free = (narrow.data_ptr() + 2 * done - wide.data_ptr()) // 4 - done
+        if free < SMALL:
+            wide[done:] = narrow[done:].clone()
+            break
+        part = slice(done, min(count, done + free))
+        wide[part] = narrow[part]
+        done = part.stop
+    return room

@@ -221,11 +221,14 @@ class Handle:
             if isinstance(module, nn.RNNBase):
                 yield Flattening(module)
             if root is not None:
-                yield UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
+                entry = UnitRoot(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
+                if guard := self.engine.wire.guard(entry, entry.units, None):
+                    root.binding.hidden.append(guard)
+                yield entry
             elif owners:
                 part = Part(module, self.engine, owners)
                 if len(owners) == 1:
-                    owners[0].binding.hidden.append(part)
+                    owners[0].binding.hidden.append(self.engine.wire.guard(part, owners, part) or part)
                 yield part
             elif isinstance(module, nn.TransformerEncoder):
                 yield Questioner(module)

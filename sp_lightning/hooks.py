@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reads
-from .compiled import never_compiled, not_compiled_itself
+from .compiled import compiles_calls, never_compiled, not_compiled_itself
 from .device import Device
 from .engine import Engine
 from .window import StreamedUnit
@@ -93,6 +93,8 @@ class Part(Entry):
     @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, with the units there."""
+        if compiles_calls() and self.engine.wire.enabled:
+            self.engine.wire.stop()
         depth = self.engine.enter_all(self.units)
         try:
             return self.forward(*args, **kwargs)

@@ -127,8 +127,8 @@ class Offload:
         self.device.up.wait_event(self.device.compute.record_event())  # whose memory it was
         nbytes = saved.host.numel() * size
         under_way = self.counters.listener.work("up", "", "activations", nbytes)
-        to, source = span.view(torch.uint8), saved.host.view(torch.uint8)
-        saved.ready = self.device.send_up(to, source, under_way, after=saved.arrived)
+        copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
+        saved.ready = self.device.send_up(copies, under_way, after=saved.arrived)
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses

@@ -14,12 +14,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
@@ -67,6 +69,9 @@ class Keeper(Protocol):
 
     def read_on_host(self, parameter: Tensor) -> None:
         """Something was computed from a host parameter itself."""
+
+    def withheld(self, parameter: Tensor) -> bool:
+        """Whether its stand-in is one that nobody sees (binding.py, Rule 6)."""
 
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
         """Model code wrote a weight whose host copy is still what it was."""
@@ -239,6 +244,20 @@ def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = 
 def keeper_of(parameter: Tensor) -> Keeper:
     """Who streams this managed host parameter."""
     return _watchers[id(parameter)].keeper
+
+
+# Our own looks at host parameters are no reads (reads.py).
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def quietly() -> AbstractContextManager[None]:
+    """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
+    if torch._C._are_functorch_transforms_active():
+        return _outside_transforms()
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, taken: list[bool]) -> DeviceParameter:

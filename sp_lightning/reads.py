@@ -102,6 +102,10 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+    if _name(func) == "grad" and any(keeper_of(host).withheld(host) for host in hosts):
+        # Its graph leads to the host parameters and by no stand-in that could be lent.
+        grads, device = func(*args, **kwargs), keeper_of(hosts[0]).torch_device
+        return tuple(grad if grad is None else grad.to(device) for grad in grads)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
         return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))

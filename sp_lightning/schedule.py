@@ -92,6 +92,10 @@ class Schedule:
         self._transfer = transfer
         self._forget_ahead()
 
+    def weigh(self, unit: int, nbytes: int) -> None:
+        """This unit has another size from now on; it is not resident."""
+        self._nbytes = (*self._nbytes[:unit], nbytes, *self._nbytes[unit + 1 :])
+
     def invalidate(self, units: Iterable[int] | None = None) -> tuple[int, ...]:
         """These units (default: all) are stale and no longer resident; returns those that were."""
         asked = self.resident if units is None else units

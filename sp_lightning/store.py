@@ -12,13 +12,20 @@
    is in use, and is not freed: reading a freed buffer would end the process.
 6. Resident bytes are stale once a parameter's version or address moved, its ``.data`` was taken, or an optimizer that
    holds it stepped; and as long as somebody else holds a tensor over its bytes, who may write through it at any time.
+7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
+   change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
+8. What autograd saved in autocast's type stands for a copy that a plain run would have kept: it must not change before
+   its backward. Whoever saved it holds ``content``, an object that is replaced when the bytes are other bytes; and,
+   whatever it saved, ``memory``, which tells that the unit's layout has to stay.
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +33,12 @@ from torch import Tensor, nn
 
 from .device import Device
 from .errors import ExactnessError
-from .layout import ALIGNMENT, Field, Layout
+from .layout import ALIGNMENT, Field, Layout, aligned
 from .parameters import Keeper, set_true_data, true_data, true_dtype, unwatch, watch
 from .telemetry import Counters
 from .units import Unit
+
+BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 
 
 class Residency(enum.Enum):
@@ -58,20 +67,74 @@ class UnitStore:
         self.names = [name for name, _ in unit.params]
         self.keeper = keeper
         self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
-        self.layout = _converted(self.host_layout, device_dtype)
-        self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
         self.slab = device.slab(max(self.host_layout.nbytes, ALIGNMENT))
-        self.wire = self.slab if self.layout == self.host_layout else device.slab(self.nbytes)
-        self.flat = device.device_bytes(self.nbytes)
-        self.storage = self.flat.untyped_storage()
-        self._offsets = [field.offset for field in self.layout.fields]
+        self._device_dtype = device_dtype
         self.residency = Residency.HOST
+        self.retype({})
         self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
         self._waiting: list[Any] = []  # streams that are ordered after the fill
         self._suspect = False
         self._slab_addresses = self._adopt()
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
         self._versions: list[int] = []
+
+    def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
+        """From the next fill on these parameters travel in these types; nothing is on the device, and no graph
+        remembers that it was."""
+        assert self.residency is Residency.HOST
+        self.autocast = dict(autocast)
+        types = [autocast.get(i, self._device_dtype(field.dtype)) for i, field in enumerate(self.host_layout.fields)]
+        self.layout = _converted(self.host_layout, types)
+        self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
+        self.flat = self.device.device_bytes(self.nbytes)
+        self.storage = self.flat.untyped_storage()
+        self._offsets = [field.offset for field in self.layout.fields]
+        self._lay_out_wire()
+        self._suspect = True
+        self.content, self.memory = object(), object()
+        self._own_references = self._references()
+
+    def _lay_out_wire(self) -> None:
+        """Where what goes up comes from (Rule 7)."""
+        self._copies = [(self.flat, self.slab[: self.nbytes])]
+        self._wire_places: dict[int, int] = {}
+        self.wire = self.slab[:0]
+        if self.layout == self.host_layout:
+            return
+        end = 0
+        for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
+            if field.dtype is not host.dtype or field.nbytes < BY_ITSELF:
+                self._wire_places[index] = end
+                end += aligned(field.nbytes)
+        self.wire = self.device.slab(max(end, ALIGNMENT))
+        self._copies = []  # made when there is memory that can be cut
+
+    def _runs(self) -> Iterator[tuple[int, int, Tensor, int]]:
+        """As few as can be: (byte on the device, how many, from which buffer, from which byte)."""
+        start, length, source, at = 0, 0, self.slab, 0
+        for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
+            place = self._wire_places.get(index)
+            next_source, next_at = (self.slab, host.offset) if place is None else (self.wire, place)
+            if length and (next_source is not source or next_at - at != field.offset - start):
+                yield start, length, source, at
+                length = 0
+            if not length:
+                start, source, at = field.offset, next_source, next_at
+            length = field.offset + field.nbytes - start
+        if length:
+            yield start, length, source, at
+
+    def remembered(self) -> bool:
+        """Whether autograd saved any of the unit's bytes, for a backward that may come (Rule 8)."""
+        return self._references() > self._own_references
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.memory)
+
+    @property
+    def host_nbytes(self) -> int:
+        """What the unit has on the host."""
+        return self.slab.numel() + self.wire.numel()
 
     # ---- the host side
 
@@ -112,11 +175,6 @@ class UnitStore:
         """Rule 6, by an optimizer that stepped or any other writer that says so."""
         self._suspect = True
 
-    @property
-    def host_nbytes(self) -> int:
-        """Of the slabs."""
-        return self.slab.numel() + (0 if self.wire is self.slab else self.wire.numel())
-
     def settle(self) -> None:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
         if self.ready is not None:
@@ -151,7 +209,7 @@ class UnitStore:
 
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
-        changed = self.wire is not self.slab and self.stale()
+        changed = bool(self._wire_places) and self.stale()
         self._addresses = self._current_addresses()
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
@@ -163,10 +221,12 @@ class UnitStore:
         else:
             with self.device.up:
                 self.device.grow(self.storage, self.nbytes)
-        fields = [(self.layout.fields[index], self.params[index]) for index in moved]
+        fields = [(self.layout.fields[index], self.params[index]) for index in moved if index not in self._wire_places]
         replaced = [(self.layout.view(self.storage, field), true_data(parameter)) for field, parameter in fields]
+        if not self._copies:
+            self._copies = [(self.flat[to : to + n], source[at : at + n]) for to, n, source, at in self._runs()]
         under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
-        self.ready = self.device.send_up(self.flat, self.wire, under_way, replaced)
+        self.ready = self.device.send_up(self._copies, under_way, replaced)
         self._waiting = []
         self.residency = Residency.DEVICE
         self.counters.fetches += 1
@@ -194,15 +254,15 @@ class UnitStore:
         for stream in {self.device.compute, *self._waiting}:
             self.device.up.wait_event(stream.record_event())
 
-    def write_back(self, index: int) -> None:
-        """Model code changed this weight on the device: so does the host. Blocks until it has."""
+    def write_back(self, index: int, lent: Tensor | None = None) -> None:
+        """Model code changed this weight, or a lent one, on the device: so does the host. Blocks until it has."""
         parameter, field = self.params[index], self.layout.fields[index]
-        view = self.layout.view(self.storage, field)
+        view = self.layout.view(self.storage, field) if lent is None else lent
         self.keeper.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
             true_data(parameter).copy_(view)
         self.counters.writebacks += 1
-        self.counters.bytes_written_back += field.nbytes
+        self.counters.bytes_written_back += view.nbytes
 
     def device_views(self) -> list[torch.Tensor]:
         """A tensor per parameter over the device buffer, each with a version counter of its own."""
@@ -230,11 +290,19 @@ class UnitStore:
         return [index for index, (now, then) in enumerate(pairs) if now != then]
 
     def _fill_wire(self) -> None:
-        """Converts what travels, where that is not the slab itself."""
+        """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
+        remembered, same = self.remembered(), True
         with torch.no_grad():
-            for parameter, field in zip(self.params, self.layout.fields, strict=True):
-                self.layout.view(storage, field).copy_(true_data(parameter))
+            for index, place in self._wire_places.items():
+                view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))
+                now = true_data(self.params[index])
+                if remembered and index in self.autocast:
+                    now = now.to(view.dtype)
+                    same = same and same_bytes(view, now)
+                view.copy_(now)
+        if not (remembered and same):
+            self.content = object()
 
     def _check_shapes(self) -> None:
         for name, parameter, field in zip(self.names, self.params, self.host_layout.fields, strict=True):
@@ -250,8 +318,17 @@ def is_shared(parameter: nn.Parameter) -> bool:
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
 
 
-def _converted(layout: Layout, device_dtype: Callable[[torch.dtype], torch.dtype]) -> Layout:
-    def described(field: Field) -> torch.Tensor:
-        return torch.empty_strided(field.shape, field.stride, dtype=device_dtype(field.dtype), device="meta")
+def _converted(layout: Layout, types: list[torch.dtype]) -> Layout:
+    def described(field: Field, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(field.shape, field.stride, dtype=dtype, device="meta")
 
-    return Layout.of([(field.name, described(field)) for field in layout.fields])
+    return Layout.of([(field.name, described(field, dtype)) for field, dtype in zip(layout.fields, types, strict=True)])
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type and layout are the same, to the last bit of a NaN."""
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)

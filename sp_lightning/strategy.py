@@ -100,6 +100,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: faster, but not the bits of the default loop.
+        wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
+            convolutions travel in autocast's type where their layer's forward is their only use, with their gradients:
+            half the bytes, the same bits. "as-is": all travel as they are.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
         host_memory: "pinned" is page-locked memory for weights and gradients, from and to which the device copies by
@@ -123,6 +126,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
+        wire_dtype: Literal["auto", "as-is"] = "auto",
         master_weights: bool = False,
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
@@ -145,6 +149,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             activations=activations,
             optimizer_overlap=optimizer_overlap,
             fused_optimizer=fused_optimizer,
+            wire_dtype=wire_dtype,
             master_weights=master_weights,
             host_memory=host_memory,
             compile_units=compile_units,

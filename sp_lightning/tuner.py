@@ -94,6 +94,12 @@ class Tuner:
             self._capacity = self._device.memory_capacity()
             self._retries = self._device.memory_retries()
 
+    def resized(self, units: Sequence[UnitBytes]) -> None:
+        """Units have these sizes from now on (wire.py)."""
+        self._units = units
+        self._streamed = [unit for unit in units if not unit.resident]
+        self._choices.clear()
+
     def end(self) -> None:
         """Nothing more is measured for us."""
         if self._recorder is not None and self._counters.listener is self._recorder:

@@ -43,7 +43,7 @@ class StreamedUnit:
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """The device tensor for one of its host parameters."""
-        return self.binding.outputs[self.store.index_of[id(parameter)]]
+        return self.binding.stand_in(self.store.index_of[id(parameter)])
 
     def sizes(self) -> UnitBytes:
         """What planning has to know."""
@@ -189,6 +189,16 @@ class Window:
         unit.binding.collect_writes()
         unit.binding.unbind()
         unit.store.free()
+
+    def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
+        """A movable unit's weights travel in these types from its next load on."""
+        if unit.store.residency is Residency.DEVICE:
+            self.schedule.invalidate([unit.index])
+            self._evict(unit)
+        unit.store.retype(types)
+        unit.binding.remake()
+        self.schedule.weigh(unit.index, unit.store.nbytes)
+        self.tuner.resized([each.sizes() for each in self.units])
 
     # ---- what the user keeps
 

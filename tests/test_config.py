@@ -30,6 +30,7 @@ def test_the_defaults_are_valid_and_normal():
         "master_weights": False,
         "host_memory": "auto",
         "compile_units": False,
+        "wire_dtype": "auto",
     }
 
 

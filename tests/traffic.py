@@ -6,12 +6,15 @@
    run, except which units the model itself holds on to (a weight kept on ``ctx``): those cannot be evicted, and are
    filled again in place when the optimizer stepped.
 3. What a pass may send down are its gradients: their bytes are counted in the plain run, where they reach the leaves.
+4. What travels in another type than it has on the host is asked of the stores where a pass begins: a unit for which
+   that changed is not resident then. Bytes of its gradients change with those of the weight.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -34,6 +37,9 @@ class Pass:
     wraps: bool
     kept: frozenset[int] | None  # if an optimizer stepped since the pass before began: the units held on to by then
     before: dict[str, Any]  # the counters at its beginning
+    nbytes: list[int] = dataclasses.field(default_factory=list)  # of the units
+    share: dict[str, float] = dataclasses.field(default_factory=dict)  # of a parameter's bytes that travel
+    retyped: frozenset[int] = frozenset()
     visits: list[int] = dataclasses.field(default_factory=list)
     held: list[frozenset[int]] = dataclasses.field(default_factory=list)
     refilled: list[int] = dataclasses.field(default_factory=list)
@@ -49,6 +55,7 @@ class Ledger:
     def __init__(self) -> None:
         self.passes: dict[Engine, list[Pass]] = {}
         self._kept: dict[Engine, frozenset[int]] = {}
+        self._types: dict[Engine, list[Any]] = {}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Ledger]:
@@ -81,11 +88,18 @@ class Ledger:
 
         def see_begin(original: Any, order: Any = (), wrap: bool = False) -> None:
             kept = self._kept.pop(engine, None)
-            self.passes.setdefault(engine, []).append(Pass(kind, tuple(order), wrap, kept, before))
+            begun = Pass(kind, tuple(order), wrap, kept, before, *travelling(engine), self._retyped(engine))
+            self.passes.setdefault(engine, []).append(begun)
             original(order, wrap)
 
         with mock.patch.object(engine.window.schedule, "begin", in_front_of(engine.window.schedule.begin, see_begin)):
             original(engine, kind)
+
+    def _retyped(self, engine: Engine) -> frozenset[int]:
+        types = [unit.store.autocast for unit in engine.units]
+        before = self._types.get(engine, types)
+        self._types[engine] = types
+        return frozenset(i for i, (now, then) in enumerate(zip(types, before, strict=True)) if now is not then)
 
     def _see_visit(self, original: Any, schedule: Schedule, unit: int, held: Any = ()) -> Any:
         for engine, passes in self.passes.items():
@@ -103,28 +117,37 @@ class Ledger:
             passes[-1].after = engine.counters.snapshot()
 
 
+def travelling(engine: Engine) -> tuple[list[int], dict[str, float]]:
+    """Bytes of the units, and the share of its bytes that each parameter has on its way (Rule 4)."""
+    share = {}
+    for unit in engine.units:
+        for there, host in zip(unit.store.layout.fields, unit.store.host_layout.fields, strict=True):
+            share[host.name] = there.dtype.itemsize / host.dtype.itemsize
+    return [unit.store.nbytes for unit in engine.units], share
+
+
 def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
     """What each pass brings up by Rule 2."""
-    nbytes = [unit.store.nbytes for unit in engine.units]
-    root = sum(unit.store.nbytes for unit in engine.units if unit.unit.resident)
-    schedule = Schedule(nbytes, engine.window.schedule.window, engine.window.schedule.transfer)
+    resident = [unit.index for unit in engine.units if unit.unit.resident]
+    schedule = Schedule(passes[0].nbytes, engine.window.schedule.window, engine.window.schedule.transfer)
     figures = []
     for index, recorded in enumerate(passes):
         if recorded.kept is not None:
             schedule.invalidate(set(schedule.resident) - recorded.kept)
+        schedule.invalidate(recorded.retyped)
         schedule.begin(recorded.predicted, recorded.wraps)
         decisions = [schedule.visit(*at) for at in zip(recorded.visits, recorded.held, strict=True)]
         loaded = [unit for decision in decisions for unit in decision.load]
-        fresh = recorded.kept is not None or not index
-        figures.append(fresh * root + sum(nbytes[unit] for unit in (*loaded, *recorded.refilled)))
+        loaded += [unit for unit in resident if recorded.kept is not None or not index or unit in recorded.retyped]
+        figures.append(sum(recorded.nbytes[unit] for unit in (*loaded, *recorded.refilled)))
     return figures
 
 
-def assert_streamed(ledger: Ledger, gradient_nbytes: list[int], writes: bool) -> None:
+def assert_streamed(ledger: Ledger, gradient_nbytes: list[dict[str, int]], writes: bool) -> None:
     """Every pass moved what it had to, and nothing else.
 
     Args:
-        gradient_nbytes: What the plain run's backward passes gave to the leaves.
+        gradient_nbytes: What the plain run's backward passes gave to each leaf.
         writes: Whether the model's forward writes its own weights.
     """
     for engine, passes in ledger.passes.items():
@@ -134,23 +157,26 @@ def assert_streamed(ledger: Ledger, gradient_nbytes: list[int], writes: bool) ->
         written = sum(recorded.moved("bytes_written_back") for recorded in passes)
         assert bool(written) == bool(passes[-1].after["writebacks"]) and (writes or not written)
     trained = [recorded for passes in ledger.passes.values() for recorded in passes if recorded.kind == "train"]
-    assert [recorded.moved("bytes_down") for recorded in trained] == gradient_nbytes
+    pairs = zip(trained, gradient_nbytes, strict=True)
+    expected = [sum(nbytes * recorded.share[name] for name, nbytes in leaves.items()) for recorded, leaves in pairs]
+    assert [recorded.moved("bytes_down") for recorded in trained] == expected
     assert sum(recorded.moved("bytes_up") for recorded in trained) > 0
 
 
 class GradientBytes(L.Callback):
-    """Counts, in a plain run, the bytes of the gradients that arrive at the parameters: a sum for each batch."""
+    """Counts, in a plain run, the bytes of the gradients that arrive at each parameter, batch by batch."""
 
     def __init__(self) -> None:
-        self.by_batch: list[int] = []
+        self.by_batch: list[dict[str, int]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for parameter in pl_module.parameters():
+        for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._see)
+                parameter.register_hook(functools.partial(self._see, name))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.by_batch.append(0)
+        self.by_batch.append({})
 
-    def _see(self, gradient: Tensor) -> None:
-        self.by_batch[-1] += gradient.numel() * gradient.element_size()
+    def _see(self, name: str, gradient: Tensor) -> None:
+        nbytes = gradient.numel() * gradient.element_size()
+        self.by_batch[-1][name] = self.by_batch[-1].get(name, 0) + nbytes

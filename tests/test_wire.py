@@ -1,0 +1,501 @@
+"""``wire_dtype``: under autocast what only a layer's own forward sees travels in autocast's type; nothing else changes.
+
+A weight that qualified in the first step may be read in any other way in a later one: each way is a test here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from side_by_side import check, inputs, sgd, squares
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import models
+import sp_lightning
+from sp_lightning.errors import ExactnessError
+from sp_lightning.gradients import _widened
+
+LATE = 3  # the first step that is not like those before
+
+
+class Layer(nn.Module):
+    """A block whose linear layer is all that has parameters, and whose forward can be exchanged."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(models.WIDTH, models.WIDTH, bias=False)
+        self.other = None
+
+    def forward(self, x):
+        return torch.tanh(self.other(self.linear, x) if self.other is not None else self.linear(x))
+
+
+layers = models.stack_of(Layer)
+
+
+def autocast(device, **options):
+    return torch.autocast(device.type, **{"dtype": torch.bfloat16, "cache_enabled": False} | options)
+
+
+def training(other=None, loss=squares, around=contextlib.nullcontext, steps=LATE + 3, accumulate=1):
+    """Trains under autocast. From step `LATE` on, every other step, a block runs `other`; `around` is entered, too."""
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for step, x in enumerate(inputs(device, steps)):
+            late = step >= LATE and (step - LATE) % 2 == 0
+            net.blocks[1].other = other if late else None
+            for _ in range(accumulate):
+                with around() if late else contextlib.nullcontext(), autocast(device):
+                    value = (loss if late else squares)(net, x)
+                value.backward()
+                yield value
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def travelling(handle):
+    """The names of what travels in another type than it has."""
+    return {unit.names[index] for unit in (each.store for each in handle.engine.units) for index in unit.autocast}
+
+
+def stepped(net, device, steps=2, **how):
+    for _ in training(steps=steps, **how)(net, device):
+        pass
+
+
+# --- What travels
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_from_the_second_step_on_linear_weights_take_half_the_bytes_both_ways(device, precision):
+    def moved(wire_dtype):
+        net = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))  # 2048 bytes in half the type: no gaps
+        net.forward = lambda x: functools.reduce(lambda x, layer: layer(x), net, x)
+        with sp_lightning.stream(net, device, window=1, units=["Linear"], wire_dtype=wire_dtype) as handle:
+            for _ in range(3):
+                before = handle.stats()
+                with autocast(device, dtype=precision):
+                    squares(net, torch.ones(8, 32, device=device)).backward()
+                sgd(net).step()
+            return [handle.stats()[way] - before[way] for way in ("bytes_up", "bytes_down")]
+
+    assert moved("as-is") == [7 * 4096, 4 * 4096]  # the fourth is there when backward begins
+    assert moved("auto") == [7 * 2048, 4 * 2048]
+
+
+def test_without_autocast_and_with_as_is_nothing_is_converted(device):
+    for how, options in ((contextlib.nullcontext, {}), (lambda: autocast(device), {"wire_dtype": "as-is"})):
+        net = layers()
+        with sp_lightning.stream(net, device, window=1, **options) as handle:
+            for x in inputs(device, 3):
+                with how():
+                    squares(net, x).backward()
+            assert not travelling(handle)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_is_exact(device, activations, accumulate):
+    check(layers, training(accumulate=accumulate), device, window=2, activations=activations)
+
+
+def test_weights_that_are_not_trained_travel_cast_too(device):
+    def frozen():
+        net = layers()
+        for block in net.blocks[::2]:
+            block.requires_grad_(False)
+        return net
+
+    check(frozen, training(), device)
+    net = frozen()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        stepped(net, device)
+        assert {f"blocks.{index}.linear.weight" for index in range(4)} <= travelling(handle)
+
+
+def test_convolutions_keep_their_memory_format(device):
+    def convolutions():
+        net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()) for _ in range(4)))
+        return net.to(memory_format=torch.channels_last)
+
+    def run(net, device):
+        for index in range(4):
+            with autocast(device):
+                loss = net(models.images(index)[0].to(device)).square().mean()
+            loss.backward()
+            yield loss
+        if hasattr(net.forward, "steps"):
+            assert len(travelling(net.forward.steps)) == 4
+
+    check(convolutions, run, device)
+
+
+def test_evaluation_is_cast_as_well(device):
+    net = layers()
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad(), autocast(device):
+        for x in inputs(device, 2):
+            net(x)
+        assert len(travelling(handle)) == 6
+
+
+def test_a_new_kind_of_pass_that_makes_gradients_is_recorded_first(device):
+    net = layers()
+    x = next(inputs(device, 1))
+    with sp_lightning.stream(net, device, window=1) as handle:
+        net.eval()
+        with torch.no_grad(), autocast(device):
+            net(x), net(x)
+        assert len(travelling(handle)) == 6
+        net.train()
+        with autocast(device):
+            squares(net, x).backward()
+            assert not travelling(handle)
+            squares(net, x).backward()
+            assert len(travelling(handle)) == 6
+
+
+# --- What is read in another way, later
+
+
+def checkpointed(**options):
+    return lambda linear, x: checkpoint(linear, x, **options)
+
+
+def reads_type(linear, x):
+    return linear(x.to(linear.weight.dtype))
+
+
+def outside(linear, x):
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(x.float())
+
+
+def as_half(linear, x):
+    with torch.autocast(x.device.type, dtype=torch.float16):
+        return linear(x)
+
+
+def hooked(linear, x):
+    handle = linear.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.detach().norm(),))
+    try:
+        return linear(x)
+    finally:
+        handle.remove()
+
+
+class Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.float()
+        return grad @ weight.t(), x.float().t() @ grad
+
+
+READS = {
+    "of_its_type": reads_type,
+    "twice": lambda linear, x: linear(linear(x)),
+    "three_times": lambda linear, x: linear(linear(linear(x))),
+    "as_an_argument": lambda linear, x: F.linear(x, linear.weight),
+    "by_another_operator": lambda linear, x: x.float() @ linear.weight,
+    "converted": lambda linear, x: x @ linear.weight.float().to(x.dtype),
+    "by_a_function_of_its_own": lambda linear, x: Rotate.apply(x, linear.weight),
+    "in_a_regularised_layer": lambda linear, x: linear(x) * linear.weight.detach().norm(),
+    "by_a_hook": hooked,
+    "from_its_parameters": lambda linear, x: linear(x) + sum(p.detach().sum() for p in linear.parameters()),
+    "from_its_state": lambda linear, x: linear(x) + linear.state_dict()["weight"].sum(),
+    "in_its_data": lambda linear, x: linear(x) + linear.weight.data.sum(),
+    "by_name": lambda linear, x: linear(input=x),
+    "outside_autocast": outside,
+    "in_another_type": as_half,
+    "in_a_copy": lambda linear, x: linear(x) + copy.deepcopy(linear)(x).detach(),
+    "in_a_functional_call": lambda linear, x: torch.func.functional_call(linear, {"weight": linear.weight * 2}, (x,)),
+    "mapped": lambda linear, x: torch.func.vmap(linear)(x),
+    "checkpointed": checkpointed(use_reentrant=False),
+    "checkpointed_reentrant": checkpointed(use_reentrant=True),
+    "not_at_all": lambda linear, x: x,
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("name", READS)
+def test_a_late_read_is_exact(device, name, activations):
+    if name == "in_another_type" and device.type == "cpu":
+        pytest.skip("the CPU has no FP16 kernel for its backward") if not torch.backends.mkldnn.is_available() else None
+    stats = check(layers, training(READS[name]), device, window=1, activations=activations)
+    assert stats["bytes_up"] > 0
+
+
+@pytest.mark.parametrize("read", ["by_another_operator", "of_its_type", "twice", "outside_autocast"])
+def test_a_weight_that_was_read_otherwise_travels_as_it_is_from_then_on(device, read):
+    net = layers()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        stepped(net, device, LATE)
+        assert "blocks.1.linear.weight" in travelling(handle)
+        stepped(net, device, LATE + 4, other=READS[read])
+        assert len(travelling(handle)) == 5 and "blocks.1.linear.weight" not in travelling(handle)
+
+
+class Looking(models.Stack):
+    """Does something with all weights in front of its forward, or behind it, and adds it to what it returns."""
+
+    before = after = None
+
+    def forward(self, x):
+        before = self.before(self) if self.before else 0
+        y = super().forward(x)
+        return y + before + (self.after(self) if self.after else 0)
+
+
+def looking():
+    return Looking(Layer() for _ in range(4))
+
+
+def during(**how):
+    def loss(net, x):
+        vars(net).update(how)
+        try:
+            return squares(net, x)
+        finally:
+            for name in how:
+                del vars(net)[name]
+
+    return loss
+
+
+def norms(net):
+    return sum(p.norm().item() for p in net.parameters())
+
+
+def shrink(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+    return 0
+
+
+def penalty(net):
+    return sum(p.square().sum() for p in net.parameters())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_late_look_at_all_weights_is_exact_and_in_the_loss_it_is_refused(device, when):
+    check(looking, training(loss=during(**{when: norms})), device)
+    with pytest.raises(ExactnessError, match=r'by its layer, and by another read.*wire_dtype="as-is"'):
+        check(looking, training(loss=during(**{when: penalty})), device)
+
+
+def test_a_penalty_from_the_first_step_on_is_exact(device):
+    def run(net, device):
+        for x in inputs(device, 3):
+            with autocast(device):
+                loss = during(before=penalty)(net, x)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+            net.zero_grad()
+
+    check(looking, run, device)
+
+
+def test_weights_that_are_written_late_before_forward_are_exact(device):
+    check(looking, training(loss=during(before=shrink)), device)
+
+
+def two_losses(net, x):
+    return squares(net, x) + squares(net, 2 * x) + squares(net, 3 * x)
+
+
+def penalised(net, x):
+    x = x.requires_grad_()
+    loss = squares(net, x)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
+
+
+def penalised_alone(net, x):
+    loss = squares(net, x)
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))
+
+
+def twice_backward(net, x):
+    loss = squares(net, x)
+    loss.backward(retain_graph=True)
+    return loss * 2
+
+
+def evaluated_between(net, x):
+    with torch.no_grad():
+        net(x)
+    with torch.inference_mode():
+        net(x)
+    return squares(net, x)
+
+
+LOSSES = [two_losses, penalised, penalised_alone, twice_backward, evaluated_between]
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_late_loss_of_another_kind_is_exact(device, loss, window):
+    check(layers, training(loss=loss), device, window=window)
+
+
+class Counting(torch.overrides.TorchFunctionMode):
+    """Computes from what it sees."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            return result * (1 + (args[1].dtype is torch.float32))
+        return result
+
+
+def test_a_late_function_mode_sees_the_weight_as_it_is(device):
+    check(layers, training(around=Counting), device)
+
+
+def test_hooks_on_parameters_get_gradients_as_they_are(device):
+    def run(net, device):
+        seen = []
+        for name, p in net.named_parameters():
+            p.register_hook(lambda grad, name=name: seen.append((name, grad.dtype, grad.clone())))
+        yield from training()(net, device)
+        yield [[name, dtype, grad] for name, dtype, grad in sorted(seen, key=lambda entry: entry[0])]
+
+    check(layers, run, device)
+
+
+def test_a_weight_that_is_frozen_and_thawed_between_steps(device):
+    def run(net, device):
+        for index, x in enumerate(inputs(device, 6)):
+            net.blocks[2].linear.requires_grad_(index % 2 == 0)
+            with autocast(device):
+                loss = squares(net, x)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+
+    check(layers, run, device)
+
+
+def test_data_that_is_read_between_forward_and_backward_changes_nothing(device):
+    def run(net, device):
+        for x in inputs(device, 4):
+            with autocast(device):
+                loss = squares(net, x)
+            [p.data.norm() for p in net.parameters()]
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+
+    check(layers, run, device)
+
+
+def test_a_clamp_through_data_between_steps_is_seen(device):
+    def run(net, device):
+        for x in inputs(device, 4):
+            with autocast(device):
+                loss = squares(net, x)
+            loss.backward()
+            yield loss
+            for p in net.parameters():
+                p.data.clamp_(-0.02, 0.02)
+
+    check(layers, run, device, window=6)
+
+
+# --- What can not be exact is refused
+
+
+def refused(device, match, **how):
+    net = layers()
+    with sp_lightning.stream(net, device, window=1), pytest.raises(ExactnessError, match=match):
+        stepped(net, device, LATE + 2, **how)
+
+
+def test_a_weight_that_is_written_between_forward_and_backward_is_an_error(device):
+    def loss(net, x):
+        value = squares(net, x)
+        with torch.no_grad():
+            net.blocks[1].linear.weight.mul_(2)
+        return value
+
+    refused(device, r'blocks\.1\.linear\.weight was written between.*wire_dtype="as-is"', loss=loss)
+
+
+def write(linear, x):
+    linear.weight.data.mul_(0.5)
+    return linear(x)
+
+
+def test_a_weight_that_its_forward_begins_to_write_is_exact_unless_it_runs_again(device):
+    check(layers, training(write), device)
+    net = layers()
+    with (
+        sp_lightning.stream(net, device, activations="recompute") as _,
+        pytest.raises(ExactnessError, match=r'has to run again.*wire_dtype="as-is"'),
+    ):
+        stepped(net, device, LATE + 2, other=write)
+
+
+def test_a_hook_on_the_weight_inside_its_unit_is_an_error(device):
+    def hook(linear, x):
+        linear.weight.register_hook(lambda grad: grad * 2)
+        return linear(x)
+
+    refused(device, r'hook was registered.*wire_dtype="as-is"', other=hook)
+
+
+def test_a_reference_that_is_kept_is_an_error_when_it_would_be_old(device):
+    kept = []
+
+    def keep(linear, x):
+        kept.append(linear.weight)
+        return linear(x)
+
+    refused(device, r'reference to blocks\.1\.linear\.weight was kept.*wire_dtype="as-is"', other=keep)
+
+
+# --- Compiled code
+
+
+def test_what_is_compiled_later_reads_weights_as_they_are():
+    def run(net, device):
+        yield from training()(net, device)
+        for block in net.blocks:
+            block.compile(backend="eager")
+        yield from training()(net, device)
+
+    torch.compiler.reset()
+    check(layers, run, torch.device("cpu"))
+
+
+# --- Widening
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 4096, 100_001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_is_widened_in_the_room_whose_second_half_it_takes(count, dtype):
+    room = torch.empty(max(count, 1))
+    narrow = torch.empty(0, dtype=dtype).set_(room.untyped_storage(), count, (count,), (1,))
+    expected = torch.randn(count).to(dtype)
+    narrow.copy_(expected)
+    assert torch.equal(_widened(narrow, room[:count]), expected.float())
+
+
+def test_a_bad_value_is_refused():
+    with pytest.raises(sp_lightning.errors.OptionError, match=r"wire_dtype must be one of 'auto', 'as-is', got 'bf16'"):
+        sp_lightning.SuperpipelineStrategy(wire_dtype="bf16")
