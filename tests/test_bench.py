@@ -286,6 +286,14 @@ def test_in_inference_what_stays_does_not_travel():
     assert reckoned.floor_s(slow_link, 1) == sum(come[1:]) / 1e8
 
 
+def test_an_automatic_window_has_the_floor_of_the_window_that_was_found():
+    auto, two = row("superpipeline", window="auto"), row("superpipeline", window=2)
+    auto.repetitions[-1]["details"] = {"window": 2}
+    for each in (auto, two):
+        each.reckon(costs(), HERE)
+    assert auto.floor_s == two.floor_s and auto.merit == two.floor_s / auto.step_s.median
+
+
 def test_our_losses_must_be_the_plain_ones_on_the_cpu():
     found = result(row(), row("superpipeline", losses=(1.0, 2.5), window=1))
     assert found.differences == ["superpipeline window=1 has loss 2.5 at step 2, plain 2.0"]

@@ -2,6 +2,11 @@
 
     python -m sp_lightning bench
 
+    setting = bench.Setting.parse(model="llama-3b", precision="bf16-mixed", seq=8192, clip=1.0, repetitions=2)
+    rows = [bench.Entry("plain"), bench.Entry("superpipeline", {"window": 4, "transfer": 2}), bench.Entry("fsdp2")]
+    result = bench.compare(setting, rows, print)
+    bench.report.save_json(result, path)
+
 1. Every contender trains the same model from the same weights on the same batches, in the same precision, with the same
    optimizer, in one run; what it does differently by nature its ``how`` says.
 2. Each has a process of its own: memory is the process's, and a crash or a missing library ends one row, not the run.

@@ -156,7 +156,9 @@ class DeepSpeed:
 class Torchao:
     """The optimizer alone on the host, and gradients on their way to it."""
 
-    how = "CPUOffloadOptimizer(offload_gradients=True): weights on the device, optimizer and gradients on the host"
+    how = (
+        "CPUOffloadOptimizer(offload_gradients=True): weights on the device, optimizer on the host, AdamW always fused"
+    )
     needs: tuple[str, ...] = ("torchao",)
 
     def run(self, work: Work, turns: Turns) -> None:

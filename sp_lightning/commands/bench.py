@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, help="sequences, or images")
     add("--seq", type=int, help="tokens of each")
     add("--precision", help="32-true (default), bf16-mixed or bf16-true")
-    add("--optimizer", help="adamw (default), adamw-fused or sgd")
+    add("--optimizer", help="adamw (torch's default, which is slow on the host; default), adamw-fused or sgd")
     add("--clip", type=float, metavar="NORM", help="clip gradients by their global norm")
     add("--activations", help="keep (default), recompute, offload or recompute+offload; for peers: recomputed or kept")
     add("--inference", action="store_true", help="forward only")
