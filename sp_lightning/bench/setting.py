@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from dataclasses import asdict, dataclass
@@ -88,9 +89,13 @@ class Setting:
 
 
 def _shape(model: str) -> Shape:
-    if model not in SHAPES:
-        raise OptionError(argument="model", found=model, allowed="one of " + ", ".join(SHAPES))
-    shape = SHAPES[model]
+    name, _, layers = model.partition(":")
+    if name not in SHAPES or not (layers.isdigit() or model in SHAPES):
+        allowed = "one of " + ", ".join(SHAPES) + '; or with another number of layers, such as "llama-8b:24"'
+        raise OptionError(argument="model", found=model, allowed=allowed)
+    shape = SHAPES[name]
+    if layers:
+        shape = dataclasses.replace(shape, layers=int(layers))  # type: ignore[type-var]
     for library in shape.needs:
         if importlib.util.find_spec(library) is None:
             raise MissingExtraError(feature=f"model {model!r}", package=library, extra="models")

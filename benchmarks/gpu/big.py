@@ -1,0 +1,44 @@
+"""The largest model that the host's memory holds, trained in full with FP32 AdamW, in little device memory.
+
+    python benchmarks/gpu/big.py [--device-memory 24GiB 16GiB] [--minutes 9]
+
+Blocks of Llama 3.1 8B, as many as fit: 18 bytes of host memory a parameter, and a tenth to spare. The limit is a hard
+one on the process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import campaign
+from measured import Comparison, merit, ours, run_all
+
+from sp_lightning.bench.shapes import SHAPES
+from sp_lightning.host import host_memory
+
+HOST_BYTES = 18
+BLOCK, TABLES = 218_112_000, 2 * 128256 * 4096
+
+
+def layers() -> int:
+    """How many blocks fit."""
+    parameters = 0.9 * host_memory().free / HOST_BYTES
+    return max(1, min(SHAPES["llama-8b"].layers, int((parameters - TABLES) // BLOCK)))  # type: ignore[attr-defined]
+
+
+def limited(nbytes: str, count: int) -> Comparison:
+    setting = {"model": f"llama-8b:{count}", "batch": 4, "seq": 2048, "precision": "bf16-mixed", "optimizer": "adamw"}
+    setting |= {"activations": "recompute", "device_memory": nbytes, "steps": 2, "repetitions": 1}
+    return Comparison(f"llama-8b of {count} blocks in {nbytes}", setting, ours(2), [merit(0.85)])
+
+
+def main() -> int:
+    parser = campaign.parser(__doc__)
+    parser.add_argument("--device-memory", nargs="+", default=["24GiB", "16GiB"], help="limits, one after the other")
+    options = parser.parse_args()
+    count = layers()
+    return run_all(campaign.Campaign("big", options), [limited(nbytes, count) for nbytes in options.device_memory])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What all campaigns share: a time budget, a result file that is complete at every moment, and where they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With what every campaign takes."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--minutes", type=float, default=9, help="nothing is begun after that (default: 9)")
+    made.add_argument("--device", default=None, help="that computes (default: the accelerator, else the CPU)")
+    made.add_argument("--small", action="store_true", help="tiny models: to see that the campaign works")
+    made.add_argument(
+        "--json", type=pathlib.Path, help="result file (default: benchmarks/results/CAMPAIGN-DEVICE.json)"
+    )
+    return made
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """The one that was asked for, or the best there is."""
+    if options.device is not None:
+        return str(options.device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+class Campaign:
+    """Collects results until the time is over."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        from sp_lightning.bench.facts import facts
+
+        self.device = device_of(options)
+        self.small: bool = options.small
+        self._path = options.json or RESULTS / f"{name}-{_named(self.device)}.json"
+        self._end = time.monotonic() + 60 * options.minutes
+        self._contents: dict[str, Any] = {"campaign": name, "facts": {**facts(), "device": _named(self.device)}}
+        self._contents["results"] = []
+
+    @property
+    def left_s(self) -> float:
+        """Seconds in which something may begin."""
+        return self._end - time.monotonic()
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """So far."""
+        return list(self._contents["results"])
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Kept, whatever happens next."""
+        self._contents["results"].append(result)
+        self.save()
+
+    def save(self, **more: Any) -> None:
+        """Writes the file, with more about all of it."""
+        self._contents.update(more)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        waiting = self._path.with_suffix(".part")
+        waiting.write_text(json.dumps(self._contents, indent=1) + "\n")
+        waiting.replace(self._path)
+
+    def say(self, *lines: str) -> None:
+        """At once: what comes next may take long."""
+        for line in lines:
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def _named(device: str) -> str:
+    if device.partition(":")[0] != "cuda":
+        return device
+    return torch.cuda.get_device_name().replace(" ", "-").lower()

@@ -1,0 +1,286 @@
+"""Are results on a real device the plain run's, to the last bit?
+
+    python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|repeat|curves] [--jobs 4]
+
+- zoo: every net of tests/models.py and of tests/families.py, over a pairwise cover of precision, window and
+  activations, against plain Lightning whose optimizer steps on host copies of the same gradients.
+- blocks: the same for a few blocks of real size.
+- compiled: the same with blocks that are compiled on both sides.
+- repeat: a model of 1B parameters, optimizer overlapping, 200 steps, twice, and with every launch blocking: same bits.
+- curves: the same model fully plain, whose optimizer rounds differently on the device: both loss curves are reported.
+Kernels are deterministic throughout. Ends with 1 if any bit differs; every cell is in the JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
+
+import campaign
+import families
+import lightning as L
+import torch
+from torch import nn
+
+import models
+import parity
+
+PARTS = ("zoo", "blocks", "compiled", "repeat", "curves")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+WINDOWS = (1, 2, 100)
+ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
+STEPS = 200
+
+
+# ---- cells: one plain and one streamed run each
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one of them is about; `case` is looked up by the process that runs it."""
+
+    part: str
+    case: str
+    precision: str
+    window: int
+    activations: str
+    compiled: bool = False
+
+    def options(self) -> dict[str, Any]:
+        return {"window": self.window, "activations": self.activations}
+
+
+def llama_block(hidden: int, layers: int = 3) -> nn.Module:
+    settings = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_hidden_layers": layers}
+    settings |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256, "vocab_size": 32000}
+    return models.transformer("LlamaForCausalLM", "LlamaConfig", **settings, use_cache=False)()
+
+
+def vit_block(hidden: int) -> nn.Module:
+    settings = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 3}
+    settings |= {"num_attention_heads": hidden // 80, "image_size": 224, "patch_size": 14}
+    return models.transformer("ViTForImageClassification", "ViTConfig", **settings)()
+
+
+def long_text(index: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(32000, (2, 512), generator=models.generator(index))}
+
+
+def large_picture(index: int) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 224, 224, generator=models.generator(index))}
+
+
+def compiled_blocks(make: Any) -> nn.Module:
+    net = make()
+    for block in net.modules():
+        if type(block).__name__ in ("LlamaDecoderLayer", "ViTLayer"):
+            block.compile()
+    return net
+
+
+def cases(small: bool) -> dict[str, models.Case]:
+    found = {**models.ZOO, **{f"family {name}": family.case for name, family in families.FAMILIES.items()}}
+    sizes = (256, 160) if small else (2048, 1280)
+    case = functools.partial(models.Case, loss=families.spread, predict=families.predictions)
+    found["llama block"] = case("llama block", functools.partial(llama_block, sizes[0]), long_text)
+    found["vit block"] = case("vit block", functools.partial(vit_block, sizes[1]), large_picture)
+    return found
+
+
+def cells(part: str, small: bool) -> list[Cell]:
+    """Broad first: the first row of every case, then the second of every case, and so on."""
+    rows = parity.pairwise(precision=PRECISIONS, window=WINDOWS, activations=ACTIVATIONS)
+    names = [name for name in cases(small) if name.endswith(" block") == (part != "zoo")]
+    compiled = part == "compiled"
+    shifted = [[rows[(place + turn) % len(rows)] for turn in range(len(rows))] for place in range(len(names))]
+    return [
+        Cell(part, name, **own[turn], compiled=compiled)
+        for turn in range(len(rows) if part == "zoo" else 6)
+        for name, own in zip(names, shifted, strict=True)
+    ]
+
+
+def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
+    """In a process of the pool."""
+    warnings.simplefilter("ignore")
+    case = cases(small)[cell.case]
+    if cell.compiled:
+        case = dataclasses.replace(case, make=functools.partial(compiled_blocks, case.make))
+    begin, difference, counters = time.perf_counter(), None, {}
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            counters = parity.check(case, cell.options(), accelerator=device, precision=cell.precision)
+    except parity.Difference as error:
+        difference = str(error)
+    except Exception as error:
+        difference = f"{type(error).__name__}: {error}"[:2000]
+        if "CUDA error" in difference:
+            os._exit(70)  # nothing works in this process any more
+    kept = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
+    return {**dataclasses.asdict(cell), "difference": difference, "seconds": time.perf_counter() - begin, **kept}
+
+
+def compare_cells(part: str, run: campaign.Campaign, jobs: int) -> None:
+    """Several at a time, each in a process of its own, until the time is over."""
+    waiting = iter(cells(part, run.small))
+    while run.left_s > 0:
+        lost = rounds(run, waiting, jobs)
+        if not lost:
+            return
+        for cell in lost:  # one of them ended its process
+            run.add({**dataclasses.asdict(cell), "difference": "the process ended", "seconds": 0.0})
+
+
+def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[Cell]:
+    """Runs cells until there are none, or a process ended: then gives those that were being run."""
+    under_way: dict[Any, Cell] = {}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            while True:
+                for cell in itertools.islice(waiting, jobs + 2 - len(under_way) if run.left_s > 0 else 0):
+                    under_way[pool.submit(run_cell, cell, run.device, run.small)] = cell
+                if not under_way:
+                    return []
+                for done in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    result = done.result()
+                    del under_way[done]
+                    run.add(result)
+                    if result["difference"]:
+                        run.say(f"DIFFERS {result}")
+        except BrokenProcessPool:
+            return list(under_way.values())
+
+
+# ---- whole runs
+
+
+class Language(L.LightningModule):
+    """One of the shapes of `bench`, trained on random tokens."""
+
+    def __init__(self, small: bool) -> None:
+        from sp_lightning.bench.shapes import SHAPES, build
+
+        super().__init__()
+        self.shape = SHAPES["llama-tiny" if small else "llama-1b"]
+        self.net = build(self.shape)
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        batches = [self.shape.inputs(1, 64 if self.shape.batch < 4 else 512, generator) for _ in range(STEPS)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.net(**batch) if isinstance(batch, dict) else self.net(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False, fused=False)
+
+
+def whole_run(device: str, small: bool, plain: bool, steps: int) -> dict[str, Any]:
+    """Losses, and a digest of all weights, after these steps."""
+    warnings.simplefilter("ignore")
+    L.seed_everything(0, verbose=False)
+    strategy = "auto" if plain else parity.streaming_strategy(device, window=3)
+    with parity.deterministic_kernels(device):
+        module = Language(small)
+        trainer = L.Trainer(
+            accelerator=device, devices=1, strategy=strategy, precision="bf16-mixed", max_steps=steps, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module)
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return {"losses": [loss.item() for loss in module.losses], "weights": digest.hexdigest()}
+
+
+def in_a_process(run: campaign.Campaign, plain: bool, steps: int, **environment: str) -> dict[str, Any]:
+    """A whole run by itself."""
+    order = json.dumps({"device": run.device, "small": run.small, "plain": plain, "steps": steps})
+    done = subprocess.run(
+        [sys.executable, __file__, "--whole-run", order],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=max(60.0, run.left_s + 120),
+    )
+    if done.returncode:
+        return {"losses": [], "weights": "", "error": done.stderr[-2000:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def repeat(run: campaign.Campaign) -> None:
+    """The same run again, and with launches that block."""
+    steps = 20 if run.small else STEPS
+    first, second = in_a_process(run, False, steps), in_a_process(run, False, steps)
+    run.add({"part": "repeat", "case": f"{steps} steps twice", "difference": unequal(first, second), "losses": first})
+    steps //= 4
+    blocking = in_a_process(run, False, steps, CUDA_LAUNCH_BLOCKING="1")
+    short = in_a_process(run, False, steps)
+    run.add({"part": "repeat", "case": f"{steps} steps, blocking", "difference": unequal(short, blocking)})
+
+
+def unequal(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    if error := one.get("error") or other.get("error"):
+        return error
+    if one["losses"] != other["losses"]:
+        step = next(i for i, (a, b) in enumerate(zip(one["losses"], other["losses"], strict=True)) if a != b)
+        return f"loss of step {step}: {one['losses'][step]!r} != {other['losses'][step]!r}"
+    return None if one["weights"] == other["weights"] else "weights differ after equal losses"
+
+
+def curves(run: campaign.Campaign) -> None:
+    """Nothing to be equal: the plain run's optimizer is another one, the device's."""
+    steps = 20 if run.small else STEPS
+    plain, ours = in_a_process(run, True, steps), in_a_process(run, False, steps)
+    difference = plain.get("error") or ours.get("error")
+    gaps = [abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=False)]
+    run.add({"part": "curves", "case": f"{steps} steps", "difference": difference, "plain": plain["losses"],
+             "streamed": ours["losses"], "largest_gap": max(gaps, default=None)})  # fmt: skip
+
+
+def main() -> int:
+    parser = campaign.parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="which of them (default: all)")
+    parser.add_argument("--jobs", type=int, default=4, help="cells at a time (default: 4)")
+    parser.add_argument("--whole-run", help="for the campaign's own use")
+    options = parser.parse_args()
+    if options.whole_run:
+        sys.stdout.write(json.dumps(whole_run(**json.loads(options.whole_run))) + "\n")
+        return 0
+    run = campaign.Campaign("exact", options)
+    for part in options.part or PARTS:
+        if part in ("repeat", "curves"):
+            (repeat if part == "repeat" else curves)(run)
+        else:
+            compare_cells(part, run, options.jobs)
+    for part in options.part or PARTS:
+        own = [result for result in run.results if result["part"] == part]
+        differing = [result for result in own if result["difference"]]
+        run.say(f"{part:10} {len(own):4} compared, {len(differing)} differ")
+        run.say(*(f"    {result['case']}: {result['difference']}"[:300] for result in differing))
+    return 1 if any(result["difference"] for result in run.results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

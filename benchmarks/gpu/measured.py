@@ -1,0 +1,177 @@
+"""Comparisons of `sp_lightning.bench`, one after the other, with what each was to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import campaign
+
+from sp_lightning.bench import Entry, Setting, compare, entries
+from sp_lightning.bench.figures import Result, Row
+from sp_lightning.config import format_bytes
+from sp_lightning.errors import SuperpipelineError
+
+OURS = "superpipeline"
+TINY = {"llama-1b": "llama-tiny", "llama-3b": "llama-tiny", "llama-8b": "llama-tiny", "vit-h": "vit-tiny"}
+TINY |= {"llava-1b": "llava-tiny"}
+
+Bar = Callable[[Result], "Verdict | None"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a bar asks, what was measured, and whether that is enough."""
+
+    bar: str
+    measured: str
+    reached: bool
+
+    def __str__(self) -> str:
+        return f"{'reached' if self.reached else 'MISSED '}  {self.bar}: {self.measured}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One of them."""
+
+    label: str
+    setting: dict[str, Any]
+    entries: Sequence[Entry]
+    bars: Sequence[Bar] = ()
+
+
+def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
+    """Until the time is over; the table comes last. 1 if a bar was missed, or losses differ that must not."""
+    lines: list[str] = []
+    missed = False
+    for number, comparison in enumerate(comparisons):
+        if run.left_s <= 0:
+            lines.append(f"not begun, for want of time: {', '.join(c.label for c in comparisons[number:])}")
+            break
+        run.say(f"== {comparison.label}")
+        result = _compared(run, comparison)
+        if isinstance(result, str):
+            lines.append(f"{comparison.label}: {result}")
+            missed = True
+            continue
+        verdicts = [verdict for bar in comparison.bars if (verdict := bar(result)) is not None]
+        run.add({"label": comparison.label, "bars": [vars(v) for v in verdicts], **result.as_dict()})
+        lines += [comparison.label, *map(_line, result.rows), *(f"    {verdict}" for verdict in verdicts)]
+        lines += [f"    DIFFERS {words}" for words in result.differences]
+        missed |= bool(result.differences) or not all(verdict.reached for verdict in verdicts)
+    run.say(*lines)
+    return int(missed)
+
+
+def _compared(run: campaign.Campaign, comparison: Comparison) -> Result | str:
+    given = dict(comparison.setting)
+    if run.small:
+        given["model"] = TINY[given["model"].partition(":")[0]]
+        given |= dict.fromkeys(("batch", "seq", "device_memory")) | {"steps": 2, "repetitions": 2}
+    try:
+        setting = Setting.parse(**{**given, "device": run.device, "time_limit": max(30.0, run.left_s + 60)})
+        return compare(setting, comparison.entries, lambda line: run.say(f"   {line}"))
+    except SuperpipelineError as error:
+        run.add({"label": comparison.label, "error": str(error)})
+        return str(error)
+
+
+def _line(row: Row) -> str:
+    if row.step_s is None or row.tokens_per_s is None:
+        return f"    {row.entry.label:52} {row.error}"
+    device = "-" if row.device_peak is None else format_bytes(row.device_peak)
+    merit = "-" if row.merit is None else f"{row.merit:.2f}"
+    host = "-" if row.host_peak is None else format_bytes(row.host_peak)
+    return (
+        f"    {row.entry.label:52} {row.step_s.median * 1e3:10,.0f} ms  {row.tokens_per_s:10,.0f} tokens/s  "
+        f"{device:>11}  host {host:>11}  floor/step {merit}"
+    )
+
+
+# ---- rows, and bars
+
+
+def ours(*windows: int | str, **options: Any) -> list[Entry]:
+    """This strategy with these windows."""
+    return entries([OURS], windows, options)
+
+
+def others(*names: str) -> list[Entry]:
+    """Contenders by name."""
+    return entries(names)
+
+
+def _done(result: Result, contender: str) -> list[Row]:
+    return [row for row in result.rows if row.entry.contender == contender and row.step_s is not None]
+
+
+def speed(share: float, of_state: float) -> Bar:
+    """Some window has this share of plain Lightning's speed with at most that share of its device memory beyond what
+    both have, activations and logits: weights, gradients and optimizer state, 16 bytes a parameter when plain."""
+
+    def bar(result: Result) -> Verdict | None:
+        plain = next(iter(_done(result, "plain")), None)
+        if plain is None or plain.device_peak is None:
+            return None
+        state = 16 * result.costs.parameters
+        lean = [row for row in _done(result, OURS) if state - (plain.device_peak - _peak(row)) <= of_state * state]
+        best = max((_speed(row) / _speed(plain) for row in lean), default=0.0)
+        text = f"{best:.2f} of plain's speed with at most {of_state:.0%} of its weights, gradients and state"
+        return Verdict(f"at least {share:.2f}", text, best >= share)
+
+    return bar
+
+
+def memory(saved: float, slowdown: float) -> Bar:
+    """Some window saves this share of plain Lightning's device memory at less than this many times its step time."""
+
+    def bar(result: Result) -> Verdict | None:
+        plain = next(iter(_done(result, "plain")), None)
+        if plain is None or plain.device_peak is None:
+            return None
+        quick = [row for row in _done(result, OURS) if _speed(plain) / _speed(row) < slowdown]
+        best = max((1 - _peak(row) / plain.device_peak for row in quick), default=0.0)
+        text = f"{best:.0%} less device memory at less than {slowdown} x plain's time"
+        return Verdict(f"at least {saved:.0%} less", text, best >= saved)
+
+    return bar
+
+
+def ahead(peers: Sequence[str], times: float) -> Bar:
+    """So many times the tokens per second of each of these, in at most its device memory."""
+
+    def bar(result: Result) -> Verdict | None:
+        found = [row for name in peers for row in _done(result, name)]
+        if not found:
+            return None
+        ratios = {row.entry.label: _best_within(result, _peak(row)) / _speed(row) for row in found}
+        text = ", ".join(f"{ratio:.1f} x {label}" for label, ratio in ratios.items())
+        return Verdict(f"at least {times} x, at the same device memory", text, min(ratios.values()) >= times)
+
+    return bar
+
+
+def merit(least: float) -> Bar:
+    """Every row of this strategy comes this close to its floor."""
+
+    def bar(result: Result) -> Verdict | None:
+        merits = [row.merit for row in _done(result, OURS) if row.merit is not None]
+        if not merits:
+            return None
+        return Verdict(f"floor / step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
+
+    return bar
+
+
+def _peak(row: Row) -> int:
+    return row.device_peak or 0
+
+
+def _speed(row: Row) -> float:
+    return row.tokens_per_s or 0.0
+
+
+def _best_within(result: Result, nbytes: int) -> float:
+    return max((_speed(row) for row in _done(result, OURS) if _peak(row) <= nbytes), default=0.0)

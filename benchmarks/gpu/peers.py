@@ -1,0 +1,48 @@
+"""The same work beside what people use today: FSDP2's CPU offload, DeepSpeed, torchao, accelerate.
+
+    python benchmarks/gpu/peers.py [--minutes 9]
+
+One run each for training and for inference; a peer that can not run is listed with its error. Bars: 3 x the tokens per
+second of FSDP2's offload and of DeepSpeed ZeRO-3's in at most their device memory, 1.5 x accelerate's in inference.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import campaign
+from measured import Comparison, ahead, others, ours, run_all
+
+TRAINING = {"precision": "bf16-mixed", "optimizer": "adamw", "seq": 2048, "steps": 3, "repetitions": 2}
+INFERENCE = {"precision": "bf16-true", "inference": True, "seq": 2048, "steps": 5, "repetitions": 2}
+OFFLOADING = ["fsdp2", "deepspeed"]
+
+
+def training(model: str, batch: int, *more: str) -> Comparison:
+    setting = {**TRAINING, "model": model, "batch": batch, "activations": "recompute"}
+    rows = [*ours(2, 4), *others(*OFFLOADING, *more)]
+    return Comparison(f"{model}, training, {batch * 2048} tokens", setting, rows, [ahead(OFFLOADING, 3)])
+
+
+def inference(model: str, batch: int) -> Comparison:
+    setting = {**INFERENCE, "model": model, "batch": batch}
+    rows = [*others("plain", "accelerate"), *ours(2, 4)]
+    return Comparison(f"{model}, inference, {batch * 2048} tokens", setting, rows, [ahead(["accelerate"], 1.5)])
+
+
+COMPARISONS = [
+    training("llama-3b", 4),
+    inference("llama-3b", 1),
+    training("llama-1b", 4, "zero-offload", "superoffload", "torchao"),
+    training("llama-3b", 16),
+    inference("llama-8b", 1),
+]
+
+
+def main() -> int:
+    options = campaign.parser(__doc__).parse_args()
+    return run_all(campaign.Campaign("peers", options), COMPARISONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
