@@ -122,7 +122,7 @@ def waiting():
         UnitStore.load, Downlink._send = load, send
 
 
-def step_ms(units, window, steps, overlap):
+def step_ms(units, window, steps, overlap, clip=None):
     """The median time from one step's begin to the next one's, warm."""
     simgpu.config.h2d_us, simgpu.config.d2h_us = UP * MS, DOWN * MS
     module = Stack(units)
@@ -133,6 +133,7 @@ def step_ms(units, window, steps, overlap):
         accelerator="simgpu",
         strategy=strategy,
         max_epochs=1,
+        gradient_clip_val=clip,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -161,10 +162,14 @@ def main():
     compute = arguments.units * (FORWARD + BACKWARD)
     best = compute + DOWN + STEP + UP
     overlapped = step_ms(arguments.units, arguments.window, arguments.steps, overlap=True)
+    clipped = step_ms(arguments.units, arguments.window, arguments.steps, overlap=True, clip=1.0)
+    after = step_ms(arguments.units, arguments.window, arguments.steps, overlap=False, clip=1.0)
     with waiting():
         serial = step_ms(arguments.units, arguments.window, arguments.steps, overlap=False)
     print(f"compute {compute} ms, best possible {best} ms")
     print(f"overlapped          {overlapped:7.0f} ms   {overlapped / best:.2f} x best")
+    print(f"with clipping       {clipped:7.0f} ms   {clipped / best:.2f} x best")
+    print(f"  step not held     {after:7.0f} ms   {after / clipped:.2f} x held")
     print(f"one after the other {serial:7.0f} ms   {serial / overlapped:.2f} x overlapped")
     if arguments.json:
         facts = {"torch": torch.__version__, "units": arguments.units, "window": arguments.window}
@@ -172,6 +177,8 @@ def main():
             "compute_ms": compute,
             "best_ms": best,
             "overlapped_ms": overlapped,
+            "clipped_ms": clipped,
+            "clipped_not_held_ms": after,
             "serial_ms": serial,
         }
         arguments.json.write_text(json.dumps({**facts, **rows}, indent=1))

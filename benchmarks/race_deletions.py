@@ -3,9 +3,9 @@
     python benchmarks/race_deletions.py [--only engine.py] [--jobs 2]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or that stands for
-such calls: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `tests/test_races.py` runs
-against the copy. Prints a line per wait; exits with 1 if one of them can go unnoticed. A complete run writes its result
-into CONTRIBUTING.md, between the two marks there.
+such calls: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run against the copy.
+Prints a line per wait; exits with 1 if one of them can go unnoticed. A complete run writes its result into
+CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TEST = "tests/test_races.py"
+TESTS = ("tests/test_races.py", "tests/test_held_step.py")
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
@@ -31,6 +31,7 @@ NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 # Torch's own waits, and functions of ours whose purpose is one.
 WAITS = {"wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
+WAITS |= {"finish_steps", "wait_step", "wait_step_of", "_wait_steps", "quiesce"}
 LONGEST_S = 300
 
 
@@ -120,7 +121,7 @@ def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
         folder = copied(source, pathlib.Path(name))
         if wait is not None:
             delete(wait, folder / "sp_lightning")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", TEST]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", *TESTS]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)

@@ -30,7 +30,9 @@ from .config import Options
 from .device import Device
 from .errors import UnsupportedError
 from .gradients import Downlink, Gradients
+from .held import HeldStep
 from .offload import Offload, OnHost
+from .optimizer import Group
 from .parameters import quietly, true_device
 from .recompute import Recompute, Written
 from .store import Residency, UnitStore
@@ -54,6 +56,7 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self._held: HeldStep | None = None  # the step that still runs
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -94,7 +97,8 @@ class Engine:
     @property
     def any_moved(self) -> bool:
         """Whether any parameter has other memory than the slab that was made for it."""
-        return any(unit.store.moved for unit in self.units)
+        vacant = self._held.vacant if self._held is not None else ()  # of which it is known
+        return any(unit.store not in vacant and unit.store.moved for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """These weights of a unit travel in these types from now on (wire.py)."""
@@ -138,6 +142,7 @@ class Engine:
             self._scopes = max(0, self._scopes - 1)
             self.optimizing = self._interrupted.pop() if self._interrupted else False
             if not self._scopes:
+                self.finish_steps()
                 self.offload.finish()
                 if not torch.is_grad_enabled():
                     self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
@@ -367,12 +372,14 @@ class Engine:
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
+        self.finish_steps()
         if not self.downlink.idle:
             with quietly():
                 self.downlink.finish()
 
     def _in_backward_from_here(self) -> None:
         if self.backward.begin(self._backward_done):
+            self.finish_steps()
             self._listen()
 
     def _backward_done(self) -> None:
@@ -385,6 +392,65 @@ class Engine:
             self._ignore()
             self.settle()
             self.counters.listener.step_may_begin()
+
+    # ---- steps that are held (held.py)
+
+    @property
+    def holding(self) -> bool:
+        """Whether a step of an optimizer is under way."""
+        return self._held is not None
+
+    def prepare(self, step: HeldStep) -> list[Group]:
+        """Finds what can be held of this step (held.py); raises Unholdable."""
+        resident = (unit.index for unit in self.units if unit.unit.resident)  # part of it may be needed first of all
+        order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
+        with quietly():
+            return step.prepare([self.units[index].store for index in order], self._store_of, self.downlink.is_own)
+
+    def _store_of(self, parameter: Tensor) -> UnitStore | None:
+        unit = self._by_parameter.get(id(parameter))
+        return None if unit is None else unit.store
+
+    def hold(self, step: HeldStep, groups: list[Group]) -> tuple[list[Group], Any]:
+        """This prepared step runs on while the next forward begins; gives what has to be stepped at once."""
+        for unit in self.units:
+            unit.store.settle()
+            unit.store.suspect()
+        self.counters.held_steps += 1
+        self._held = step
+        reads.hold(self.finish_steps)
+        with quietly():
+            return groups, step.begin(self.counters.listener, self._step_ended)
+
+    def finish_steps(self) -> None:
+        """No step is under way any more."""
+        held = self._held
+        if held is not None:
+            stalled = self.counters.stall("optimizer") if held.is_running else contextlib.nullcontext()
+            with stalled, quietly():
+                held.finish()
+
+    def wait_step(self, store: UnitStore) -> None:
+        """That of this unit is done."""
+        held = self._held
+        if held is not None:
+            stalled = self.counters.stall("optimizer") if held.is_stepping(store) else contextlib.nullcontext()
+            with stalled, quietly():
+                held.wait(store)
+
+    def wait_step_of(self, parameter: Tensor) -> None:
+        """That of this parameter's unit is done."""
+        if self._held is not None:
+            self.wait_step(self._by_parameter[id(parameter)].store)
+
+    def is_stepping(self, store: UnitStore) -> bool:
+        """Whether that of this unit is still to come."""
+        held = self._held
+        return held is not None and held.is_stepping(store)
+
+    def _step_ended(self) -> None:
+        self._held = None
+        reads.release(self.finish_steps)
 
     # ---- ends
 

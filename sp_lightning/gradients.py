@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -227,6 +228,12 @@ class Downlink:
         self.let_go()
         self._under_way = []
 
+    def is_own(self, store: UnitStore, index: int) -> bool:
+        """Whether nobody but the parameter, and the slab that it may be in, refers to its gradient."""
+        parameter, slab = store.params[index], self._slabs.get(store)
+        from_slab = 0 if slab is None else slab.references(index, true_grad(parameter))
+        return _references(_known(true_grad(parameter))) == _own_references(from_slab)
+
     @staticmethod
     def _land(landing: Landing) -> list[Tensor]:
         """Waits for gradients and accumulates them; tells whose they were."""
@@ -337,6 +344,13 @@ class GradientSlab:
                 yield index, Place(Layout.own_view(storage, replace(field, offset=then)), flat, then)
                 then += aligned(field.nbytes)
 
+    def references(self, index: int, grad: Tensor | None) -> int:
+        """How often a gradient that landed here is referred to from here."""
+        place = self._places.get(index)
+        if place is None or grad is None:
+            return 0
+        return (grad is place.tensor) + (grad is place.room) + (grad is self._rooms.get(index))
+
     def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
         """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
         widening = all(_references(self._rooms[index]) == unseen for index, unseen in self._rooms_unseen.items())
@@ -363,6 +377,17 @@ def _references(tensor: Tensor) -> tuple[int, int, int]:
     """From Python and C++ to a tensor, and to its storage."""
     storage = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
     return sys.getrefcount(tensor), tensor._use_count(), storage
+
+
+@functools.cache
+def _own_references(from_slab: int) -> tuple[int, int, int]:
+    """What `_references` tells of a gradient that is its parameter's alone."""
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    slab = [parameter.grad] * from_slab
+    references = _references(_known(true_grad(parameter)))
+    slab.clear()
+    return references
 
 
 def _runs(places: list[Place], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -24,8 +25,9 @@ from .config import Options
 from .device import Device
 from .engine import Engine
 from .errors import PartitionError, UnsupportedError
+from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
-from .optimizer import ShadowStep, fuse, step_in_pieces
+from .optimizer import Group, ShadowStep, fuse, step_in_pieces
 from .overlap import HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
 from .recorder import Recorder
@@ -60,6 +62,7 @@ class Handle:
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._counters = Counters()  # of all engines, one after the other
         self._thread = HostThread()
+        self._said: set[str] = set()  # why steps are not held
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -100,7 +103,8 @@ class Handle:
         return recorder
 
     def stop_recording(self) -> None:
-        """Reads what was not read yet; waits for the device."""
+        """Reads what was not read yet; waits for the device, and for a step of the optimizer that still runs."""
+        self.engine.finish_steps()
         listener, self._counters.listener = self._counters.listener, Listener()
         if isinstance(listener, Recorder):
             listener.flush()
@@ -190,6 +194,12 @@ class Handle:
                     child._parameters[name] = parameter.host
 
     def _detach(self) -> None:
+        try:
+            self.engine.finish_steps()
+        finally:
+            self._stop_streaming()
+
+    def _stop_streaming(self) -> None:
         self.engine.reset()  # shows the entries that are to be removed
         self._leave()
         self._register_hosts()
@@ -247,7 +257,8 @@ class Handle:
         if managed:
             self._prepare(optimizer)  # its own hooks run after this one, already in this step
         self.engine.optimizing = True
-        reads.pause()
+        if not self.engine.holding:  # else a closure may come first, with a forward beside which the last step runs on
+            reads.pause()
         self.engine.collect_writes()
         self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
 
@@ -262,12 +273,13 @@ class Handle:
         self.engine.suspect(self._managed_by(optimizer))
         self.engine.follow()
 
-    def has_other_step_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether somebody but us wants to be called before this optimizer steps."""
+    def has_other_step_hooks(self, optimizer: torch.optim.Optimizer, after: bool = False) -> bool:
+        """Whether somebody but us wants to be called before this optimizer steps, or after it."""
         self._prepare(optimizer)
+        own = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
+        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
         ours = 0 if self._steps[optimizer] is None else 1
-        hooks = optimizer._optimizer_step_pre_hooks
-        return len(hooks) > ours or len(_global_optimizer_pre_hooks) > 1
+        return len(own) > ours or len(of_all) > 1
 
     @contextlib.contextmanager
     def stepping_ahead(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -291,6 +303,39 @@ class Handle:
             step.rest = None
             ahead.sort_state()
             self._counters.stepped_ahead += len(ahead.stepped)
+
+    @contextlib.contextmanager
+    def holding(self, optimizer: torch.optim.Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
+        """Within, this optimizer's step returns at once and runs on beside the next forward (held.py), if by then it
+        may, and where nobody could see that it is not done."""
+        self._prepare(optimizer)
+        step = self._steps[optimizer]
+        if step is None:
+            yield
+            return
+
+        def rest() -> tuple[list[Group], Any]:
+            self.engine.finish_steps()
+            held = HeldStep(optimizer, step, self._thread)
+            try:
+                groups = self.engine.prepare(held) if may_hold() else None
+            except Unholdable as reason:
+                self._say_not_held(str(reason))
+                groups = None
+            if groups is None:
+                return optimizer.param_groups, optimizer.state
+            return self.engine.hold(held, groups)
+
+        step.rest = rest
+        try:
+            yield
+        finally:
+            step.rest = None
+
+    def _say_not_held(self, reason: str) -> None:
+        if reason and reason not in self._said:
+            self._said.add(reason)
+            log.info("superpipeline: the next forward waits for the whole step of the optimizer, as %s", reason)
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:
         """A failure in the middle: weights are not those of one step."""

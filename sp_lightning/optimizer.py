@@ -100,23 +100,27 @@ class ShadowStep:
             return None
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
+        shadow.__dict__.pop("state", None)  # references to it are counted (held.py, Rule 1)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
-            shadow.param_groups, shadow.state = optimizer.param_groups, optimizer.state
-            if self.rest is not None:
+            if self.rest is None:
+                shadow.param_groups, shadow.state = optimizer.param_groups, optimizer.state
+            else:
                 shadow.param_groups, shadow.state = self.rest()
             shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
             return loss
 
         return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
 
-    def step_groups(self, optimizer: Optimizer, groups: list[Group]) -> None:
-        """A step of these groups only, whose parameters have their gradients."""
+    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
+        """A step of these groups only, whose parameters have their gradients; on the optimizer's state, or on this."""
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
         shadow.param_groups = [group for group in groups if group["params"]]
+        if state is not None:
+            shadow.state = state
         shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without the hooks, which belong to the step as a whole
 

@@ -48,6 +48,15 @@ class Keeper(Protocol):
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
 
+    def wait_step(self, store: Any) -> None:
+        """The step of an optimizer that is under way (held.py) is done with this unit."""
+
+    def wait_step_of(self, parameter: Tensor) -> None:
+        """With this parameter."""
+
+    def is_stepping(self, store: Any) -> bool:
+        """Whether it is still to come to this unit."""
+
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that ``p.dtype`` tells, where this is the true one."""
 

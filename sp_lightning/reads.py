@@ -9,7 +9,9 @@
    it, gradients from the host and from the device are summed there, in another order.
 4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
    their stand-ins work too, and what is written to one goes down to the host.
-5. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
+5. While an optimizer's step still runs (held.py), who looks at a host parameter's bytes, or is lent a stand-in, waits
+   for the step of its unit.
+6. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
    function mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run
    other kernels.
 """
@@ -17,7 +19,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,8 +40,19 @@ _ABOUT = frozenset(
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
+_TELLS = frozenset(  # of what only tells about a parameter: what does so without a look at its bytes (Rule 5)
+    """
+    shape dtype device requires_grad is_leaf grad_fn layout ndim itemsize nbytes name names output_nr retains_grad
+    is_cpu is_cuda is_meta is_sparse is_nested is_quantized _backward_hooks _post_accumulate_grad_hooks __len__ __hash__
+    __dir__ size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_signed is_conj is_neg get_device has_names is_inference dim_order is_same_size is_tensor
+    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
+    zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_empty new_zeros new_ones new_full
+    """.split()
+)
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
 _listeners = 0
+_holding: list[Callable[[], None]] = []  # what finishes each step that is under way
 
 
 def listen() -> None:
@@ -50,7 +63,12 @@ def listen() -> None:
 
 
 def pause() -> None:
-    """Until ``resume``, nobody is told: for code that only asks whether a weight takes part in function dispatch."""
+    """Until ``resume``, nobody is told: for code that only asks whether a weight takes part in function dispatch.
+
+    So nothing may be under way (Rule 5).
+    """
+    for finish in list(_holding):
+        finish()
     HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
@@ -68,25 +86,43 @@ def ignore() -> None:
         HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
+def hold(finish: Callable[[], None]) -> None:
+    """Begins Rule 5, whatever else is paused; this finishes the step."""
+    _holding.append(finish)
+    listen()
+
+
+def release(finish: Callable[[], None]) -> None:
+    """Ends it; safe twice."""
+    if finish in _holding:
+        _holding.remove(finish)
+        ignore()
+
+
 @classmethod  # type: ignore[misc]
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if _only_tells(func):
+            if _name_of(func) not in _TELLS:
+                _wait_steps(args, kwargs)
             return func(*args, **kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
         if not hosts:
             hosts = _met_on_device(func, args, kwargs)
             if hosts:
                 return _lent(func, args, kwargs, hosts)
+            _wait_steps(args, kwargs)
             _report(args, kwargs)
             return func(*args, **kwargs)
         if _writes(func, args, kwargs):
+            _wait_steps(args, kwargs)
             for host in hosts:
                 keeper_of(host).suspect([host])
             return func(*args, **kwargs)
         if _about_host(args, kwargs, keeper_of(hosts[0]).torch_device):
+            _wait_steps(args, kwargs)
             return func(*args, **kwargs)
         return _lent(func, args, kwargs, hosts)
 
@@ -119,6 +155,14 @@ def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
     device = keeper_of(hosts[0]).torch_device
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
     return hosts if any(true_device(other) == device for other in others) else []
+
+
+def _wait_steps(args: Any, kwargs: Any) -> None:
+    """Rule 5."""
+    if _holding:
+        for value in _flat(args, kwargs):
+            if type(value) is HostParameter:
+                keeper_of(value).wait_step_of(value)
 
 
 def _report(args: Any, kwargs: Any) -> None:
@@ -158,6 +202,12 @@ def _replaced(value: Any, stand_ins: dict[int, Tensor]) -> Any:
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", "")
+
+
+def _name_of(func: Any) -> str:
+    """The name of a function; of a property, for the function that gets or sets it."""
+    name = _name(func)
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:

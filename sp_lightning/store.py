@@ -159,6 +159,7 @@ class UnitStore:
 
     def data_taken(self) -> None:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
+        self.wait_step()
         self._suspect = True
         self.settle()
 
@@ -179,6 +180,19 @@ class UnitStore:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
         if self.ready is not None:
             self.ready.synchronize()
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the host bytes are about to change, by a step that still runs."""
+        return self.keeper.is_stepping(self)
+
+    def wait_step(self) -> None:
+        """The host bytes are there: the unit's step is done."""
+        self.keeper.wait_step(self)
+
+    def in_place(self, index: int) -> bool:
+        """Whether a parameter's bytes are where they were when streaming began."""
+        return self.params[index].data_ptr() == self._slab_addresses[index]
 
     def stale(self) -> bool:
         """Whether the resident bytes may differ from the host's (Rule 6)."""
@@ -209,6 +223,7 @@ class UnitStore:
 
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
+        self.wait_step()
         changed = bool(self._wire_places) and self.stale()
         self._addresses = self._current_addresses()
         moved = self._moved()

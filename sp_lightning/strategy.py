@@ -16,7 +16,17 @@ from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -74,6 +84,12 @@ class MappedCheckpointIO(TorchCheckpointIO):
 
 log = logging.getLogger(__name__)
 
+CALLBACKS_BEFORE_NEXT = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
+BETWEEN_STEP_AND_NEXT = (*CALLBACKS_BEFORE_NEXT, "optimizer_zero_grad", "optimizer_step")
+LOOK_AT_NO_WEIGHTS = frozenset(  # between a step and the next; a subclass may do anything
+    {SuperpipelineCallback, ModelCheckpoint, LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, Timer}
+    | {TQDMProgressBar, RichProgressBar}
+)
 CALLBACKS_BETWEEN = ("on_after_backward", "on_before_optimizer_step")
 BETWEEN_BACKWARD_AND_STEP = (*CALLBACKS_BETWEEN, "backward", "configure_gradient_clipping", "optimizer_step")
 
@@ -157,7 +173,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.handle: Handle | None = None  # of the last run, closed when it ended
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
-        self._said: str | None = None  # why the optimizer does not overlap, as it was last logged
+        self._said: set[str] = set()  # why the optimizer's step does not run beside anything
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
         check_supported(self.root_device)
 
@@ -366,17 +382,21 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
         assert self.handle is not None and self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization and self.options.optimizer_overlap
-        if not automatic or not self._may_step_ahead(optimizer):
+        if not automatic:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self.handle.stepping_ahead(optimizer):
+        ahead = self._may_step_ahead(optimizer)
+        with self.handle.stepping_ahead(optimizer) if ahead else self.handle.holding(optimizer, self._may_hold):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         reason = self._why_not_ahead(optimizer)
-        if reason is not None and reason != self._said:
-            self._said = reason
-            log.info("superpipeline: the optimizer steps after backward, as %s", reason)
+        self._say("the optimizer steps after backward", reason)
         return reason is None
+
+    def _say(self, what: str, reason: str | None) -> None:
+        if reason is not None and reason not in self._said:
+            self._said.add(reason)
+            log.info("superpipeline: %s, as %s", what, reason)
 
     def _why_not_ahead(self, optimizer: Optimizer) -> str | None:
         """What comes between backward and the step, and may look at gradients."""
@@ -397,6 +417,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if self.handle.has_other_step_hooks(optimizer):
             return "there are step hooks beside ours"
         return None
+
+    def _may_hold(self) -> bool:
+        """Whether the step may run on beside the next forward (held.py): nothing of the user's is called in between
+        that is likely to look at weights. What else looks waits, but the step gains nothing then."""
+        module = self.lightning_module
+        assert module is not None and self.handle is not None
+        reason = _who_looks(module)
+        if reason is None and self.handle.has_other_step_hooks(module.trainer.optimizers[0], after=True):
+            reason = "there are step hooks beside ours"
+        self._say("the next forward waits for the whole step of the optimizer", reason)
+        return reason is None and _next_is_a_training_step(module.trainer)
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -433,6 +464,27 @@ def _size_so_far(path: str) -> int:
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{path}.part")
     return 0
+
+
+def _who_looks(module: LightningModule) -> str | None:
+    """Who of the user's is called between a step and the next one, and may look at weights."""
+    for hook in BETWEEN_STEP_AND_NEXT:
+        if is_overridden(hook, module, LightningModule):
+            return f"{type(module).__name__} overrides {hook}"
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        for hook in CALLBACKS_BEFORE_NEXT:
+            if type(callback) not in LOOK_AT_NO_WEIGHTS and is_overridden(hook, callback, Callback):
+                return f"{type(callback).__name__} overrides {hook}"
+    return None
+
+
+def _next_is_a_training_step(trainer: Any) -> bool:
+    """Whether no validation, end of an epoch or end of training comes first."""
+    epoch = trainer.fit_loop.epoch_loop
+    stops = trainer.should_stop or trainer.received_sigterm
+    ends = epoch._num_ready_batches_reached() or (epoch.max_steps != -1 and epoch.global_step + 1 >= epoch.max_steps)
+    validates = trainer._val_check_time_interval is not None  # by the clock: at any time
+    return not (stops or ends or validates or epoch._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:

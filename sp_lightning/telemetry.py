@@ -61,6 +61,7 @@ class Counters:
     evictions: int = 0
     extra_held: int = 0  # visits that held a unit beyond the window
     stepped_ahead: int = 0  # parameters stepped while backward ran
+    held_steps: int = 0  # steps that ran on beside the next forward
     surprises: int = 0  # visits that were not the predicted one
     stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
     listener: Listener = field(default_factory=Listener, repr=False, compare=False)  # is no figure

@@ -144,15 +144,21 @@ class Window:
         """Does what the schedule says."""
         self.tuner.visiting(self.schedule.resident_nbytes)
         self._follow_tuner()
+        has_room = len(self.schedule.resident) < self.schedule.window
         decision = self.schedule.visit(unit.index, self._in_use)
         self.tuner.visited(self.schedule.resident_nbytes)
         self.counters.surprises += decision.surprise
         self.counters.extra_held += len(self.schedule.resident) > self.schedule.window
+        if has_room and unit.index in decision.load:
+            self._load(unit, unit)  # before the way up waits for the last readers of what goes to make room for others
         for index in decision.evict:
             self._evict(self.units[index])
         for index in decision.load:
-            if self.units[index].store.residency is Residency.HOST:
-                self._load(self.units[index], unit)
+            ahead = self.units[index]
+            if ahead is not unit and ahead.store.stepping:
+                self.schedule.invalidate([index])  # what is visited goes on; a later visit has it fetched
+            elif ahead.store.residency is Residency.HOST:
+                self._load(ahead, unit)
         self._last = unit
         self._recorded.append(unit.index)
 
@@ -216,6 +222,7 @@ class Window:
 
     def refill(self, unit: StreamedUnit) -> None:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
+        unit.store.wait_step()
         unit.binding.collect_writes()
         written = unit.store.written()
         unit.store.load()

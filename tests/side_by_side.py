@@ -131,8 +131,7 @@ def make_trainer(strategy, device, **options):
         accelerator=device.type,
         devices=1,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"max_steps": 4} | options),
+        **({"max_steps": 4, "enable_checkpointing": False} | options),
     )

@@ -1,0 +1,773 @@
+"""A step that is held runs on beside the next forward, and nobody ever sees that it is not done."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import logging
+import os
+import pickle
+import signal
+import threading
+import weakref
+
+import lightning as L
+import pytest
+import torch
+from side_by_side import assert_plain, blocks, fit, inputs, squares
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.optimizer import Optimizer
+
+TRUE_DATA = torch.Tensor.data.__get__
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.05, foreach=False)
+
+
+def step(net, optimizer, x):
+    optimizer.zero_grad()
+    squares(net, x).backward()
+    optimizer.step()
+
+
+class Gate:
+    """The host thread does not begin until somebody waits, or for a while at most."""
+
+    def __init__(self, handle, opens_after=0.05):
+        self.event = threading.Event()
+        handle._thread.submit(lambda: self.event.wait(60))
+        threading.Timer(opens_after, self.event.set).start()
+
+
+class Held:
+    """A net whose last step is held at the gate."""
+
+    def __init__(self, handle, net, optimizer, opens_after=0.05):
+        self.handle, self.net, self.optimizer = handle, net, optimizer
+        self.gate = Gate(handle, opens_after)
+        with handle.holding(optimizer, lambda: True):
+            optimizer.step()
+        assert handle.engine.holding
+
+    @property
+    def is_under_way(self):
+        return self.handle.engine.holding
+
+
+def plain(make_optimizer=adamw, steps=2):
+    torch.manual_seed(0)
+    net = blocks()
+    optimizer = make_optimizer(net)
+    for _ in range(steps):
+        step(net, optimizer, next(inputs(torch.device("cpu"))))
+    return net, optimizer
+
+
+@pytest.fixture
+def hold(device):
+    """Makes the same with a step that is held; everything is closed at the end."""
+    handles = []
+
+    def make(make_optimizer=adamw, steps=2, before=lambda net, optimizer: None, opens_after=0.05, window=1):
+        torch.manual_seed(0)
+        net = blocks()
+        handle = sp_lightning.stream(net, device, window=window)
+        handles.append(handle)
+        optimizer = make_optimizer(net)
+        x = next(inputs(device))
+        for _ in range(steps - 1):
+            step(net, optimizer, x)
+        optimizer.zero_grad()
+        squares(net, x).backward()
+        before(net, optimizer)
+        return Held(handle, net, optimizer, opens_after)
+
+    yield make
+    for handle in handles:
+        handle.close()
+
+
+def assert_equal(one, other):
+    one, other = list(parity.leaves(one)), list(parity.leaves(other))
+    assert len(one) == len(other)
+    for (path, a), (_, b) in zip(one, other, strict=True):
+        assert torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b, path
+
+
+# --- Who looks, waits
+
+
+LOOKS = {
+    "a function": lambda net, _: [p.sum() for p in net.parameters()],
+    "data": lambda net, _: [p.data.clone() for p in net.parameters()],
+    "the getter of data": lambda net, _: [torch.Tensor.data.__get__(p).clone() for p in net.parameters()],
+    "detach": lambda net, _: [p.detach().clone() for p in net.parameters()],
+    "numpy": lambda net, _: [torch.from_numpy(p.detach().numpy().copy()) for p in net.parameters()],
+    "storage": lambda net, _: [torch.tensor(p.untyped_storage().tolist()[:9]) for p in net.parameters()],
+    "state_dict": lambda net, _: {k: v.clone() for k, v in net.state_dict().items()},
+    "state_dict of a block": lambda net, _: {k: v.clone() for k, v in net.blocks[3].state_dict().items()},
+    "a list of them": lambda net, _: [torch.nn.utils.parameters_to_vector(net.parameters())],
+    "foreach": lambda net, _: torch._foreach_norm(list(net.parameters())),
+    "deepcopy": lambda net, _: [p.data for p in copy.deepcopy(net).parameters()],
+    "deepcopy of a weight": lambda net, _: [copy.deepcopy(net.head.weight).data],
+    "pickle": lambda net, _: [pickle.loads(pickle.dumps(net.head.weight)).data],
+    "nn.Parameter": lambda net, _: [nn.Parameter(net.head.weight).data.clone()],
+    "an operator": lambda net, _: [torch.ops.aten.sum.default(p) for p in net.parameters()],
+    "a copy into another": lambda net, _: [torch.zeros_like(p.data).copy_(p) for p in net.parameters()],
+    "gradients": lambda net, _: [p.grad.clone() for p in net.parameters()] + [p.data.clone() for p in net.parameters()],
+    "state": lambda net, optimizer: [dict(optimizer.state[p]) for p in net.parameters()],
+    "state by getattr": lambda _, optimizer: [dict(s) for s in getattr(optimizer, "state", {}).values()],
+    "state_dict of the optimizer": lambda _, optimizer: copy.deepcopy(optimizer.state_dict()["state"]),
+    "deepcopy of the optimizer": lambda _, optimizer: [dict(s) for s in copy.deepcopy(optimizer).state.values()],
+}
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_who_looks_sees_it_done(way, hold):
+    held = hold()
+    seen = LOOKS[way](held.net, held.optimizer)
+    assert_equal(seen, LOOKS[way](*plain()))
+
+
+def written_in_place(net, _):
+    with torch.no_grad():
+        net.head.weight.mul_(2)
+
+
+def written_by_data(net, _):
+    net.head.weight.data = torch.ones_like(TRUE_DATA(net.head.weight))
+
+
+def gradients_zeroed(net, _):
+    for p in net.parameters():
+        p.grad.zero_()
+
+
+def gradients_dropped(_, optimizer):
+    optimizer.zero_grad()
+
+
+def stepped_again(_, optimizer):
+    optimizer.step()
+
+
+def state_exchanged(net, optimizer):
+    optimizer.load_state_dict(plain(steps=1)[1].state_dict())
+
+
+def moved(net, _):
+    net.double().float()
+
+
+def learning_rate_written(_, optimizer):
+    optimizer.param_groups[0]["lr"] = 7.0
+
+
+def weight_replaced(net, _):
+    net.head = nn.Linear(models.WIDTH, models.CLASSES)
+    nn.init.ones_(net.head.weight)
+    nn.init.ones_(net.head.bias)
+
+
+WRITES = [written_in_place, written_by_data, gradients_zeroed, gradients_dropped, stepped_again, state_exchanged, moved]
+WRITES += [learning_rate_written, weight_replaced]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_who_writes_writes_after_it(write, hold):
+    held, (net, optimizer) = hold(), plain()
+    write(held.net, held.optimizer)
+    write(net, optimizer)
+    with torch.no_grad():
+        assert_equal(held.net(next(inputs(held.handle.device.torch_device))), net(next(inputs(torch.device("cpu")))))
+    held.handle.close()
+    assert_equal(held.net.state_dict(), net.state_dict())
+    assert_equal(list(held.optimizer.state.values()), list(optimizer.state.values()))
+
+
+def undispatched(p):
+    with torch._C.DisableTorchFunctionSubclass():
+        return p.sum()
+
+
+def by_a_write(p):
+    with torch.no_grad():
+        p.mul_(2)
+    return p
+
+
+def by_a_host_tensor(p):
+    return p + torch.ones(p.shape[0])
+
+
+def by_a_visit(p):
+    return p.square()
+
+
+@pytest.mark.parametrize("look", [by_a_write, by_a_host_tensor, by_a_visit])
+def test_who_looks_inside_a_step_sees_it_done(look, hold):
+    held = hold()
+    held.handle.open_scope("train")
+    seen = look(held.net.head.bias).detach().cpu().clone()
+    held.handle.close_scope()
+    assert_equal(seen, look(plain()[0].head.bias).detach())
+
+
+def test_a_kept_stand_in_follows(hold):
+    kept = []
+
+    def keep(net, _):
+        net.blocks[1].up.register_forward_hook(lambda up, *_: kept.append(up.weight))
+        net(next(inputs(net.head.forward.engine.torch_device)))
+
+    hold(before=keep)
+    assert_equal(kept[0].detach(), plain()[0].blocks[1].up.weight.detach())
+
+
+def test_data_is_waited_for_outside_of_function_dispatch_too(hold):
+    held = hold()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert_equal(held.net.head.weight.data, plain()[0].head.weight.data)
+
+
+def test_nothing_is_under_way_when_reads_are_not_told(hold):
+    held = hold()
+    sp_lightning.reads.pause()
+    assert not held.is_under_way
+    assert_equal(held.net.head.weight.detach(), plain()[0].head.weight.detach())
+
+
+def test_nothing_is_under_way_after_the_next_training_step(hold):
+    held = hold()
+    held.handle.open_scope("train")
+    assert held.is_under_way
+    held.handle.close_scope()
+    assert not held.is_under_way
+
+
+def test_a_backward_that_comes_again_accumulates_after_it(device):
+    def run(handle, net, x):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+        next(net.parameters()).register_hook(lambda grad: grad)  # autograd accumulates it
+        loss = net(x).square().sum()
+        loss.backward(retain_graph=True)
+        Gate(handle)
+        with handle.holding(optimizer, lambda: True):
+            optimizer.step()
+        loss.backward()
+        return [p.data.clone() for p in net.parameters()]
+
+    weight = torch.ones(4, 4)
+    net = nn.Sequential(nn.Linear(4, 4, bias=False))
+    net[0].weight.data.copy_(weight)
+    x = torch.arange(8.0).view(2, 4)
+    with sp_lightning.stream(net, device) as handle:
+        (seen,) = run(handle, net, x.to(device))
+    grad = 2 * (x @ weight.T).T @ x
+    assert handle.stats()["held_steps"] == 1
+    assert_equal(seen, weight - 0.1 * grad)
+
+
+def test_a_step_waits_for_the_one_before(hold):
+    held, (net, optimizer) = hold(), plain()
+    optimizer.step()
+    with held.handle.holding(held.optimizer, lambda: True):
+        held.optimizer.step()
+    assert_equal(held.net.state_dict(), net.state_dict())
+
+
+def test_a_recording_ends_with_the_step(hold):
+    held = hold(before=lambda net, optimizer: None)
+    held.handle.record()
+    held.handle.stop_recording()
+    assert not held.is_under_way
+
+
+UNSEEN = {
+    "torch.tensor": torch.tensor,
+    "torch.as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor) + 0,
+    "torch.func.grad": torch.func.grad(lambda p: p.square().sum()),
+    "outside of function dispatch": undispatched,
+    "a scripted function": torch.jit.script(torch.nn.functional.relu),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+}
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_what_can_not_be_made_wait_is_an_error_that_names_the_weight(way, hold):
+    held = hold(opens_after=30)
+    with pytest.raises(RuntimeError, match="is being stepped by the optimizer"):
+        UNSEEN[way](held.net.head.weight)
+    held.gate.event.set()
+    UNSEEN[way](held.net.head.weight.detach())
+
+
+def test_what_only_tells_about_a_weight_does_not_wait(hold):
+    held = hold(opens_after=30)
+    told = [(p.shape, p.stride(), p.requires_grad, p.is_leaf, p.numel(), p.dtype) for p in held.net.parameters()]
+    assert held.is_under_way and told == [
+        (p.shape, p.stride(), p.requires_grad, p.is_leaf, p.numel(), p.dtype) for p in plain()[0].parameters()
+    ]
+    held.gate.event.set()
+
+
+def test_a_child_process_does_not_wait_for_a_thread_that_it_does_not_have(hold):
+    held, expected = hold(), plain()[0].head.weight.sum().item()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(held.net.head.weight.sum().item() != expected)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- What somebody else refers to is not held
+
+
+def keep_a_view(net, optimizer):
+    return net.head.weight.detach()
+
+
+def keep_numbers(net, optimizer):
+    return net.head.weight.detach().numpy()
+
+
+def keep_a_view_of_a_view(net, optimizer):
+    return net.blocks[0].up.weight[0]
+
+
+def keep_the_state(net, optimizer):
+    return optimizer.state
+
+
+def keep_the_state_of_a_weight(net, optimizer):
+    return optimizer.state[net.head.weight]
+
+
+def keep_a_tensor_of_the_state(net, optimizer):
+    return optimizer.state[net.head.weight]["exp_avg"]
+
+
+def keep_a_view_of_the_state(net, optimizer):
+    return optimizer.state[net.head.weight]["exp_avg"].numpy()
+
+
+def keep_the_state_weakly(net, optimizer):
+    return weakref.ref(optimizer.state[net.head.weight]["exp_avg"])
+
+
+def keep_a_gradient(net, optimizer):
+    return net.head.weight.grad
+
+
+def keep_a_view_of_a_gradient(net, optimizer):
+    return net.head.weight.grad[0]
+
+
+KEPT = [keep_a_view, keep_numbers, keep_a_view_of_a_view, keep_the_state, keep_the_state_of_a_weight]
+KEPT += [keep_a_tensor_of_the_state, keep_a_view_of_the_state, keep_the_state_weakly]
+KEPT += [keep_a_gradient, keep_a_view_of_a_gradient]
+
+
+def test_a_step_is_held_where_nobody_keeps_anything(hold):
+    assert hold().handle.stats()["held_steps"] == 1
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_what_somebody_refers_to_is_stepped_at_once_and_that_is_said(keep, hold, caplog):
+    kept = []
+    with caplog.at_level(logging.INFO, "sp_lightning"), pytest.raises(AssertionError):
+        hold(before=lambda net, optimizer: kept.append(keep(net, optimizer)))
+    assert kept and sum("somebody else refers to" in record.getMessage() for record in caplog.records) == 1
+
+
+class Scale(nn.Parameter):
+    """A class of the user's."""
+
+
+def test_a_weight_of_a_class_of_its_own_is_stepped_at_once(device, caplog):
+    net = blocks()
+    net.head.weight = Scale(net.head.weight.detach())
+    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, device) as handle:
+        optimizer, x = adamw(net), next(inputs(device))
+        for _ in range(2):
+            with handle.holding(optimizer, lambda: True):
+                step(net, optimizer, x)
+    assert handle.stats()["held_steps"] == 0 and "head.weight is of a class of its own, Scale" in caplog.text
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda net: torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)])
+def test_a_step_that_makes_state_is_not_held(make_optimizer, hold):
+    with pytest.raises(AssertionError):
+        hold(make_optimizer, steps=1)
+
+
+def test_a_weight_that_is_not_the_modules_is_stepped_at_once(hold):
+    other = nn.Parameter(torch.ones(3))
+    held = hold(
+        lambda net: torch.optim.SGD([*net.parameters(), other], lr=1.0, foreach=False),
+        before=lambda *_: setattr(other, "grad", torch.ones(3)),
+        opens_after=30,
+    )
+    assert held.is_under_way and torch.equal(other.detach(), torch.zeros(3))
+    held.gate.event.set()
+
+
+# --- Endings
+
+
+def test_what_is_done_leaves_nothing_behind(hold):
+    held = hold()
+    held.net.head.weight.sum()
+    held.optimizer.zero_grad()
+    assert not held.is_under_way and "state" in vars(held.optimizer)
+    assert not hasattr(Optimizer, "__getattr__")
+    held.handle.close()
+    assert_plain(held.net)
+    assert_equal(held.net.state_dict(), plain()[0].state_dict())
+
+
+def test_an_unknown_attribute_of_an_optimizer_is_unknown_as_ever(hold):
+    held = hold(opens_after=30)
+    with pytest.raises(AttributeError, match="'AdamW' object has no attribute 'foo'"):
+        held.optimizer.foo  # noqa: B018
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'state_of'"):
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).state_of  # noqa: B018
+    assert held.is_under_way
+    held.gate.event.set()
+
+
+def adam_function():
+    adam = importlib.import_module("torch.optim.adam")
+    return adam, "adam"
+
+
+@pytest.mark.parametrize("look", ["a weight", "the state", "close", "a forward"])
+def test_an_error_of_the_thread_is_raised_once_by_who_waits_first(look, hold, monkeypatch, caplog):
+    held = hold(opens_after=30)
+    module, name = adam_function()
+    monkeypatch.setattr(module, name, failing(getattr(module, name), after=2))
+    held.gate.event.set()
+    with pytest.raises(ValueError, match="the optimizer failed"):
+        {
+            "a weight": lambda: held.net.blocks[3].up.weight.sum(),
+            "the state": lambda: held.optimizer.state,
+            "close": held.handle.close,
+            "a forward": lambda: held.net(next(inputs(held.handle.device.torch_device))),
+        }[look]()
+    assert "had stepped" in caplog.text and "of 28 parameters" in caplog.text
+    assert all(p.isfinite().all() for p in held.net.parameters())
+    held.handle.close()
+    assert_plain(held.net)
+
+
+def failing(function, after):
+    calls = []
+
+    def fails(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > after:
+            raise ValueError("the optimizer failed")
+        return function(*args, **kwargs)
+
+    return fails
+
+
+def test_a_wait_that_was_interrupted_is_taken_up_again(hold):
+    held = hold(opens_after=0.6)
+    main = threading.main_thread().ident
+    threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        held.net.head.weight.sum()
+    assert held.is_under_way
+    assert_equal(held.net.head.weight.data, plain()[0].head.weight.data)
+
+
+def test_several_threads_wait(hold):
+    held, seen = hold(), []
+    threads = [threading.Thread(target=lambda: seen.append(held.net.head.weight.data.clone())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal(seen, [plain()[0].head.weight.data] * 4)
+
+
+# --- It overlaps
+
+
+def test_the_first_unit_is_computed_before_the_last_one_is_stepped(device, monkeypatch):
+    """The step of the last unit waits until a later unit's forward has begun: without overlap it would never do so."""
+    module, name = adam_function()
+    adam, computed, stepped = getattr(module, name), threading.Event(), []
+
+    def waits(params, *args, **kwargs):
+        if params:  # there is nothing left for the optimizer's own step
+            stepped.append(computed.wait(20) if len(stepped) == 4 else None)  # units: the root, four blocks
+        return adam(params, *args, **kwargs)
+
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        optimizer, x = adamw(net), next(inputs(device))
+        step(net, optimizer, x)
+        optimizer.zero_grad()
+        squares(net, x).backward()
+        monkeypatch.setattr(module, name, waits)
+        with handle.holding(optimizer, lambda: True):
+            optimizer.step()
+        net.blocks[1].register_forward_hook(lambda *_: computed.set())
+        handle.open_scope("train")
+        net.forward(x)
+        handle.close_scope()
+    assert stepped == [None] * 4 + [True]
+
+
+# --- Under Lightning
+
+
+class Net(L.LightningModule):
+    """Remembers what it met."""
+
+    def __init__(self, make_optimizer=adamw):
+        super().__init__()
+        self.net = blocks()
+        self.make_optimizer = make_optimizer
+
+    def training_step(self, batch, batch_idx):
+        loss = squares(self.net, batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self)
+
+
+def groups_with_a_scheduler(net):
+    first, *rest = net.parameters()
+    optimizer = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.1}, {"params": rest, "betas": (0.5, 0.9)}], foreach=False
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def tensor_rate(net):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.05), foreach=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def momentum(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, foreach=False)
+
+
+def several(net):
+    return torch.optim.Adam(net.parameters(), lr=0.05, amsgrad=True, foreach=True)
+
+
+CLIP = {"gradient_clip_val": 0.05}
+SETTINGS = [
+    (adamw, CLIP, 2),
+    (momentum, CLIP, 2),
+    (several, CLIP, 2),
+    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), CLIP, 3),  # has no state to be made
+    (adamw, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, 2),
+    (adamw, {**CLIP, "accumulate_grad_batches": 3, "max_steps": 4, "max_epochs": 4}, 1),
+    (groups_with_a_scheduler, CLIP, 2),
+    (tensor_rate, CLIP, 2),
+    (adamw, {**CLIP, "precision": "bf16-mixed"}, 2),
+]
+
+
+def compare_fits(device, make=Net, options=None, **settings):
+    """A plain fit and a streaming one; gives the latter's figures."""
+    expected = fit(make, None, device, **settings)
+    strategy = sp_lightning.SuperpipelineStrategy(device=device, **{"window": 2, **(options or {})})
+    actual = fit(make, strategy, device, **settings)
+    assert actual.losses == expected.losses
+    assert_equal(actual.state_dict(), expected.state_dict())
+    one, other = (module.trainer.optimizers[0] for module in (actual, expected))
+    assert_equal(list(one.state.values()), list(other.state.values()))
+    assert [p.grad is None for p in actual.parameters()] == [p.grad is None for p in expected.parameters()]
+    return strategy.handle.stats()
+
+
+@pytest.mark.parametrize("make_optimizer, settings, held", SETTINGS)
+def test_the_bits_are_the_plain_runs(make_optimizer, settings, held, device):
+    stats = compare_fits(device, functools.partial(Net, make_optimizer), **settings)
+    assert stats["held_steps"] == held
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations, device):
+    assert compare_fits(device, options={"activations": activations, "window": 1}, **CLIP)["held_steps"] == 2
+
+
+class Overflows(Net):
+    """The third batch's scaled gradients are infinite."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(self.trainer.precision_plugin.scaler.get_scale())
+        return loss * 1e36 if batch_idx == 2 else loss
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("clip", [{}, CLIP])
+def test_the_bits_are_the_plain_runs_with_a_scaler_that_skips_a_step(clip):
+    device, loader = torch.device("simgpu", 0), {"max_epochs": 2, "max_steps": 8}
+    assert compare_fits(device, Overflows, precision="16-mixed", **clip, **loader)["held_steps"] >= 1
+
+
+class LooksAtTheEnd(Net):
+    """Of each batch, and at its begin."""
+
+    def on_train_batch_end(self, *_):
+        self.losses.append([p.sum().item() for p in self.parameters()])
+
+
+class LooksWhereThereIsNoHook(Net):
+    """A scheduler's step is asked for by nearly everybody, and looks at no weights; this one does."""
+
+    def lr_scheduler_step(self, scheduler, metric):
+        super().lr_scheduler_step(scheduler, metric)
+        self.losses.append([p.sum().item() for p in self.parameters()])
+        self.losses.append([state["exp_avg"].sum().item() for state in self.trainer.optimizers[0].state.values()])
+
+
+class LooksInTheStep(Net):
+    """By reads that go through visits, and by one on the host."""
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(sum(p.square().sum() for p in self.net.blocks[2].parameters()).item())
+        self.losses.append(self.net.head.bias.tolist())
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsTheState(Net):
+    """And looks at it in each step."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.trainer.optimizers[0]
+        self.state = self.state if hasattr(self, "state") else optimizer.state
+        self.losses.append([state["exp_avg"].sum().item() for state in self.state.values()])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "kind, held", [(LooksAtTheEnd, 0), (LooksWhereThereIsNoHook, 2), (LooksInTheStep, 2), (KeepsTheState, 0)]
+)
+def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, device):
+    stats = compare_fits(device, functools.partial(kind, groups_with_a_scheduler), **CLIP)
+    assert stats["held_steps"] == held
+
+
+def test_an_average_of_the_weights_is_that_of_a_plain_fit(device, caplog):
+    def settings():
+        return {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)], **CLIP}
+
+    expected = fit(Net, None, device, **settings())
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        strategy = sp_lightning.SuperpipelineStrategy(window=2, device=device)
+        assert_equal(fit(Net, strategy, device, **settings()).state_dict(), expected.state_dict())
+    assert "as EMAWeightAveraging overrides on_train_batch_end" in caplog.text
+
+
+class Validated(Net):
+    """Looks at its weights in validation."""
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(squares(self.net, batch[0]).item())
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader([models.vectors(9)], batch_size=None)
+
+
+@pytest.mark.parametrize("interval, held", [(2, 1), (1, 0)])
+def test_validation_in_the_middle_sees_finished_weights(interval, held, device):
+    assert compare_fits(device, Validated, val_check_interval=interval, **CLIP)["held_steps"] == held
+
+
+def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, tmp_path):
+    def settings(name):
+        every = {"every_n_train_steps": 1, "save_top_k": -1}
+        checkpoints = L.pytorch.callbacks.ModelCheckpoint(tmp_path / name, "{step}", **every)
+        return {"callbacks": [checkpoints], "enable_checkpointing": True, **CLIP}
+
+    def streaming():
+        return sp_lightning.SuperpipelineStrategy(window=2, device=device)
+
+    fit(Net, None, device, **settings("plain"))
+    streamed = fit(Net, streaming(), device, **settings("held"))
+    assert streamed.trainer.strategy.handle.stats()["held_steps"] == 2
+    for number in range(1, 5):
+        one, other = (torch.load(tmp_path / name / f"step={number}.ckpt") for name in ("held", "plain"))
+        for key in ("state_dict", "optimizer_states"):
+            assert_equal(one[key], other[key])
+    resumed = [
+        fit(Net, strategy, device, tmp_path / "held" / "step=2.ckpt", **CLIP) for strategy in (streaming(), None)
+    ]
+    assert_equal(*(module.state_dict() for module in resumed))
+
+
+def test_two_modules_do_not_mix(hold):
+    one, other = hold(), hold(steps=3)
+    assert_equal(other.net.state_dict(), plain(steps=3)[0].state_dict())
+    assert_equal(one.net.state_dict(), plain()[0].state_dict())
+
+
+class Fails(Net):
+    """In its third batch, beside a step that still runs."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ValueError("this batch")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_that_fails_leaves_finished_weights(device):
+    def weights(strategy):
+        failed = []
+        with pytest.raises(ValueError, match="this batch"):
+            fit(lambda: failed.append(Fails()) or failed[0], strategy, device, **CLIP)
+        return failed[0].state_dict()
+
+    assert_equal(weights(sp_lightning.SuperpipelineStrategy(window=2, device=device)), weights(None))
+
+
+class LooksAtAnyTime(L.Callback):
+    """Between a step and the next, which is what a step would run on beside."""
+
+    def on_train_batch_start(self, *_):
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    "module, callbacks, reason",
+    [
+        (LooksAtTheEnd, [], "LooksAtTheEnd overrides on_train_batch_end"),
+        (Net, [LooksAtAnyTime()], "LooksAtAnyTime overrides on_train_batch_start"),
+        (KeepsTheState, [], "somebody else refers to the optimizer's state"),
+    ],
+)
+def test_why_a_step_is_not_held_is_said_once(module, callbacks, reason, caplog):
+    device = torch.device("cpu")
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        fit(module, sp_lightning.SuperpipelineStrategy(window=2), device, callbacks=callbacks, **CLIP)
+    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+def test_where_the_optimizer_overlaps_backward_nothing_is_held(device):
+    stats = compare_fits(device)
+    assert stats["held_steps"] == 0 and stats["stepped_ahead"] > 0
+
+
+def test_switched_off_nothing_is_held(device):
+    assert compare_fits(device, options={"optimizer_overlap": False}, **CLIP)["held_steps"] == 0
