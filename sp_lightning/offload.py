@@ -88,7 +88,8 @@ class Offload:
         span = _span(tensor)
         if span.numel() * span.element_size() < ALIGNMENT:
             return tensor
-        key = (span.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        place = span.untyped_storage()._cdata, span.storage_offset()
+        key = (*place, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         saved = self._visit.get(key)
         if saved is None:
             saved = self._visit[key] = self._send(tensor, span)

@@ -1,0 +1,511 @@
+"""A training step gone through once, without a device: who is visited when, and what is there beside the weights.
+
+1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, only on
+   tensors without data (pretence.py). Each storage that appears is counted until it is freed, rounded up as the
+   device's allocator rounds.
+2. Weights do not count here: which of them are on the device is the schedule's matter, and depends on the window. So
+   one rehearsal serves every window: `Script.peak` runs the schedule over its visits.
+3. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
+   (gradients.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
+   next unit's are packed (Rule 6).
+4. Each byte has a term. What a visit leaves behind is "kept for backward"; what comes and goes is the unit's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .activations import tensors_in
+from .autotune import UnitBytes
+from .backward import in_backward
+from .config import Options
+from .device import Device
+from .gradients import LEAF_PRIORITY, Gradients, Link
+from .layout import ALIGNMENT, Layout, aligned
+from .offload import Offload, OnHost
+from .pretence import Pretence, tensors_of
+from .recompute import Recompute, Written
+from .schedule import Schedule
+from .telemetry import Counters
+from .units import Unit, partition, slots
+
+# What bytes are for (Rule 4).
+BATCH = "batch"
+BUFFERS = "buffers"
+KEPT = "kept for backward"
+WORKING = "activations of one unit"
+OUTSIDE = "outside the units"
+GRADIENTS = "gradient buffers"
+WINDOW = "window"
+ROOT = "resident root"
+
+PASSES = 3  # the first one predicts nothing; from the second on all are alike, unless the first left something
+
+Runner = Callable[[nn.Module, Any], Any]
+
+
+@dataclass
+class Visit:
+    """From the moment in which a unit is needed to that in which another one is."""
+
+    unit: int | None  # None before the first one
+    held: tuple[int, ...]  # units that are being visited meanwhile
+    backward: bool
+    flops: float = 0.0  # in half precision
+    fp32_flops: float = 0.0  # in all others
+    kernels: int = 0
+    sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
+    stowed_nbytes: int = 0  # activations that go to the host
+    fetched_nbytes: int = 0  # and come back
+    nbytes: int = 0  # most of what is on the device beside weights
+    terms: dict[str, int] = field(default_factory=dict)  # at that moment
+    moment: int = 0
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a rehearsal found: all that the window does not change."""
+
+    units: tuple[Unit, ...]
+    sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are on the device
+    visits: tuple[Visit, ...]
+
+    @property
+    def streamed(self) -> list[UnitBytes]:
+        """The units that come and go."""
+        return [size for unit, size in zip(self.units, self.sizes, strict=True) if not unit.resident]
+
+    @property
+    def root_nbytes(self) -> int:
+        """What stays."""
+        return sum(size.nbytes for unit, size in zip(self.units, self.sizes, strict=True) if unit.resident)
+
+    @property
+    def order(self) -> list[int]:
+        """The visits that the schedule sees."""
+        indices = (visit.unit for visit in self.visits)
+        return [index for index in indices if index is not None]
+
+    def peak(self, window: int, transfer: int = 1) -> dict[str, int]:
+        """The most bytes on the device, term by term, with that window."""
+        worst, most = -1, {}
+        schedule = Schedule([size.nbytes for size in self.sizes], window, transfer)
+        trained = [unit.index for unit in self.units if unit.trainable]
+        for number in range(PASSES):
+            schedule.invalidate(trained)
+            schedule.begin(self.order if number else ())
+            for visit in self.visits:
+                if visit.unit is not None:
+                    schedule.visit(visit.unit, visit.held)
+                weights = schedule.resident_nbytes
+                if weights + visit.nbytes > worst:
+                    worst = weights + visit.nbytes
+                    most = {WINDOW: weights, ROOT: self.root_nbytes, **visit.terms}
+        return most
+
+
+def rehearse(
+    module: nn.Module,
+    batch: Any,
+    run: Runner,
+    options: Options,
+    stage: Pretence | Reality,
+    compute_dtype: torch.dtype | None = None,
+) -> Script:
+    """Goes through one training step of a module that was made on this stage, and is used up by it.
+
+    Args:
+        module: Its parameters' values do not matter, and are gone afterwards.
+        batch: As ``run`` takes it.
+        run: Gives what the step returns: the loss, or something that holds it or leads to it.
+        options: ``units`` and ``activations`` of them.
+        stage: What the module was made on, entered by now.
+        compute_dtype: Of what is FP32 on the host, with ``master_weights``.
+    """
+    rehearsal = _Rehearsal(module, options, compute_dtype)
+    stage.observe = rehearsal.tracker.observe
+    try:
+        rehearsal.perform(batch, run)
+    finally:
+        stage.observe = None
+    return rehearsal.script()
+
+
+class Reality(TorchDispatchMode):
+    """The other stage: tensors with data, on the CPU, for a step that depends on what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observe: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.observe is not None:
+            self.observe(func, args, kwargs or {}, out)
+        return out
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A copy of it."""
+        return tensor.detach().clone()
+
+
+# ---- bytes
+
+
+@dataclass
+class _Held:
+    nbytes: int
+    term: str
+    visit: int
+    moment: int
+
+
+class _Tracker:
+    """Counts what is on the device beside weights, and what is done there (Rules 1 and 4)."""
+
+    def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
+        self.visits = [Visit(None, (), False)]
+        self.weights: dict[int, int] = {}  # storages, and the units they are of
+        self._uses = uses
+        self._term = term
+        self._held: dict[int, _Held] = {}
+        self._now: dict[str, int] = {}
+        self._total = 0
+        self._moment = 0
+        self._working: list[int] = []  # what the visit under way made
+        self._on_host = False
+
+    def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operator ran."""
+        for tensor in tensors_of(args, kwargs):
+            if (owner := self.weights.get(_key(tensor))) is not None:
+                self._uses(owner)
+        made = [self.add(tensor) for tensor in tensors_of((out,))]
+        visit = self.visits[-1]
+        visit.kernels += any(made) or func._schema.is_mutable
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self._count(visit, formula(*args, **kwargs, out_val=out), out)
+
+    @staticmethod
+    def _count(visit: Visit, flops: float, out: Any) -> None:
+        if tensors_of((out,))[0].dtype in (torch.float16, torch.bfloat16):
+            visit.flops += flops
+        else:
+            visit.fp32_flops += flops
+
+    def add(self, tensor: Tensor, term: str | None = None) -> bool:
+        """Counts a tensor's storage, if it is a new one of the device."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._held or key in self.weights:
+            return False
+        nbytes = 0 if self._on_host else aligned(storage.nbytes())
+        term = term or self._term()
+        self._moment += 1
+        self._held[key] = _Held(nbytes, term, len(self.visits) - 1, self._moment)
+        if term == WORKING:
+            self._working.append(key)
+        self.change(term, nbytes)
+        weakref.finalize(storage, self._remove, key).atexit = False
+        return True
+
+    def _remove(self, key: int) -> None:
+        held = self._held.pop(key)
+        self.change(held.term, -held.nbytes)
+
+    def change(self, term: str, nbytes: int) -> None:
+        """Bytes come or go."""
+        self._now[term] = self._now.get(term, 0) + nbytes
+        self._total += nbytes
+        visit = self.visits[-1]
+        if self._total > visit.nbytes:
+            visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
+
+    def begin(self, visit: Visit) -> None:
+        """Another visit: what the last one made and left is kept."""
+        for key in self._working:
+            held = self._held.get(key)
+            if held is not None and held.term == WORKING:
+                held.term = KEPT
+                self._now[WORKING] -= held.nbytes
+                self._now[KEPT] = self._now.get(KEPT, 0) + held.nbytes
+        self._working = []
+        visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
+        self.visits.append(visit)
+
+    def is_gradient(self, tensor: Tensor) -> None:
+        """It has been one since it was made: visits that were at their most by then held it as that."""
+        held = self._held.get(_key(tensor))
+        if held is None or held.term == GRADIENTS:
+            return
+        for visit in self.visits[held.visit :]:
+            if visit.moment >= held.moment:
+                was = WORKING if visit.terms.get(WORKING, 0) >= held.nbytes else KEPT
+                was = was if visit.terms.get(was, 0) >= held.nbytes else OUTSIDE
+                visit.terms[was] = visit.terms.get(was, 0) - held.nbytes
+                visit.terms[GRADIENTS] = visit.terms.get(GRADIENTS, 0) + held.nbytes
+        self._now[held.term] -= held.nbytes
+        self._now[GRADIENTS] = self._now.get(GRADIENTS, 0) + held.nbytes
+        held.term = GRADIENTS
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made within is host memory."""
+        before, self._on_host = self._on_host, True
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+# ---- choreography
+
+
+class _Stage(Device):
+    """The device as recomputation and offloading see it: idle streams, and tensors where the rehearsal has them."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.is_host = False
+        self.torch_device = where
+        self.up = self.down = self._idle = Device("cpu").up
+
+    @property
+    def compute(self) -> Any:
+        """An idle stream."""
+        return self._idle
+
+    def host_bytes(self, nbytes: int, pinned: bool = True) -> Tensor:
+        """A host buffer."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+
+class _Offload(Offload):
+    """Moves nothing; what it makes on the way down is no device memory."""
+
+    def __init__(self, stage: _Stage, tracker: _Tracker) -> None:
+        super().__init__(stage, Counters())
+        self._tracker = tracker
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Forgets a tensor."""
+        with torch._C.DisableTorchFunction(), self._tracker.on_host():
+            return super().pack(tensor.detach())
+
+    def fetch(self, saved: OnHost) -> None:
+        """Takes memory for it again."""
+        with torch._C.DisableTorchFunction():
+            super().fetch(saved)
+
+
+class _StreamedUnit:
+    """A unit in the rehearsal: one buffer, and stand-ins over it."""
+
+    def __init__(self, unit: Unit, device_dtype: Callable[[torch.dtype], torch.dtype], receive: Any) -> None:
+        self.unit = unit
+        self.index = unit.index
+        self.params = [parameter for _, parameter in unit.params]
+        described = [(name, p.detach().to(device_dtype(p.dtype))) for name, p in unit.params]
+        self.layout = Layout.of(described)
+        self.nbytes = max(self.layout.nbytes, ALIGNMENT)
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8)
+        storage = self.flat.untyped_storage()
+        self.outputs = [Layout.view(storage, place) for place in self.layout.fields]
+        with torch.no_grad():
+            for output, (_, value) in zip(self.outputs, described, strict=True):
+                output.copy_(value)
+        if any(parameter.requires_grad for parameter in self.params):
+            self.outputs = list(Link.apply(self.outputs, lambda ctx, grads: receive(self, grads), *self.params))
+            node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
+            node._set_sequence_nr(LEAF_PRIORITY)
+        self.depth = 0
+
+    def sizes(self) -> UnitBytes:
+        """As the runtime plans with them."""
+        pairs = zip(self.layout.fields, self.params, strict=True)
+        return UnitBytes(self.unit.name, self.nbytes, sum(place.nbytes for place, p in pairs if p.requires_grad))
+
+
+class _Rehearsal:
+    """The engine's choreography (engine.py, Rules 1 to 3), without anything to move."""
+
+    def __init__(self, module: nn.Module, options: Options, compute_dtype: torch.dtype | None) -> None:
+        self.module = module
+        self.options = options
+        self.tracker = _Tracker(self._use, self._term)
+        self._open: list[_StreamedUnit] = []
+        self._last: _StreamedUnit | None = None
+        self._packed_nbytes = 0
+
+        def device_dtype(dtype: torch.dtype) -> torch.dtype:
+            return compute_dtype if compute_dtype is not None and dtype is torch.float32 else dtype
+
+        places = slots(module)
+        self.units = [_StreamedUnit(unit, device_dtype, self._receive) for unit in partition(module, options.units)]
+        for unit in self.units:
+            self.tracker.weights[unit.flat.untyped_storage()._cdata] = unit.index
+            for parameter, output in zip(unit.params, unit.outputs, strict=True):
+                for slot in places[parameter]:
+                    slot.set(output)
+        where = self.units[0].flat.untyped_storage().device
+        stage = _Stage(where)
+        self.offload = _Offload(stage, self.tracker)
+        stow = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(stage, Written(), stow)
+        self._wrap(places)
+
+    def script(self) -> Script:
+        """What was found."""
+        return Script(
+            tuple(unit.unit for unit in self.units),
+            tuple(unit.sizes() for unit in self.units),
+            tuple(self.tracker.visits),
+        )
+
+    def perform(self, batch: Any, run: Runner) -> None:
+        """The step."""
+        for buffer in self.module.buffers():
+            self.tracker.add(buffer, BUFFERS)
+        for tensor in tensors_in(batch):
+            self.tracker.add(tensor, BATCH)
+        output = run(self.module, batch)
+        self.offload.finish()
+        losses, gradients = losses_in(output)
+        torch.autograd.backward(losses, gradients)
+        self._let_go()
+
+    # ---- visits
+
+    def _wrap(self, places: Any) -> None:
+        owner = {id(parameter): unit for unit in self.units for parameter in unit.params}
+        roots = {module: unit for unit in self.units for _, module in unit.unit.modules}
+        own: dict[int, list[_StreamedUnit]] = {}
+        for parameter, found in places.items():
+            for slot in found:
+                own.setdefault(id(slot.holder), []).append(owner[id(parameter)])
+        for module in self.module.modules():
+            root = roots.get(module)
+            owners = list(dict.fromkeys(own.get(id(module._parameters), [])))
+            if root is not None:
+                units = [root, *(unit for unit in owners if unit is not root)]
+                module.forward = self._root(module, module.forward, units)
+            elif owners:
+                module.forward = self._part(module.forward, owners)
+
+    def _part(self, forward: Callable[..., Any], units: list[_StreamedUnit]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self._open)
+            for unit in units:
+                if not unit.depth:
+                    self._require(unit)
+                    unit.depth += 1
+                    self._open.append(unit)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                while len(self._open) > depth:
+                    self._open.pop().depth -= 1
+
+        return call
+
+    def _root(self, module: nn.Module, forward: Callable[..., Any], units: list[_StreamedUnit]) -> Callable[..., Any]:
+        visit = self._part(forward, units)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return visit(*args, **kwargs)
+            saved: list[OnHost] = []
+            before = self.offload.counters.bytes_offloaded
+            if self.options.activations.startswith("recompute"):
+                output, saved = self.recompute.run(visit, units[0].unit.name, module, args, kwargs)
+            elif self.options.activations == "offload" and not self._open and not in_backward():
+                output, saved = self._offloaded(visit, args, kwargs)
+            else:
+                output = visit(*args, **kwargs)
+            self.tracker.visits[-1].stowed_nbytes += self.offload.counters.bytes_offloaded - before
+            self._announce(units[0], saved, output)
+            return output
+
+        return call
+
+    def _offloaded(self, visit: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[OnHost]]:
+        self.offload.begin()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                output = visit(*args, **kwargs)
+        finally:
+            saved = self.offload.end()
+        return output, saved
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return tensor.detach() if _key(tensor) in self.tracker.weights else self.offload.pack(tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        return self.offload.unpack(saved) if isinstance(saved, OnHost) else saved
+
+    def _announce(self, unit: _StreamedUnit, saved: list[OnHost], output: Any) -> None:
+        def before_backward(_grads: Any) -> None:
+            self._require(unit)
+            before = self.offload.counters.bytes_brought_back
+            for tensor in saved:
+                self.offload.fetch(tensor)
+            self.tracker.visits[-1].fetched_nbytes += self.offload.counters.bytes_brought_back - before
+
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(before_backward)
+
+    def _use(self, index: int) -> None:
+        """A weight is read; outside of its unit's visits that is one."""
+        unit = self.units[index]
+        if not unit.depth:
+            self._require(unit)
+
+    def _require(self, unit: _StreamedUnit) -> None:
+        if not unit.unit.resident and unit is not self._last:
+            self._last = unit
+            held = tuple(other.index for other in self._open)
+            self.tracker.begin(Visit(unit.index, held, in_backward()))
+
+    def _term(self) -> str:
+        if in_backward():
+            return OUTSIDE if self._last is None else WORKING
+        return WORKING if any(not unit.unit.resident for unit in self._open) else OUTSIDE
+
+    # ---- gradients (Rule 3)
+
+    def _receive(self, unit: _StreamedUnit, grads: Gradients) -> Gradients:
+        self._let_go()
+        for grad in grads:
+            if grad is not None:
+                self.tracker.is_gradient(grad)
+        self._packed_nbytes = sum(aligned(grad.nbytes) for grad in grads if grad is not None)
+        self.tracker.change(GRADIENTS, self._packed_nbytes)
+        self.tracker.visits[-1].sends.append(unit.index)
+        return (None,) * len(grads)
+
+    def _let_go(self) -> None:
+        self.tracker.change(GRADIENTS, -self._packed_nbytes)
+        self._packed_nbytes = 0
+
+
+def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What a step's output is differentiated from: its loss, or all it holds; and the gradients to begin with."""
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
+    found: Sequence[Tensor] = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+    losses = [tensor for tensor in found if tensor.requires_grad]
+    return losses, [torch.ones_like(tensor) for tensor in losses]
