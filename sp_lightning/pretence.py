@@ -151,6 +151,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._numbers = numbers
         self._pretence = pretence
+        self._remembered: dict[Any, Any] = {}  # what results look like: layers are alike, and asking takes long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # Rule 1 is for model code
@@ -178,7 +179,7 @@ class _Operators(TorchDispatchMode):
         if func is aten.masked_select.default and (mask := self._numbers.of(args[1])) is not None:
             return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
         try:
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if known else self._result(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if not known and self._pretence.building and func is aten._local_scalar_dense.default:
                 return 0
@@ -195,6 +196,21 @@ class _Operators(TorchDispatchMode):
                 if self._is_new(tensor, tensors):
                     self._numbers.learn(tensor, value)
         return out
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tensors as the operator's, which are no views."""
+        if not _is_fresh(func):
+            return func(*args, **kwargs)
+        try:
+            asked = (func, _described(args), _described(tuple(kwargs.items())))
+            found = self._remembered.get(asked)
+        except TypeError:  # something that can not be told apart
+            return func(*args, **kwargs)
+        if found is None:
+            out = func(*args, **kwargs)
+            self._remembered[asked] = _described(out) if _is_plain(out) else NotImplemented
+            return out
+        return func(*args, **kwargs) if found is NotImplemented else _made(found)
 
     def _known(self, func: Any, tensors: list[Tensor]) -> bool:
         if func._overloadpacket in _LIKE:
@@ -250,6 +266,38 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> lis
         elif isinstance(value, list | tuple):
             found += [item for item in value if isinstance(item, Tensor)]
     return found
+
+
+class _Look(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    """What a result's look depends on, or is."""
+    if isinstance(value, Tensor):
+        return _Look(value.shape, value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    return type(value), value  # 1, 1.0 and True are equal, and give other types
+
+
+def _made(described: Any) -> Any:
+    if isinstance(described, _Look):
+        return torch.empty_strided(described.shape, described.stride, dtype=described.dtype, device=META)
+    return tuple(map(_made, described))
+
+
+@functools.cache
+def _is_fresh(func: Any) -> bool:
+    """Whether all that an operator returns is new."""
+    schema = func._schema
+    return not schema.is_mutable and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+
+
+def _is_plain(out: Any) -> bool:
+    return all(isinstance(value, Tensor) and value.is_meta for value in (out if isinstance(out, tuple) else (out,)))
 
 
 def _unknown(func: Any, error: Exception) -> Exception:
@@ -473,7 +521,7 @@ def _attention_kernel(
         dropout > 0,
         grouped and query.shape[1] != key.shape[1],
     )
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type == _State.target and asked.width and not asked.mask_trains:
         return _picked(device, asked)
     return attention_kernel(_State.target, asked)
