@@ -63,6 +63,19 @@ class UnitCost:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What compute does from one visit to the next, and what it sets going, for a step that is not a plain sweep."""
+
+    unit: int  # that is visited
+    flops: float
+    held: tuple[int, ...] = ()  # units that are being visited meanwhile
+    sends: tuple[int, ...] = ()  # units whose gradients are complete after it
+    stowed_nbytes: int = 0  # activations that go to the host after it
+    fetched_nbytes: int = 0  # and come back before it
+    nbytes: int = 0  # on the device beside weights
+
+
+@dataclass(frozen=True)
 class Floor:
     """What a step has to do, in seconds of each lane.
 
@@ -146,6 +159,7 @@ def simulate(
     activations: Activations = "keep",
     optimizer_overlap: bool = True,
     steps_into_forward: bool = False,
+    works: Sequence[Work] = (),
 ) -> Simulation:
     """How a training step over these units would go on that machine.
 
@@ -156,13 +170,15 @@ def simulate(
         activations: What becomes of what autograd saves.
         optimizer_overlap: Units are stepped while backward runs, otherwise after it.
         steps_into_forward: Units may be stepped while the next forward runs (Rule 5).
+        works: What a step does, visit by visit, with what ``activations`` costs; by default forward over all units and
+            backward the other way.
     """
     if not units:
         raise OptionError(argument="units", found=len(units), allowed="at least one unit")
     if activations not in ("keep", "recompute"):
         raise OptionError(argument="activations", found=activations, allowed="'keep' or 'recompute'")
     recompute = activations == "recompute"
-    host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward)
+    host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works)
     starts = [host.step() for _ in range(STEPS)]
     _run(host.lanes, machine.duplex)
     begin, end = starts[-2].start, starts[-1].start
@@ -251,12 +267,14 @@ class _Host:
         recompute: bool,
         overlap: bool,
         into_forward: bool,
+        works: Sequence[Work],
     ) -> None:
         self.tasks: list[_Task] = []
         self.lanes = {name: _Lane() for name in LANES}
         if into_forward:
             self.lanes["optimizer"] = _NewestFirst()
         self._units = units
+        self._works = works
         self._schedule = schedule
         self._machine = machine
         self._recompute = recompute
@@ -271,6 +289,7 @@ class _Host:
         self._reader: _Task | None = None  # the compute after which the next way up may start (Rule 3)
         self._computing: _Task | None = None
         self._landing: _Task | None = None  # whose packed buffer is held
+        self._leaving: _Task | None = None  # activations on their way down
         self._resident_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self._saved_nbytes = 0
         self._packed_nbytes = 0
@@ -280,12 +299,40 @@ class _Host:
     def step(self) -> _Task:
         """One step; returns its first compute."""
         self._open()
-        count = len(self._units)
-        first, *_ = [self._forward(unit) for unit in range(count)]
-        for unit in reversed(range(count)):
-            self._backward(unit)
+        if self._works:
+            first, *_ = [self._do(work) for work in self._works]
+        else:
+            count = len(self._units)
+            first, *_ = [self._forward(unit) for unit in range(count)]
+            for unit in reversed(range(count)):
+                self._backward(unit)
         self._close()
         return first
+
+    def _do(self, work: Work) -> _Task:
+        for index, unit in enumerate(self._units):
+            if unit.resident:
+                self._visit(index)
+        self._visit(work.unit, work.held)
+        back = None
+        if work.fetched_nbytes:
+            seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
+            back = self._issue("up", work.unit, seconds, [self._computing])  # whose memory it takes
+        task = self._compute(work.unit, work.flops, back)
+        self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
+        self._stow(work)
+        for unit in work.sends:
+            self._send(unit)
+        return task
+
+    def _stow(self, work: Work) -> None:
+        """What a unit saved leaves; the memory is given back at the end of the next one (offload.py, Rule 2)."""
+        if self._leaving is not None:
+            self._computing = self._issue("compute", work.unit, 0.0, [self._leaving])
+            self._leaving = None
+        if work.stowed_nbytes:
+            seconds = work.stowed_nbytes / self._machine.down_bytes_per_s
+            self._leaving = self._issue("down", work.unit, seconds, [self._computing])
 
     def _open(self) -> None:
         stale = [unit for unit in self._schedule.resident if self._is_stale(unit)]
@@ -317,15 +364,17 @@ class _Host:
         self._observe(unit.down_nbytes + self._recompute * unit.activation_nbytes)
         self._saved_nbytes -= unit.input_nbytes if self._recompute else unit.activation_nbytes
         if unit.trained:
+            self._let_go()
+            self._observe(2 * unit.down_nbytes)  # as autograd made them, and packed
             self._send(index)
 
-    def _visit(self, index: int) -> None:
+    def _visit(self, index: int, held: tuple[int, ...] = ()) -> None:
         if self._units[index].resident:
             if self._is_stale(index):
                 self._reader = self._computing
                 self._load(index)
         elif index != self._last:
-            decision = self._schedule.visit(index)
+            decision = self._schedule.visit(index, held)
             if decision.evict:
                 self._reader = self._computing
             for unit in decision.load:
@@ -342,15 +391,14 @@ class _Host:
         work = self._units[index].up_nbytes / self._machine.up_bytes_per_s
         self._ready[index] = self._issue("up", index, work, [self._begin, self._reader, stepped])
 
-    def _compute(self, index: int, flops: float) -> _Task:
+    def _compute(self, index: int, flops: float, back: _Task | None = None) -> _Task:
         work = flops / self._machine.flops_per_s
-        self._computing = self._issue("compute", index, work, [self._begin, self._ready[index]])
+        self._computing = self._issue("compute", index, work, [self._begin, self._ready[index], back])
         return self._computing
 
     def _send(self, index: int) -> None:
         self._let_go()
         nbytes = self._units[index].down_nbytes
-        self._observe(2 * nbytes)  # as autograd made them, and packed
         self._landing = self._issue("down", index, nbytes / self._machine.down_bytes_per_s, [self._computing])
         self._packed_nbytes = nbytes
         if self._overlap:
