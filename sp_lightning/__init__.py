@@ -7,9 +7,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .callback import SuperpipelineCallback
 from .handle import Handle, stream
+from .plan import Plan, plan
 from .strategy import SuperpipelineStrategy
 
-__all__ = ["Handle", "SuperpipelineCallback", "SuperpipelineStrategy", "stream"]
+__all__ = ["Handle", "Plan", "SuperpipelineCallback", "SuperpipelineStrategy", "plan", "stream"]
 
 if "superpipeline" not in StrategyRegistry:
     StrategyRegistry.register("superpipeline", SuperpipelineStrategy, description="Streams a model through one device")

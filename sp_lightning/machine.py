@@ -34,10 +34,17 @@ class Machine:
     host_nbytes: int
     # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
     optimizer_bytes_per_parameter: float = 28
+    fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: as in half precision
 
 
 def _profile(
-    name: str, peak_flops: float, link: float, peak_dram: float, device_nbytes: float, host_nbytes: int
+    name: str,
+    peak_flops: float,
+    peak_fp32: float,
+    link: float,
+    peak_dram: float,
+    device_nbytes: float,
+    host_nbytes: int,
 ) -> Machine:
     return Machine(
         name=name,
@@ -48,25 +55,27 @@ def _profile(
         dram_bytes_per_s=peak_dram * SUSTAINED_DRAM,
         device_nbytes=int(device_nbytes),
         host_nbytes=host_nbytes,
+        fp32_flops_per_s=peak_fp32 * SUSTAINED_FLOPS,
     )
 
 
-# Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity. Hosts are typical ones,
-# with one device at work on a socket of its own: what eight devices share is to be divided.
+# Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity; then FP32 outside of
+# tensor cores, as torch multiplies it unless told otherwise. Hosts are typical ones, with one device at work on a
+# socket of its own: what eight devices share is to be divided.
 MACHINES = {
     machine.name: machine
     for machine in (
         # NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOP/s, 24 GB. Two channels of DDR5-5600: 89.6 GB/s.
-        _profile("rtx4090", 165.2e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),
+        _profile("rtx4090", 165.2e12, 82.6e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),
         # NVIDIA RTX Blackwell GPU architecture whitepaper: 209.5 TFLOP/s, 32 GB. Two channels of DDR5-6400: 102.4 GB/s.
-        _profile("rtx5090", 209.5e12, GEN5, 102.4e9, 32 * GIB, 192 * GIB),
+        _profile("rtx5090", 209.5e12, 104.8e12, GEN5, 102.4e9, 32 * GIB, 192 * GIB),
         # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s. EPYC 7003, eight channels of DDR4-3200: 204.8 GB/s.
-        _profile("a100", 312e12, GEN4, 204.8e9, 80 * GIB, 1024 * GIB),
+        _profile("a100", 312e12, 19.5e12, GEN4, 204.8e9, 80 * GIB, 1024 * GIB),
         # NVIDIA H100 SXM datasheet: 989.4 TFLOP/s, 80 GB. Xeon 8480C, eight channels of DDR5-4800: 307.2 GB/s.
-        _profile("h100", 989.4e12, GEN5, 307.2e9, 80 * GIB, 2048 * GIB),
+        _profile("h100", 989.4e12, 66.9e12, GEN5, 307.2e9, 80 * GIB, 2048 * GIB),
         # NVIDIA H200 SXM datasheet: 989.4 TFLOP/s, 141 GB. Xeon 8580, eight channels of DDR5-5600: 358.4 GB/s.
-        _profile("h200", 989.4e12, GEN5, 358.4e9, 141e9, 2048 * GIB),
+        _profile("h200", 989.4e12, 66.9e12, GEN5, 358.4e9, 141e9, 2048 * GIB),
         # AMD Instinct MI300X data sheet: 1307.4 TFLOP/s, 192 GB. EPYC 9004, twelve channels of DDR5-4800: 460.8 GB/s.
-        _profile("mi300x", 1307.4e12, GEN5, 460.8e9, 192e9, 2048 * GIB),
+        _profile("mi300x", 1307.4e12, 163.4e12, GEN5, 460.8e9, 192e9, 2048 * GIB),
     )
 }

@@ -90,6 +90,11 @@ class Script:
         return sum(size.nbytes for unit, size in zip(self.units, self.sizes, strict=True) if unit.resident)
 
     @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
     def order(self) -> list[int]:
         """The visits that the schedule sees."""
         indices = (visit.unit for visit in self.visits)
@@ -140,12 +145,13 @@ def rehearse(
     return rehearsal.script()
 
 
-class Reality(TorchDispatchMode):
+class Reality(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The other stage: tensors with data, on the CPU, for a step that depends on what it computes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Any = None
+        self.building = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -281,16 +287,10 @@ class _Stage(Device):
     """The device as recomputation and offloading see it: idle streams, and tensors where the rehearsal has them."""
 
     def __init__(self, where: torch.device) -> None:
-        self.is_host = False
+        super().__init__("cpu")
         self.torch_device = where
-        self.up = self.down = self._idle = Device("cpu").up
 
-    @property
-    def compute(self) -> Any:
-        """An idle stream."""
-        return self._idle
-
-    def host_bytes(self, nbytes: int, pinned: bool = True) -> Tensor:
+    def passing(self, nbytes: int) -> Tensor:
         """A host buffer."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
@@ -332,7 +332,7 @@ class _StreamedUnit:
         if any(parameter.requires_grad for parameter in self.params):
             self.outputs = list(Link.apply(self.outputs, lambda ctx, grads: receive(self, grads), *self.params))
             node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
-            node._set_sequence_nr(LEAF_PRIORITY)
+            node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
         self.depth = 0
 
     def sizes(self) -> UnitBytes:

@@ -321,8 +321,8 @@ class _Host:
         task = self._compute(work.unit, work.flops, back)
         self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
         self._stow(work)
-        for unit in work.sends:
-            self._send(unit)
+        for sent in work.sends:
+            self._send(sent)
         return task
 
     def _stow(self, work: Work) -> None:

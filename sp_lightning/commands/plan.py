@@ -1,0 +1,176 @@
+"""``python -m sp_lightning plan``: what training a model would need, before there is a device."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+SHOWN = 12  # rows of the sweep, in the table; --json has all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a transformers config.json or its directory, a torchvision name, package.module:function, or a workload",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="rows of a batch (default: 1)")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens in a row (default: 2048)")
+    parser.add_argument("--data", help="package.module:function of rows and tokens that gives the batch")
+    parser.add_argument("--precision", default="bf16-mixed", help="as the Trainer's (default: bf16-mixed)")
+    parser.add_argument("--optimizer", help="such as AdamW or SGD (default: the module's own, or AdamW)")
+    parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
+    parser.add_argument("--device-memory", help="such as 24GiB (default: the machine's)")
+    parser.add_argument("--window", default="auto", help="units on the device at once (default: auto)")
+    parser.add_argument("--transfer", default="auto", help="units exchanged at a time (default: auto)")
+    parser.add_argument("--memory-budget", help="device bytes for what streams, such as 10GiB")
+    parser.add_argument("--units", nargs="+", default="auto", help="class names (default: auto)")
+    parser.add_argument("--activations", default="keep", help="keep, recompute, offload or recompute+offload")
+    parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time of every window and transfer")
+    parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Plans and prints; 1 if it does not fit."""
+    import json
+
+    from ..plan import plan
+    from ..specs import find
+
+    for name in ("batch", "seq"):
+        _check_count(name, getattr(args, name))
+    if args.plot:
+        from ..trade import check_matplotlib
+
+        check_matplotlib()
+    spec = find(args.model, args.batch, args.seq, args.data)
+    found = plan(
+        spec.model,
+        spec.batch,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        machine=args.machine,
+        device_memory=args.device_memory,
+        loss=spec.loss,
+        name=spec.name,
+        window=args.window,
+        transfer=args.transfer,
+        memory_budget=args.memory_budget,
+        units=args.units,
+        activations=args.activations,
+        master_weights=args.master_weights,
+    )
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print(found, spec.note)
+    if args.timeline:
+        from ..timeline import save, simulated
+
+        save(simulated(found.simulation, f"{found.model} on {found.machine.name}"), args.timeline)
+    if args.plot:
+        from ..trade import draw
+
+        draw(found, args.plot)
+    return 0 if found.fits else 1
+
+
+def _check_count(name: str, value: int) -> None:
+    from ..errors import OptionError
+
+    if value < 1:
+        raise OptionError(argument=name, found=value, allowed="an int >= 1")
+
+
+def _print(plan: Plan, note: str) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_heading(plan), markup=False, soft_wrap=True)
+    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan)):
+        console.print()
+        console.print(table)
+    console.print()
+    for line in [*plan.notes, note] if note else plan.notes:
+        console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    console.print(f"Change first: {plan.first}", markup=False, soft_wrap=True)
+
+
+def _heading(plan: Plan) -> str:
+    from ..config import format_bytes as size
+
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    return (
+        f"{plan.model}: {plan.parameters / 1e9:.3g}e9 parameters, batch of {plan.rows}, {plan.precision}, "
+        f"activations {plan.options.activations!r}\n"
+        f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
+        f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
+        f"{size(plan.host.total)} of {size(plan.machine.host_nbytes)} on the host: {fits}"
+    )
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _bytes_table(plan: Plan) -> Any:
+    from dataclasses import asdict
+
+    from ..config import format_bytes as size
+
+    table = _table("Memory", "device", "", "host", "")
+    device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
+    host = [(name, nbytes) for name, nbytes in asdict(plan.host).items() if nbytes] + [("total", plan.host.total)]
+    for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
+        cells = (text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else size(nbytes)))
+        table.add_row(*cells)
+    return table
+
+
+def _time_table(plan: Plan) -> Any:
+    table = _table("Time of a step", "", "s")
+    table.add_row("predicted", f"{plan.step_s:.3f}")
+    table.add_row(f"its floor, made of the {plan.binds}", f"{plan.floor_s:.3f}")
+    table.add_row("compute", f"{plan.simulation.compute_s:.3f}")
+    for lane, seconds in plan.simulation.stall_s.items():
+        table.add_row(f"waiting: {lane}", f"{seconds:.3f}")
+    batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)
+    table.add_row("largest window that fits", str(plan.largest_window))
+    table.add_row("largest batch that fits", batch)
+    return table
+
+
+def _sweep_table(plan: Plan) -> Any:
+    from ..config import format_bytes as size
+
+    table = _table("Windows and transfers", "window", "transfer", "device", "s", "")
+    shown = [choice for choice in plan.sweep if choice.transfer in (1, plan.transfer)]
+    step = max(1, -(-len(shown) // SHOWN))
+    for number, choice in enumerate(shown):
+        chosen = (choice.window, choice.transfer) == (plan.window, plan.transfer)
+        if chosen or number % step == 0:
+            mark = "chosen" if chosen else "" if choice.nbytes <= plan.available else "too large"
+            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), f"{choice.step_s:.3f}", mark)
+    return table
+
+
+def _changes_table(plan: Plan) -> Any:
+    from ..config import format_bytes as size
+
+    table = _table("What could be changed", "", "device", "s", "time per sample", "")
+    for change in plan.changes:
+        mark = "" if change.nbytes <= plan.available else "too large"
+        table.add_row(change.what, size(change.nbytes), f"{change.step_s:.3f}", f"{change.cost(plan):.2f}x", mark)
+    return table

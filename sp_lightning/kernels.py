@@ -1,0 +1,267 @@
+"""Kernels and casts of a target device, for tensors without data.
+
+1. Autocast, and torch's own choice of kernels, ask for the tensors' device, which meta tensors have not. So a dispatch
+   key above autograd that nobody uses is switched on for the calling thread: there, operators are cast as CUDA's
+   autocast casts them, and attention and dropout become the kernels that the target would run.
+2. Whether to cast is the CPU's flag: model code that is told that it is on the CPU turns that one off and on.
+3. A device that is at hand is asked which attention it picks, by running it on next to nothing; of others it is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+META = torch.device("meta")
+KEY = "AutocastIPU"  # Rule 1
+FUSED = ("cuda", "xpu")  # device types with fused attention for training
+
+
+class _Now:
+    """Of the thread that pretends: there is one."""
+
+    target = "cuda"
+
+
+_now = _Now()
+
+
+@contextlib.contextmanager
+def of(target: str, autocast: torch.dtype | None) -> Iterator[None]:
+    """Within, operators on meta tensors are that device type's."""
+    _register()
+    before, _now.target = _now.target, target
+    try:
+        with _key_is_on(), _autocast_flag(autocast):
+            yield
+    finally:
+        _now.target = before
+
+
+@contextlib.contextmanager
+def _key_is_on() -> Iterator[None]:
+    key = getattr(torch._C.DispatchKey, KEY)
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(key):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
+@contextlib.contextmanager
+def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
+    """Whether to cast is the CPU's flag, which model code that is told of the CPU turns off and on."""
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", dtype is not None)
+    if dtype is not None:
+        torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+
+
+# CUDA's autocast: what runs in the lower precision, what in FP32, and what is told to give FP32.
+LOWER = """
+_convolution _convolution.deprecated conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding conv_tbc
+conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul mm mv
+linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+""".split()
+FP32 = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+pow.Scalar softplus layer_norm native_layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss
+nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist
+pdist cdist renorm logsumexp
+""".split()
+FP32_RESULT = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split()
+
+_library: Any = torch.library
+_registered: list[Any] = []
+
+
+def _register() -> None:
+    """Once for the process: without the key, which is this thread's within `of`, nothing comes here."""
+    if _registered:
+        return
+    rest = _library.Library("_", "IMPL")
+    rest.fallback(_library.fallthrough_kernel, KEY)
+    library = _library.Library("aten", "IMPL")
+    for names, policy in ((LOWER, _lower), (FP32, _fp32), (FP32_RESULT, _fp32_result)):
+        for name in names:
+            library.impl(name, functools.partial(policy, _overload(name)), KEY)
+    library.impl("scaled_dot_product_attention", _attention, KEY)
+    library.impl("dropout", _dropout, KEY)
+    _registered.extend((library, rest))
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _below() -> Any:
+    """Operators called within go on to autograd."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY)))
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, tree)
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype is not torch.float64
+
+
+def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with _below():
+        if _casts():
+            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+        return op(*args, **kwargs)
+
+
+def _fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with _below():
+        if _casts() and _now.target != "cpu":
+            args, kwargs = _cast((args, kwargs), torch.float32)
+        return op(*args, **kwargs)
+
+
+def _fp32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with _below():
+        arguments = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        if _casts() and _now.target != "cpu" and given.get("dtype") is None and _is_eligible(args[0]):
+            positional = args[: arguments.index("dtype")] if "dtype" in arguments[: len(args)] else args
+            return op(*positional, **{**kwargs, "dtype": torch.float32})
+        return op(*args, **kwargs)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    with _below():
+        if train and 0 < p < 1 and _now.target in FUSED and x.numel():
+            return torch.native_dropout(x, p, train)[0]  # which keeps a mask of one byte each
+        return torch.dropout(x, p, train)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention by the kernel that the target picks."""
+    with _below():
+        if _casts():
+            lower = torch.get_autocast_dtype("cpu")
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), lower)
+        kernel = _attention_kernel(query, key, value, attn_mask, dropout_p, enable_gqa)
+        if kernel == "math":
+            out = aten._scaled_dot_product_attention_math(
+                *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+            )
+        elif kernel == "cpu":
+            mask = _additive(attn_mask, query.dtype)
+            out = aten._scaled_dot_product_flash_attention_for_cpu(
+                *(query, key, value, dropout_p, is_causal), attn_mask=mask, scale=scale
+            )
+        elif kernel == "flash":
+            width = query.shape[-1]
+            padded = [torch.nn.functional.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
+            out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
+            return out[0][..., :width]  # type: ignore[no-any-return]
+        else:
+            needs = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
+            mask = _additive(attn_mask, query.dtype)
+            if mask is not None:
+                mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            out = aten._scaled_dot_product_efficient_attention(
+                *(query, key, value, mask, needs, dropout_p, is_causal), scale=scale
+            )
+        return out[0]  # type: ignore[no-any-return]
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask of truth values, as what is added to the scores."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=META).masked_fill(mask.logical_not(), float("-inf"))
+
+
+def _attention_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, grouped: bool
+) -> str:
+    asked = Attention(
+        query.dtype,
+        query.shape[-1] if query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dim() == 4 else 0,
+        mask is not None,
+        mask is not None and mask.requires_grad,
+        dropout > 0,
+        grouped and query.shape[1] != key.shape[1],
+    )
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type == _now.target and asked.width and not asked.mask_trains:
+        return _picked(device, asked)
+    return attention_kernel(_now.target, asked)
+
+
+class Attention(NamedTuple):
+    """What decides on the kernel for ``scaled_dot_product_attention``."""
+
+    dtype: torch.dtype
+    width: int  # of a head; 0 if queries, keys and values differ, or are no batch of heads
+    masked: bool = False
+    mask_trains: bool = False
+    drops: bool = False
+    grouped: bool = False  # several heads of queries for one of keys
+
+
+def attention_kernel(target: str, asked: Attention) -> str:
+    """What a device of that type picks: "flash", "efficient", "cpu" (flash on the CPU) or "math"."""
+    if not asked.width:
+        return "math"
+    if target == "cpu":
+        return "math" if asked.drops or asked.grouped or asked.mask_trains else "cpu"
+    if target not in FUSED or asked.dtype is torch.float64:
+        return "math"
+    if asked.dtype in (torch.float16, torch.bfloat16) and not asked.masked and asked.width <= 256:
+        return "flash"
+    return "math" if asked.grouped else "efficient"
+
+
+_NAMES = {"FlashAttentionForCpu": "cpu", "FlashAttention": "flash", "CudnnAttention": "flash", "Efficient": "efficient"}
+
+
+@functools.cache
+def _picked(device: torch.device, asked: Attention) -> str:
+    """What a device that is at hand picks, found by running it on next to nothing."""
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), unseen:
+        query, key = (
+            torch.zeros(1, heads, 8, asked.width, dtype=asked.dtype, device=device, requires_grad=True)
+            for heads in (2, 1 if asked.grouped else 2)
+        )
+        mask = torch.zeros(1, 2, 8, 8, dtype=asked.dtype, device=device) if asked.masked else None
+        attention = torch.nn.functional.scaled_dot_product_attention
+        out = attention(query, key, key, mask, dropout_p=0.1 * asked.drops, enable_gqa=asked.grouped)
+        name = "" if out.grad_fn is None else out.grad_fn.name()
+    return next((kernel for found, kernel in _NAMES.items() if found in name), "math")

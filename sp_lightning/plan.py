@@ -1,0 +1,309 @@
+"""Will it fit, which window, how long a step takes, and what to change first: in numbers, without a device.
+
+1. Nothing here is a rule of thumb about models: a training step is rehearsed on tensors without data (subject.py), and
+   its visits go through the runtime's own schedule, for bytes (`Script.peak`) and for time (simulation.py).
+2. The device's own share, and what its allocator wastes, is a reserve that was not measured (`RESERVE`).
+3. Bytes and time in a batch's rows are straight lines through two rehearsals: with the batch, and with twice the rows.
+4. Of the windows and transfers that fit, the smallest of the fastest is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .config import Options, parse_bytes
+from .device import find
+from .errors import OptionError, SuperpipelineError
+from .forecast import Change, Choice, Plan
+from .machine import MACHINES, Machine
+from .measure import measure
+from .rehearsal import Runner
+from .schedule import Schedule
+from .simulation import Simulation, Work, simulate
+from .subject import Listed, Needs, Rehearsed, Subject
+from .workloads import WORKLOADS, Workload
+
+__all__ = ["Change", "Choice", "Plan", "plan", "simulate"]
+
+RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the part of the rest that an allocator wastes
+RESERVED = "reserve"
+WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+TRANSFERS = (1, 2, 4)
+EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
+ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+def plan(
+    module: nn.Module | Callable[[], nn.Module] | Workload | str,
+    batch: Any = None,
+    *,
+    precision: str | int = "32-true",
+    optimizer: Any = None,
+    machine: Machine | str = "here",
+    device: torch.device | str | None = None,
+    device_memory: int | str | None = None,
+    loss: Runner | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Plan:
+    """What training this model with the strategy would need: memory on both sides, and time. Needs no device.
+
+    Takes seconds, and next to no memory: neither weights nor activations are made. The module is not changed.
+
+    Args:
+        module: A module, which is copied without its weights; or a function without arguments that makes one, which
+            runs on tensors without data; or one of ``workloads.WORKLOADS``, or its name, whose numbers are given.
+        batch: A batch as the module takes it, or a function that makes one. Of a workload: the number of tokens.
+        precision: As the Trainer's.
+        optimizer: A name such as "AdamW", a class, or a function of parameters; by default the module's own, or AdamW.
+        machine: A name in ``machine.MACHINES``, a profile, or "here": this machine, measured.
+        device: What it computes on, for the choice of kernels; by default what is here, or else "cuda".
+        device_memory: Its bytes, such as "24GiB", where that is not the machine's.
+        loss: Runs the module on a batch and returns its loss; by default ``training_step``, or ``forward``.
+        name: Of the model, for a reader.
+        **options: As for ``SuperpipelineStrategy``.
+    """
+    parsed = Options.parse(**options)
+    precision = _precision(precision)
+    profile, target = _machine(machine, device, precision)
+    if device_memory is not None:
+        nbytes = parse_bytes(device_memory, "device_memory") if isinstance(device_memory, str) else device_memory
+        profile = replace(profile, device_nbytes=nbytes)
+    if isinstance(module, str):
+        if module not in WORKLOADS:
+            raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
+        module = WORKLOADS[module]
+    if isinstance(module, Workload):
+        source: Subject = Listed(module, 8 * 2048 if batch is None else batch, parsed)
+    else:
+        source = Rehearsed(module, batch, precision, optimizer, target, loss)
+    source.name = name or source.name
+    return _Planner(source, profile, target, precision, parsed).plan()
+
+
+# ---- what is given
+
+
+def _precision(given: str | int) -> str:
+    precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(str(given), str(given))
+    if precision not in PRECISIONS:
+        raise OptionError(argument="precision", found=given, allowed="one of " + ", ".join(map(repr, PRECISIONS)))
+    return precision
+
+
+def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
+    """The profile, and the type of device whose kernels count."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    target = torch.device(device).type if device is not None else None
+    if given == "here":
+        found = find(None if device is None else str(device))
+        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+        return measure(found, dtype=dtype), target or found.type
+    if isinstance(given, Machine):
+        return given, target or (here.type if here is not None else "cuda")
+    if given not in MACHINES:
+        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, MACHINES))
+        raise OptionError(argument="machine", found=given, allowed=allowed)
+    return MACHINES[given], target or "cuda"
+
+
+# ---- deciding
+
+
+class _Planner:
+    """Tries windows, transfers, and what could be changed."""
+
+    def __init__(self, source: Subject, machine: Machine, target: str, precision: str, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.precision = precision
+        self.target = target
+        self.machine = machine
+        self.needs = source.needs(options, machine)
+        words = 3 + 2 * source.states()
+        scaled = machine.optimizer_bytes_per_parameter * words / ADAMW_WORDS
+        self.machine = replace(machine, optimizer_bytes_per_parameter=scaled)
+        self.available = machine.device_nbytes
+        if options.memory_budget is not None:
+            self.available = min(self.available, options.memory_budget)
+
+    def plan(self) -> Plan:
+        count = max(1, len(self.needs.streamed))
+        sweep = self._sweep(count)
+        chosen = self._chosen(sweep)
+        terms = self._terms(self.needs, chosen.window, chosen.transfer)
+        simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
+        twice = self._twice()
+        parameters = sum(cost.parameters for cost in self.needs.costs)
+        return Plan(
+            model=self.source.name,
+            parameters=self._parameters(),
+            trained=parameters,
+            rows=self.source.rows,
+            precision=self.precision,
+            machine=self.machine,
+            options=self.options,
+            window=chosen.window,
+            transfer=chosen.transfer,
+            units=tuple(cost.name for cost in self.needs.streamed),
+            device_terms=terms,
+            host=self.source.host(self.options, self.needs),
+            available=self.available,
+            simulation=simulation,
+            largest_window=self._largest_window(count),
+            largest_batch=self._largest_batch(twice, chosen),
+            sweep=tuple(sweep),
+            changes=tuple(self._changes(chosen, simulation, twice)),
+            notes=tuple(dict.fromkeys(self.source.notes)),
+            flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
+        )
+
+    def _parameters(self) -> int:
+        script = self.needs.script
+        return sum(cost.parameters for cost in self.needs.costs) if script is None else script.parameters
+
+    def _terms(self, needs: Needs, window: int, transfer: int) -> dict[str, int]:
+        terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
+        fixed, share = RESERVE.get(self.target, (0, 0.0))
+        reserve = fixed + int(share * sum(terms.values()))
+        return terms | ({RESERVED: reserve} if reserve else {})
+
+    def _nbytes(self, needs: Needs, window: int, transfer: int = 1) -> int:
+        return sum(self._terms(needs, window, transfer).values())
+
+    def _simulated(self, needs: Needs, window: int, transfer: int) -> Simulation:
+        return simulate(
+            needs.costs,
+            Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
+            self.machine,
+            optimizer_overlap=self.options.optimizer_overlap,
+            works=needs.works,
+        )
+
+    def _sweep(self, count: int) -> list[Choice]:
+        windows = sorted({min(window, count) for window in (*WINDOWS, count)} | self._given("window", count))
+        transfers = self._given("transfer", count) or set(TRANSFERS)
+        return [
+            Choice(window, transfer, self._nbytes(self.needs, window, transfer), self._step_s(window, transfer))
+            for window in windows
+            for transfer in sorted({min(transfer, window) for transfer in transfers})
+        ]
+
+    def _given(self, name: Literal["window", "transfer"], count: int) -> set[int]:
+        value = getattr(self.options, name)
+        return set() if value == "auto" else {min(value, count)}
+
+    def _step_s(self, window: int, transfer: int) -> float:
+        return self._simulated(self.needs, window, transfer).step_s
+
+    def _chosen(self, sweep: list[Choice]) -> Choice:
+        """The smallest of the fastest that fit; the smallest at all if none does."""
+        if self.options.window != "auto":
+            sweep = [choice for choice in sweep if choice.window == min(self.options.window, sweep[-1].window)]
+        fitting = [choice for choice in sweep if choice.nbytes <= self.available]
+        if not fitting:
+            return min(sweep, key=lambda choice: choice.nbytes)
+        fastest = min(choice.step_s for choice in fitting)
+        alike = [choice for choice in fitting if choice.step_s <= EQUAL * fastest]
+        return min(alike, key=lambda choice: (choice.nbytes, choice.step_s))
+
+    def _largest_window(self, count: int) -> int:
+        fits = 0
+        low, high = 1, count
+        while low <= high:
+            middle = (low + high) // 2
+            if self._nbytes(self.needs, middle) <= self.available:
+                fits, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return fits
+
+    # ---- other batches
+
+    def _twice(self) -> Needs | None:
+        """The same with twice the rows; None where that does not run."""
+        try:
+            twice = self.source.needs(self.options, self.machine, 2)
+        except Exception:
+            self.source.notes.append("twice the batch could not be measured, so the largest one is not known")
+            return None
+        return twice if len(twice.works) == len(self.needs.works) else None
+
+    def _bytes_of(self, twice: Needs, rows: int, window: int, transfer: int) -> int:
+        """Rule 4."""
+        one, two = self._nbytes(self.needs, window, transfer), self._nbytes(twice, window, transfer)
+        return int(one + (two - one) * (rows - self.source.rows) / self.source.rows)
+
+    def _largest_batch(self, twice: Needs | None, chosen: Choice) -> int | None:
+        if twice is None:
+            return None
+        one = self._nbytes(self.needs, chosen.window, chosen.transfer)
+        more = self._nbytes(twice, chosen.window, chosen.transfer) - one
+        if more <= 0:
+            return None
+        return max(0, int(self.source.rows * (1 + (self.available - one) / more)))
+
+    def _with_rows(self, twice: Needs, rows: int) -> Needs:
+        """Of the time: a straight line, too."""
+        share = (rows - self.source.rows) / self.source.rows
+
+        def between(one: Work, two: Work) -> Work:
+            return replace(
+                one,
+                flops=max(0.0, one.flops + share * (two.flops - one.flops)),
+                stowed_nbytes=max(0, int(one.stowed_nbytes + share * (two.stowed_nbytes - one.stowed_nbytes))),
+                fetched_nbytes=max(0, int(one.fetched_nbytes + share * (two.fetched_nbytes - one.fetched_nbytes))),
+            )
+
+        works = [between(one, two) for one, two in zip(self.needs.works, twice.works, strict=True)]
+        return replace(self.needs, works=works)
+
+    # ---- changes
+
+    def _changes(self, chosen: Choice, simulation: Simulation, twice: Needs | None) -> list[Change]:
+        changes = list(self._other_windows(chosen))
+        changes += self._other_batches(chosen, twice)
+        changes += self._other_policies(chosen)
+
+        def cost(change: Change) -> tuple[bool, float]:
+            return change.nbytes > self.available, change.step_s / change.samples
+
+        return sorted(changes, key=cost)
+
+    def _other_windows(self, chosen: Choice) -> Iterable[Change]:
+        if chosen.window > 1:
+            window = self._largest_window(chosen.window - 1) or 1
+            nbytes = self._nbytes(self.needs, window)
+            yield Change(f"window={window}", nbytes, self._step_s(window, 1))
+
+    def _other_batches(self, chosen: Choice, twice: Needs | None) -> Iterable[Change]:
+        if twice is None:
+            return
+        fits = self._largest_batch(twice, chosen)
+        candidates = {2 * self.source.rows, self.source.rows // 2}
+        candidates |= {fits} if fits is not None and fits < self.source.rows else set()
+        for rows in candidates - {0}:
+            needs = self._with_rows(twice, rows)
+            step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+            nbytes = self._bytes_of(twice, rows, chosen.window, chosen.transfer)
+            yield Change(f"a batch of {rows}", nbytes, step_s, rows / self.source.rows)
+
+    def _other_policies(self, chosen: Choice) -> Iterable[Change]:
+        """What keeps less of what autograd saves; or, where there is room, more."""
+        others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
+        policy: Any = others.get(self.options.activations)
+        if policy is None or (isinstance(self.source, Listed) and policy == "recompute+offload"):
+            return
+        try:
+            needs = self.source.needs(replace(self.options, activations=policy), self.machine)
+        except SuperpipelineError:
+            return  # it can not run again
+        step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+        yield Change(f"activations={policy!r}", nbytes, step_s)

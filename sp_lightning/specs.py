@@ -1,0 +1,182 @@
+"""A model and a batch for it, from what a person types: a config, a name, or a function of theirs.
+
+Nothing is downloaded, and no weights are read: a model is described by its config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import OptionError
+from .workloads import WORKLOADS, Workload
+
+SPECS = (
+    "a transformers config.json or a directory with one, a torchvision name such as vit_h_14, package.module:function, "
+    f"or one of {', '.join(WORKLOADS)}"
+)
+LABELS = 10  # classes of a batch of images
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depths", "layers_block_type")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to plan for."""
+
+    name: str
+    model: Callable[[], nn.Module] | Workload
+    batch: Any
+    loss: Callable[[nn.Module, Any], Any] | None = None
+    note: str = ""
+
+
+def find(text: str, rows: int, length: int, data: str | None = None) -> Spec:
+    """The model of that name, with a batch of so many rows; texts and token sequences have that length.
+
+    Args:
+        text: One of `SPECS`.
+        rows: Of the batch.
+        length: Tokens in a row.
+        data: ``package.module:function``: a function of rows and length that gives the batch.
+    """
+    spec = _found(text, rows, length, data)
+    if data is None:
+        return spec
+    return Spec(spec.name, spec.model, _function("data", data)(rows, length), spec.loss)
+
+
+def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
+    path = Path(text)
+    if text in WORKLOADS:
+        return Spec(text, WORKLOADS[text], rows * length)
+    if path.is_dir() or path.suffix == ".json":
+        return _of_config(path / "config.json" if path.is_dir() else path, rows, length)
+    if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):
+        return _of_torchvision(text.removeprefix("torchvision:"), rows)
+    if ":" in text:
+        if data is None:
+            allowed = "package.module:function, which gives the batch of a model that is given by a function"
+            raise OptionError(argument="data", found=None, allowed=allowed)
+        return Spec(text, _function("model", text), None)
+    raise OptionError(argument="model", found=text, allowed=SPECS)
+
+
+def _function(argument: str, text: str) -> Any:
+    package, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        allowed = f"package.module:function that can be imported ({error})"
+        raise OptionError(argument=argument, found=text, allowed=allowed) from error
+
+
+# ---- transformers
+
+
+def _of_config(path: Path, rows: int, length: int) -> Spec:
+    transformers = _needed("transformers")
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        allowed = f"a readable config.json of transformers ({error})"
+        raise OptionError(argument="model", found=str(path), allowed=allowed) from error
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in transformers.CONFIG_MAPPING:
+        allowed = "a config.json with a model_type that transformers knows"
+        raise OptionError(argument="model", found=f"{path} with model_type {kind!r}", allowed=allowed)
+    config = transformers.AutoConfig.for_model(**values)
+    if not _layers(config):
+        allowed = f"a config with layers ({', '.join(LAYERS[:3])}): a model without has nothing to stream"
+        raise OptionError(argument="model", found=str(path), allowed=allowed)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    made = _class_of(transformers, config)
+
+    def make() -> Any:
+        config.use_cache = False
+        return made._from_config(config, dtype=torch.float32)
+
+    return Spec(name, make, *_batch_of(config, made.__name__, rows, length))
+
+
+def _layers(config: Any) -> bool:
+    parts = [config, *(getattr(config, name, None) for name in ("text_config", "vision_config", "decoder", "encoder"))]
+    found = (getattr(part, name, None) for part in parts if part is not None for name in LAYERS)
+    return any(found)
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    """The class that the config names; else one with a head that is trained."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    heads = (
+        *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM"),
+        *("AutoModelForImageClassification", "AutoModel"),
+    )
+    for head in heads:
+        mapping = getattr(transformers, head)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    allowed = "a config of a model that transformers can make"
+    raise OptionError(argument="model", found=type(config).__name__, allowed=allowed)
+
+
+def _batch_of(config: Any, name: str, rows: int, length: int) -> tuple[Any, None, str]:
+    texts = getattr(config, "text_config", config)
+    vocabulary = getattr(texts, "vocab_size", None)
+    if vocabulary is None:
+        size = config.image_size
+        size = (size, size) if isinstance(size, int) else tuple(size)
+        images = torch.zeros(rows, getattr(config, "num_channels", 3), *size)
+        labelled = {"labels": torch.zeros(rows, dtype=torch.long)} if "Classification" in name else {}
+        return {"pixel_values": images, **labelled}, None, ""
+    tokens = torch.ones(rows, length, dtype=torch.long)
+    labelled = {"labels": tokens} if any(head in name for head in ("LM", "Generation", "ImageText")) else {}
+    note = "without images: only what reads text was measured" if hasattr(config, "vision_config") else ""
+    return {"input_ids": tokens, **labelled}, None, note
+
+
+# ---- torchvision
+
+
+def _is_torchvision(name: str) -> bool:
+    if importlib.util.find_spec("torchvision") is None:
+        return False
+    return name.lower() in _classifiers()
+
+
+def _classifiers() -> list[str]:
+    models = importlib.import_module("torchvision.models")
+    return list(models.list_models(module=models))
+
+
+def _of_torchvision(name: str, rows: int) -> Spec:
+    models = _needed("torchvision.models")
+    if name.lower() not in _classifiers():
+        allowed = f"one of torchvision's classifiers: {', '.join(_classifiers())}"
+        raise OptionError(argument="model", found=name, allowed=allowed)
+    size = 299 if name == "inception_v3" else 224
+    batch = torch.zeros(rows, 3, size, size), torch.zeros(rows, dtype=torch.long)
+    return Spec(name, lambda: models.get_model(name, weights=None), batch, _classification)
+
+
+def _classification(net: nn.Module, batch: Any) -> Any:
+    scores = net(batch[0])
+    return torch.nn.functional.cross_entropy(getattr(scores, "logits", scores), batch[1])
+
+
+def _needed(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        top = package.partition(".")[0]
+        allowed = f"something that does not need {top}, which is not installed: pip install 'sp-lightning[models]'"
+        raise OptionError(argument="model", found=top, allowed=allowed) from error

@@ -1,0 +1,401 @@
+"""A model to plan for: what its units cost, what is on the device with it, and what on the host.
+
+1. A module is rehearsed (rehearsal.py). What a rehearsal can not do is said in ``notes``: a training_step that asks its
+   Trainer for something is replaced by ``forward``; a model whose way depends on what it computes runs on the CPU, with
+   data, if it is small enough.
+2. A workload has its numbers listed (workloads.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .activations import tensors_in
+from .config import Options
+from .errors import OptionError, SuperpipelineError, UnsupportedError
+from .host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+from .machine import Machine
+from .pretence import Pretence
+from .rehearsal import Reality, Runner, Script, rehearse
+from .simulation import UnitCost, Work
+from .workloads import Workload
+
+LARGEST_REAL = 2**30  # bytes of weights with which a step is tried on the CPU (Rule 1)
+HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What does not depend on window and transfer, and what does."""
+
+    costs: list[UnitCost]  # in the order of their first visits, resident ones last
+    works: list[Work]
+    peak: Callable[[int, int], dict[str, int]]
+    script: Script | None = None
+
+    @property
+    def streamed(self) -> list[UnitCost]:
+        return [cost for cost in self.costs if not cost.resident]
+
+
+class Subject:
+    """A model to plan for."""
+
+    name: str
+    rows: int
+    notes: list[str]
+
+    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
+        """With ``scale`` times the batch."""
+        raise NotImplementedError
+
+    def host(self, options: Options, needs: Needs) -> HostBytes:
+        raise NotImplementedError
+
+    def states(self) -> float:
+        """Tensors that the optimizer keeps of each parameter."""
+        return STATES["AdamW"]
+
+
+class Rehearsed(Subject):
+    """A module, by a rehearsal."""
+
+    def __init__(
+        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | None
+    ) -> None:
+        if batch is None:
+            raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
+        self._module = module
+        self._batch = batch() if callable(batch) else batch
+        self._precision = precision
+        self._optimizer = optimizer
+        self._target = target
+        self._loss = loss
+        self._states: float | None = None
+        self._real = False  # whether it has to run with data
+        self._forward = False  # whether training_step can not
+        self.rows = _rows(self._batch)
+        self.notes: list[str] = []
+        self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
+
+    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
+        script = self._script(options, scale)
+        costs, works = _costs(script, options, machine)
+        return Needs(costs, works, script.peak, script)
+
+    def host(self, options: Options, needs: Needs) -> HostBytes:
+        assert needs.script is not None
+        half = self._half() if options.master_weights else None
+
+        def travels_as(dtype: torch.dtype) -> torch.dtype:
+            return half if half is not None and dtype is torch.float32 else dtype
+
+        units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.script.units]
+        stowed = sum(work.stowed_nbytes for work in needs.works)
+        return host_bytes(units, states=self.states(), activations=stowed)
+
+    def states(self) -> float:
+        assert self._states is not None
+        return self._states
+
+    def _half(self) -> torch.dtype | None:
+        return HALF.get(self._precision.split("-")[0])
+
+    def _script(self, options: Options, scale: int) -> Script:
+        """By the plainest way that works (Rule 2)."""
+        batch = _scaled(self._batch, self.rows, scale)
+        while True:
+            try:
+                return self._rehearse(options, batch)
+            except (SuperpipelineError, MemoryError):
+                if self._real or not self._may_be_real():
+                    raise
+                self._real = True
+                self.notes.append(
+                    "its way depends on what it computes: measured on the CPU, with data, by the CPU's kernels"
+                )
+            except Exception as error:
+                if self._forward or self._loss is not None or not hasattr(self._module_class(), "training_step"):
+                    raise UnsupportedError(
+                        f"{self.name} does not run without a Trainer and without data: {type(error).__name__}: "
+                        f"{str(error).splitlines()[0] if str(error) else ''}; pass loss=, a function that takes the "
+                        "module and a batch and returns the loss"
+                    ) from error
+                self._forward = True
+                self.notes.append(
+                    f"training_step was not measured, as it needs more than a batch ({str(error).splitlines()[0]}): "
+                    "forward, and backward from all it returns, were"
+                )
+
+    def _module_class(self) -> Any:
+        return type(self._module) if isinstance(self._module, nn.Module) else self._made
+
+    def _may_be_real(self) -> bool:
+        return self._nbytes <= LARGEST_REAL
+
+    def _rehearse(self, options: Options, batch: Any) -> Script:
+        mixed = self._precision.endswith("mixed")
+        autocast = self._half() if mixed else None
+        if self._real:
+            with torch.autocast("cpu", dtype=autocast, enabled=mixed), torch.random.fork_rng(devices=[]):
+                with (stage := Reality()):
+                    return self._perform(stage, batch, options)
+        with (pretence := Pretence(self._target, autocast)):
+            return self._perform(pretence, batch, options)
+
+    def _perform(self, stage: Pretence | Reality, batch: Any, options: Options) -> Script:
+        module = self._make(stage)
+        self._made: Any = type(module)
+        self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
+        if not self._nbytes:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
+        adopted = apply_to_collection(batch, Tensor, stage.adopt)
+        half = self._half()
+        if options.master_weights and (half is None or self._precision.endswith("mixed")):
+            allowed = "'bf16-true' or '16-true' with master_weights=True"
+            raise OptionError(argument="precision", found=self._precision, allowed=allowed)
+        if self._precision.endswith("true"):
+            dtype = half or (torch.float64 if self._precision == "64-true" else None)
+            adopted = adopted if dtype is None else apply_to_collection(adopted, Tensor, _to(dtype))
+            if dtype is not None:
+                _convert(module, dtype, options.master_weights)
+        module.train()
+        if self._states is None:
+            self._states = self._count_states(module)
+        compute_dtype = half if options.master_weights else None
+        return rehearse(module, adopted, self._runner(module), options, stage, compute_dtype)
+
+    def _make(self, stage: Pretence | Reality) -> nn.Module:
+        if not isinstance(self._module, nn.Module):
+            stage.building = True
+            made = self._module()
+            stage.building = False
+            if not isinstance(made, nn.Module):
+                raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
+            return made
+        return _copied(self._module, stage)
+
+    def _runner(self, module: nn.Module) -> Runner:
+        if self._loss is not None:
+            return self._loss
+        step = getattr(module, "training_step", None)
+        if step is not None and not self._forward:
+            takes = len(inspect.signature(step).parameters)
+            return lambda _, batch: step(*(batch, 0)[:takes])
+        return _forward
+
+    def _count_states(self, module: nn.Module) -> float:
+        try:
+            return states_of(self._optimizer, module)
+        except OptionError:
+            raise
+        except Exception as error:
+            self.notes.append(
+                f"the module's own optimizer was not made ({str(error).splitlines()[0]}): planned with AdamW's state"
+            )
+            return STATES["AdamW"]
+
+
+class Listed(Subject):
+    """A workload, by its numbers."""
+
+    def __init__(self, workload: Workload, tokens: int, options: Options) -> None:
+        if not isinstance(tokens, int) or tokens < 1:
+            raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
+        if options.activations not in ("keep", "recompute"):
+            found, allowed = options.activations, "'keep' or 'recompute' for a workload, which lists nothing else"
+            raise OptionError(argument="activations", found=found, allowed=allowed)
+        self._workload = workload
+        self.rows = tokens
+        self.name = workload.name
+        self.notes = ["planned from listed numbers: weights and gradients travel in bf16, attention's scores not kept"]
+
+    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
+        costs = self._workload.units(self.rows * scale)
+        costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
+        recompute = options.activations == "recompute"
+        works = _sweep(costs, recompute)
+
+        def peak(window: int, transfer: int) -> dict[str, int]:
+            streamed = sorted((cost.up_nbytes for cost in costs if not cost.resident), reverse=True)
+            kept = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in costs)
+            return {
+                "window": sum(streamed[:window]),
+                "resident root": sum(cost.up_nbytes for cost in costs if cost.resident),
+                "kept for backward": kept,
+                "activations of one unit": recompute * max(cost.activation_nbytes for cost in costs),
+                "gradient buffers": 2 * max(cost.down_nbytes for cost in costs),
+            }
+
+        return Needs(costs, works, peak)
+
+    def host(self, options: Options, needs: Needs) -> HostBytes:
+        count = self._workload.parameters
+        return HostBytes(weights=4 * count, wire=2 * count, gradients=4 * count, optimizer=8 * count)
+
+
+def _sweep(costs: Sequence[UnitCost], recompute: bool) -> list[Work]:
+    streamed = [index for index, cost in enumerate(costs) if not cost.resident]
+    roots = [index for index, cost in enumerate(costs) if cost.resident]
+    extra = sum(costs[index].forward_flops for index in roots)
+    backward_extra = sum(costs[index].backward_flops for index in roots)
+    works = [Work(index, costs[index].forward_flops) for index in streamed]
+    works[-1] = replace(works[-1], flops=works[-1].flops + extra + backward_extra)
+    for index in reversed(streamed):
+        cost = costs[index]
+        flops = cost.backward_flops + recompute * cost.forward_flops
+        works.append(Work(index, flops, sends=(index,) if cost.trained else ()))
+    trained_roots = tuple(index for index in roots if costs[index].trained)
+    works[-1] = replace(works[-1], sends=(*works[-1].sends, *trained_roots))
+    return works
+
+
+def _costs(script: Script, options: Options, machine: Machine) -> tuple[list[UnitCost], list[Work]]:
+    """A script for the simulation: units by their first visits."""
+    order = list(dict.fromkeys(script.order))
+    order += [unit.index for unit in script.units if unit.index not in order]
+    place = {index: position for position, index in enumerate(order)}
+    ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    works: list[Work] = []
+    first = order[0]
+    for visit in script.visits:
+        index = first if visit.unit is None else visit.unit
+        flops = visit.flops + ratio * visit.fp32_flops
+        flops_of = backward if visit.backward else forward
+        flops_of[index] = flops_of.get(index, 0.0) + flops
+        if visit.unit is None and not flops and not visit.sends:
+            continue
+        works.append(
+            Work(
+                place[index],
+                flops,
+                tuple(place[held] for held in visit.held),
+                tuple(place[unit] for unit in visit.sends),
+                visit.stowed_nbytes,
+                visit.fetched_nbytes,
+                visit.nbytes,
+            )
+        )
+    costs = []
+    for index in order:
+        unit, size = script.units[index], script.sizes[index]
+        trained = sum(parameter.numel() for _, parameter in unit.params if parameter.requires_grad)
+        costs.append(
+            UnitCost(
+                name=unit.name,
+                up_nbytes=size.nbytes,
+                down_nbytes=size.gradient_nbytes,
+                parameters=trained,
+                forward_flops=forward.get(index, 0.0),
+                backward_flops=backward.get(index, 0.0),
+                resident=unit.resident,
+            )
+        )
+    return costs, works
+
+
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
+    """What the precision plugin does; with master weights parameters are FP32."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
+
+
+def _copied(module: nn.Module, stage: Pretence | Reality) -> nn.Module:
+    """The module on that stage; itself it is not touched."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        with torch.no_grad():
+            memo[id(parameter)] = nn.Parameter(stage.adopt(parameter.detach()), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = stage.adopt(buffer.detach())
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} can not be copied ({type(error).__name__}: {error}); "
+            "pass a function without arguments that makes it"
+        ) from error
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    if hasattr(batch, "keys"):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def states_of(optimizer: Any, module: nn.Module) -> float:
+    """Tensors that an optimizer keeps of each parameter, in its size and type; found by stepping one parameter."""
+    if isinstance(optimizer, str):
+        names = {name.lower(): name for name in (*STATES, "Adafactor")}
+        if optimizer.lower() not in names:
+            allowed = f"one of {', '.join(names.values())}, a class or a function of parameters"
+            raise OptionError(argument="optimizer", found=optimizer, allowed=allowed)
+        optimizer = getattr(torch.optim, names[optimizer.lower()])
+    if optimizer is None:
+        configure = getattr(module, "configure_optimizers", None)
+        if configure is None:
+            return STATES["AdamW"]
+        made = next(_optimizers_in(configure()), None)
+        if made is None:
+            return 0
+        optimizer = lambda params: type(made)(params, **made.defaults)  # noqa: E731
+    with torch.random.fork_rng(devices=[]):
+        return _states_kept(optimizer)
+
+
+def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(found, torch.optim.Optimizer):
+        yield found
+    elif isinstance(found, dict):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for item in found:
+            yield from _optimizers_in(item)
+
+
+def _states_kept(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        parameter = nn.Parameter(torch.ones(64, 64))
+        parameter.grad = torch.ones(64, 64)
+        optimizer = make([parameter])
+        optimizer.step()
+        kept = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+    return kept // 64 * 64 / parameter.nbytes  # a counter of steps is none
+
+
+def _rows(batch: Any) -> int:
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _scaled(batch: Any, rows: int, scale: int) -> Any:
+    """A batch of ``scale`` times the rows."""
+    if scale == 1:
+        return batch
+
+    def repeated(tensor: Tensor) -> Tensor:
+        fits = tensor.dim() and tensor.shape[0] and tensor.shape[0] % rows == 0
+        return torch.cat([tensor] * scale) if fits else tensor
+
+    return apply_to_collection(batch, Tensor, repeated)
