@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -74,7 +73,7 @@ def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
 
 # CUDA's autocast: what runs in the lower precision, what in FP32, and what is told to give FP32.
 LOWER = """
-_convolution _convolution.deprecated conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding conv_tbc
+_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul mm mv
 linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """.split()
@@ -120,25 +119,32 @@ def _casts() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, tree)
+def _cast(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [one(item) for item in value]
+        return value.to(dtype) if _is_eligible(value) and value.dtype is not dtype else value
+
+    return [one(value) for value in values]
 
 
-def _is_eligible(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype is not torch.float64
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64
 
 
 def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         if _casts():
-            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+            dtype = torch.get_autocast_dtype("cpu")
+            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
         return op(*args, **kwargs)
 
 
 def _fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         if _casts() and _now.target != "cpu":
-            args, kwargs = _cast((args, kwargs), torch.float32)
+            dtype = torch.float32
+            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
         return op(*args, **kwargs)
 
 

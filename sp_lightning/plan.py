@@ -24,7 +24,7 @@ from .machine import MACHINES, Machine
 from .measure import measure
 from .rehearsal import Runner
 from .schedule import Schedule
-from .simulation import Simulation, Work, simulate
+from .simulation import Simulation, simulate
 from .subject import Listed, Needs, Rehearsed, Subject
 from .workloads import WORKLOADS, Workload
 
@@ -34,6 +34,8 @@ RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the part of the res
 RESERVED = "reserve"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
+MOST_ROWS = 2**30
+NEAR = 1.6  # times what there is: a window that takes more is not looked at
 EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
 ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -139,7 +141,7 @@ class _Planner:
         chosen = self._chosen(sweep)
         terms = self._terms(self.needs, chosen.window, chosen.transfer)
         simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
-        twice = self._twice()
+        largest_batch = self._largest_batch(chosen)
         parameters = sum(cost.parameters for cost in self.needs.costs)
         return Plan(
             model=self.source.name,
@@ -157,9 +159,9 @@ class _Planner:
             available=self.available,
             simulation=simulation,
             largest_window=self._largest_window(count),
-            largest_batch=self._largest_batch(twice, chosen),
+            largest_batch=largest_batch,
             sweep=tuple(sweep),
-            changes=tuple(self._changes(chosen, simulation, twice)),
+            changes=tuple(self._changes(chosen, largest_batch)),
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
         )
@@ -187,25 +189,27 @@ class _Planner:
         )
 
     def _sweep(self, count: int) -> list[Choice]:
-        windows = sorted({min(window, count) for window in (*WINDOWS, count)} | self._given("window", count))
+        windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)
         transfers = self._given("transfer", count) or set(TRANSFERS)
+        pairs = {(window, min(transfer, window)) for window in windows for transfer in transfers}
+        sizes = {pair: self._nbytes(self.needs, *pair) for pair in sorted(pairs)}
+        most = max(NEAR * self.available, 1.2 * min(sizes.values()))
+        wanted = self._given("window", count)
         return [
-            Choice(window, transfer, self._nbytes(self.needs, window, transfer), self._step_s(window, transfer))
-            for window in windows
-            for transfer in sorted({min(transfer, window) for transfer in transfers})
+            Choice(*pair, nbytes, self._simulated(self.needs, *pair).step_s)
+            for pair, nbytes in sizes.items()
+            if nbytes <= most or pair[0] in wanted
         ]
 
     def _given(self, name: Literal["window", "transfer"], count: int) -> set[int]:
         value = getattr(self.options, name)
         return set() if value == "auto" else {min(value, count)}
 
-    def _step_s(self, window: int, transfer: int) -> float:
-        return self._simulated(self.needs, window, transfer).step_s
-
     def _chosen(self, sweep: list[Choice]) -> Choice:
         """The smallest of the fastest that fit; the smallest at all if none does."""
         if self.options.window != "auto":
-            sweep = [choice for choice in sweep if choice.window == min(self.options.window, sweep[-1].window)]
+            given = self._given("window", max(1, len(self.needs.streamed)))
+            sweep = [choice for choice in sweep if choice.window in given]
         fitting = [choice for choice in sweep if choice.nbytes <= self.available]
         if not fitting:
             return min(sweep, key=lambda choice: choice.nbytes)
@@ -224,51 +228,31 @@ class _Planner:
                 high = middle - 1
         return fits
 
-    # ---- other batches
+    # ---- other batches (Rule 3)
 
-    def _twice(self) -> Needs | None:
-        """The same with twice the rows; None where that does not run."""
-        try:
-            twice = self.source.needs(self.options, self.machine, 2)
-        except Exception:
-            self.source.notes.append("twice the batch could not be measured, so the largest one is not known")
+    def _with_rows(self, rows: int) -> Needs | None:
+        return self.source.with_rows(rows, self.options, self.machine)
+
+    def _largest_batch(self, chosen: Choice) -> int | None:
+        def fits(rows: int) -> bool:
+            needs = self._with_rows(rows)
+            return needs is not None and self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
+
+        if self._with_rows(1) is None:
             return None
-        return twice if len(twice.works) == len(self.needs.works) else None
-
-    def _bytes_of(self, twice: Needs, rows: int, window: int, transfer: int) -> int:
-        """Rule 4."""
-        one, two = self._nbytes(self.needs, window, transfer), self._nbytes(twice, window, transfer)
-        return int(one + (two - one) * (rows - self.source.rows) / self.source.rows)
-
-    def _largest_batch(self, twice: Needs | None, chosen: Choice) -> int | None:
-        if twice is None:
-            return None
-        one = self._nbytes(self.needs, chosen.window, chosen.transfer)
-        more = self._nbytes(twice, chosen.window, chosen.transfer) - one
-        if more <= 0:
-            return None
-        return max(0, int(self.source.rows * (1 + (self.available - one) / more)))
-
-    def _with_rows(self, twice: Needs, rows: int) -> Needs:
-        """Of the time: a straight line, too."""
-        share = (rows - self.source.rows) / self.source.rows
-
-        def between(one: Work, two: Work) -> Work:
-            return replace(
-                one,
-                flops=max(0.0, one.flops + share * (two.flops - one.flops)),
-                stowed_nbytes=max(0, int(one.stowed_nbytes + share * (two.stowed_nbytes - one.stowed_nbytes))),
-                fetched_nbytes=max(0, int(one.fetched_nbytes + share * (two.fetched_nbytes - one.fetched_nbytes))),
-            )
-
-        works = [between(one, two) for one, two in zip(self.needs.works, twice.works, strict=True)]
-        return replace(self.needs, works=works)
+        low, high = 0, 1
+        while high < MOST_ROWS and fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     # ---- changes
 
-    def _changes(self, chosen: Choice, simulation: Simulation, twice: Needs | None) -> list[Change]:
+    def _changes(self, chosen: Choice, largest_batch: int | None) -> list[Change]:
         changes = list(self._other_windows(chosen))
-        changes += self._other_batches(chosen, twice)
+        changes += self._other_batches(chosen, largest_batch)
         changes += self._other_policies(chosen)
 
         def cost(change: Change) -> tuple[bool, float]:
@@ -280,19 +264,17 @@ class _Planner:
         if chosen.window > 1:
             window = self._largest_window(chosen.window - 1) or 1
             nbytes = self._nbytes(self.needs, window)
-            yield Change(f"window={window}", nbytes, self._step_s(window, 1))
+            yield Change(f"window={window}", nbytes, self._simulated(self.needs, window, 1).step_s)
 
-    def _other_batches(self, chosen: Choice, twice: Needs | None) -> Iterable[Change]:
-        if twice is None:
-            return
-        fits = self._largest_batch(twice, chosen)
-        candidates = {2 * self.source.rows, self.source.rows // 2}
-        candidates |= {fits} if fits is not None and fits < self.source.rows else set()
-        for rows in candidates - {0}:
-            needs = self._with_rows(twice, rows)
-            step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-            nbytes = self._bytes_of(twice, rows, chosen.window, chosen.transfer)
-            yield Change(f"a batch of {rows}", nbytes, step_s, rows / self.source.rows)
+    def _other_batches(self, chosen: Choice, largest: int | None) -> Iterable[Change]:
+        given = self.source.rows
+        fewer = given // 2 if largest is None or largest >= given else largest
+        for rows in {2 * given, fewer} - {0}:
+            needs = self._with_rows(rows)
+            if needs is not None:
+                step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+                nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+                yield Change(f"a batch of {rows}", nbytes, step_s, rows / given)
 
     def _other_policies(self, chosen: Choice) -> Iterable[Change]:
         """What keeps less of what autograd saves; or, where there is room, more."""

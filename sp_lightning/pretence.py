@@ -91,7 +91,9 @@ class _Numbers:
         return tensor.untyped_storage()._cdata in self._known
 
     def adopt(self, real: Tensor) -> Tensor:
-        """A meta tensor in the place of a real one."""
+        """A meta tensor in the place of a real one; what is one already is it."""
+        if real.is_meta:
+            return real
         made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=META)
         self.learn(made, real)
         return made
@@ -309,7 +311,8 @@ class _Attributes(TorchFunctionMode):
         if func in _MOVES:
             return args[0]
         if func in _READS:
-            return func(self._read(args[0]), *args[1:], **(kwargs or {}))
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return func(self._read(args[0]), *args[1:], **(kwargs or {}))
         if kwargs and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": HOST}
         if func is Tensor.to:

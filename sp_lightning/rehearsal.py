@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ OUTSIDE = "outside the units"
 GRADIENTS = "gradient buffers"
 WINDOW = "window"
 ROOT = "resident root"
+ALL = "beside the weights"  # where terms are not told apart
 
 PASSES = 3  # the first one predicts nothing; from the second on all are alike, unless the first left something
 
@@ -69,6 +70,7 @@ class Visit:
     nbytes: int = 0  # most of what is on the device beside weights
     terms: dict[str, int] = field(default_factory=dict)  # at that moment
     moment: int = 0
+    course: list[int] = field(default_factory=list)  # bytes whenever some were added: the most moves with the batch
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,33 @@ class Script:
     units: tuple[Unit, ...]
     sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are on the device
     visits: tuple[Visit, ...]
+
+    def between(self, other: Script, share: float) -> Script:
+        """On the straight line from this script (0) through the other (1), which has the same visits."""
+
+        def line(one: float, two: float) -> float:
+            return max(0.0, one + share * (two - one))
+
+        def visit(one: Visit, two: Visit) -> Visit:
+            course = [int(line(*pair)) for pair in zip(one.course, two.course, strict=True)]
+            return replace(
+                one,
+                flops=line(one.flops, two.flops),
+                fp32_flops=line(one.fp32_flops, two.fp32_flops),
+                stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
+                fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),
+                nbytes=max(course),
+                terms={ALL: max(course)},
+                course=course,
+            )
+
+        pairs = zip(self.visits, other.visits, strict=True)
+        return replace(self, visits=tuple(visit(one, two) for one, two in pairs))
+
+    def is_like(self, other: Script) -> bool:
+        """Whether both have the same visits."""
+        mine, theirs = ([(visit.unit, len(visit.course)) for visit in script.visits] for script in (self, other))
+        return mine == theirs
 
     @property
     def streamed(self) -> list[UnitBytes]:
@@ -179,7 +208,7 @@ class _Tracker:
     """Counts what is on the device beside weights, and what is done there (Rules 1 and 4)."""
 
     def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
-        self.visits = [Visit(None, (), False)]
+        self.visits = [Visit(None, (), False, course=[0])]
         self.weights: dict[int, int] = {}  # storages, and the units they are of
         self._uses = uses
         self._term = term
@@ -236,6 +265,8 @@ class _Tracker:
         self._now[term] = self._now.get(term, 0) + nbytes
         self._total += nbytes
         visit = self.visits[-1]
+        if nbytes > 0:
+            visit.course.append(self._total)
         if self._total > visit.nbytes:
             visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
 
@@ -249,6 +280,7 @@ class _Tracker:
                 self._now[KEPT] = self._now.get(KEPT, 0) + held.nbytes
         self._working = []
         visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
+        visit.course = [self._total]
         self.visits.append(visit)
 
     def is_gradient(self, tensor: Tensor) -> None:

@@ -97,6 +97,8 @@ def _of_config(path: Path, rows: int, length: int) -> Spec:
         raise OptionError(argument="model", found=str(path), allowed=allowed)
     name = path.parent.name if path.name == "config.json" else path.stem
     made = _class_of(transformers, config)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # any will do
 
     def make() -> Any:
         config.use_cache = False
@@ -117,7 +119,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     heads = (
-        *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM"),
+        *("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"),
         *("AutoModelForImageClassification", "AutoModel"),
     )
     for head in heads:

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from .config import Options
 from .errors import OptionError, SuperpipelineError, UnsupportedError
 from .host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from .machine import Machine
-from .pretence import Pretence
+from .pretence import Pretence, Unknown
 from .rehearsal import Reality, Runner, Script, rehearse
 from .simulation import UnitCost, Work
 from .workloads import Workload
@@ -55,8 +57,12 @@ class Subject:
     rows: int
     notes: list[str]
 
-    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
-        """With ``scale`` times the batch."""
+    def needs(self, options: Options, machine: Machine) -> Needs:
+        """With the batch."""
+        raise NotImplementedError
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Needs | None:
+        """With another number of rows; None if that can not be told."""
         raise NotImplementedError
 
     def host(self, options: Options, needs: Needs) -> HostBytes:
@@ -81,15 +87,39 @@ class Rehearsed(Subject):
         self._optimizer = optimizer
         self._target = target
         self._loss = loss
+        self._lines: dict[Options, tuple[Script, Script] | None] = {}
+        self._scripts: dict[tuple[Options, int], Script] = {}
         self._states: float | None = None
+        self._nbytes = 0  # of weights; known when the module was made
         self._real = False  # whether it has to run with data
         self._forward = False  # whether training_step can not
         self.rows = _rows(self._batch)
         self.notes: list[str] = []
         self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
 
-    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
-        script = self._script(options, scale)
+    def needs(self, options: Options, machine: Machine) -> Needs:
+        return self._needs(self._script(options, 1), options, machine)
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Needs | None:
+        """On the straight line through this batch and one of twice the rows."""
+        if options not in self._lines:
+            self._lines[options] = self._line(options)
+        line = self._lines[options]
+        if line is None:
+            return None
+        return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine)
+
+    def _line(self, options: Options) -> tuple[Script, Script] | None:
+        one = self._script(options, 1)
+        try:
+            two = self._script(options, 2)
+        except SuperpipelineError:
+            self.notes.append("twice the batch could not be measured, so the largest one is not known")
+            return None
+        return (one, two) if one.is_like(two) else None
+
+    @staticmethod
+    def _needs(script: Script, options: Options, machine: Machine) -> Needs:
         costs, works = _costs(script, options, machine)
         return Needs(costs, works, script.peak, script)
 
@@ -117,13 +147,15 @@ class Rehearsed(Subject):
         while True:
             try:
                 return self._rehearse(options, batch)
-            except (SuperpipelineError, MemoryError):
-                if self._real or not self._may_be_real():
+            except Unknown:
+                if self._real or self._nbytes > LARGEST_REAL:
                     raise
                 self._real = True
                 self.notes.append(
                     "its way depends on what it computes: measured on the CPU, with data, by the CPU's kernels"
                 )
+            except SuperpipelineError:
+                raise
             except Exception as error:
                 if self._forward or self._loss is not None or not hasattr(self._module_class(), "training_step"):
                     raise UnsupportedError(
@@ -140,10 +172,12 @@ class Rehearsed(Subject):
     def _module_class(self) -> Any:
         return type(self._module) if isinstance(self._module, nn.Module) else self._made
 
-    def _may_be_real(self) -> bool:
-        return self._nbytes <= LARGEST_REAL
-
     def _rehearse(self, options: Options, batch: Any) -> Script:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody trains here
+            return self._rehearsed(options, batch)
+
+    def _rehearsed(self, options: Options, batch: Any) -> Script:
         mixed = self._precision.endswith("mixed")
         autocast = self._half() if mixed else None
         if self._real:
@@ -220,8 +254,11 @@ class Listed(Subject):
         self.name = workload.name
         self.notes = ["planned from listed numbers: weights and gradients travel in bf16, attention's scores not kept"]
 
-    def needs(self, options: Options, machine: Machine, scale: int = 1) -> Needs:
-        costs = self._workload.units(self.rows * scale)
+    def needs(self, options: Options, machine: Machine) -> Needs:
+        return self.with_rows(self.rows, options, machine)
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Needs:
+        costs = self._workload.units(rows)
         costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
         recompute = options.activations == "recompute"
         works = _sweep(costs, recompute)
@@ -359,9 +396,15 @@ def states_of(optimizer: Any, module: nn.Module) -> float:
         made = next(_optimizers_in(configure()), None)
         if made is None:
             return 0
-        optimizer = lambda params: type(made)(params, **made.defaults)  # noqa: E731
+        optimizer = functools.partial(type(made), **_arguments(made))
     with torch.random.fork_rng(devices=[]):
         return _states_kept(optimizer)
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its defaults that it can be made with: some note more."""
+    takes = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
 
 def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:

@@ -141,11 +141,11 @@ def _bytes_table(plan: Plan) -> Any:
 
 def _time_table(plan: Plan) -> Any:
     table = _table("Time of a step", "", "s")
-    table.add_row("predicted", f"{plan.step_s:.3f}")
-    table.add_row(f"its floor, made of the {plan.binds}", f"{plan.floor_s:.3f}")
-    table.add_row("compute", f"{plan.simulation.compute_s:.3f}")
+    table.add_row("predicted", f"{plan.step_s:.4g}")
+    table.add_row(f"its floor, made of the {plan.binds}", f"{plan.floor_s:.4g}")
+    table.add_row("compute", f"{plan.simulation.compute_s:.4g}")
     for lane, seconds in plan.simulation.stall_s.items():
-        table.add_row(f"waiting: {lane}", f"{seconds:.3f}")
+        table.add_row(f"waiting: {lane}", f"{seconds:.4g}")
     batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)
     table.add_row("largest window that fits", str(plan.largest_window))
     table.add_row("largest batch that fits", batch)
@@ -162,7 +162,7 @@ def _sweep_table(plan: Plan) -> Any:
         chosen = (choice.window, choice.transfer) == (plan.window, plan.transfer)
         if chosen or number % step == 0:
             mark = "chosen" if chosen else "" if choice.nbytes <= plan.available else "too large"
-            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), f"{choice.step_s:.3f}", mark)
+            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), f"{choice.step_s:.4g}", mark)
     return table
 
 
@@ -172,5 +172,5 @@ def _changes_table(plan: Plan) -> Any:
     table = _table("What could be changed", "", "device", "s", "time per sample", "")
     for change in plan.changes:
         mark = "" if change.nbytes <= plan.available else "too large"
-        table.add_row(change.what, size(change.nbytes), f"{change.step_s:.3f}", f"{change.cost(plan):.2f}x", mark)
+        table.add_row(change.what, size(change.nbytes), f"{change.step_s:.4g}", f"{change.cost(plan):.2f}x", mark)
     return table

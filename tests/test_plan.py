@@ -1,0 +1,358 @@
+"""A plan against the run it is for: bytes term by term, seconds, and what it says where something does not fit."""
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
+from sp_lightning.machine import GIB, Machine
+from sp_lightning.plan import Choice, Plan, plan, simulate
+from sp_lightning.subject import states_of
+
+MACHINE = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=GIB, host_nbytes=64 * GIB)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, width=256, count=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def planned(module=Stack, batch=None, machine=MACHINE, **options):
+    return plan(module, torch.zeros(8, 256) if batch is None else batch, machine=machine, **options)
+
+
+# Against the run
+
+FAMILIES = ("llama", "bert", "vit", "clip", "torchvision_swin", "torchvision_resnet")
+CELLS = [(f, w, a) for f in FAMILIES for w in (1, 2, 3) for a in ("keep", "recompute")]
+COVER = {(f, 1 + i % 3, ("keep", "recompute")[i % 2]) for i, f in enumerate(FAMILIES)} | {("llama", 2, "recompute")}
+slow = pytest.mark.slow
+
+
+def run_peak(case, window, activations):
+    """Bytes on the device at most, in three steps of a Trainer."""
+    import simgpu.lightning  # noqa: F401
+
+    strategy = parity.streaming_strategy("simgpu", window=window, activations=activations, units=case.units)
+    trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=3, logger=False, **QUIET)
+    L.seed_everything(0, verbose=False)
+    trainer.fit(models.ZooModule(case), models.loader(case, 3))
+    return strategy.handle.stats()["device_peak"]
+
+
+QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    "family, window, activations", [cell if cell in COVER else pytest.param(*cell, marks=slow) for cell in CELLS]
+)
+def test_the_device_peak_is_the_planned_one(family, window, activations):
+    case = models.case(family)
+    settings = {"window": window, "activations": activations, "units": case.units, "device": "simgpu"}
+    found = planned(functools.partial(models.ZooModule, case), case.batch(0), **settings)
+    assert found.device_nbytes == pytest.approx(run_peak(case, window, activations), rel=0.05)
+    assert found.notes == ()
+
+
+@pytest.mark.simgpu
+@pytest.mark.slow
+@pytest.mark.parametrize("window, activations", [(1, "keep"), (2, "keep"), (3, "recompute")])
+def test_the_step_takes_the_planned_time_when_the_link_dominates(window, activations):
+    import simgpu
+
+    up = down = 4e7  # a unit of 2 MB takes 52 ms, its compute and its step next to nothing
+    machine = replace(MACHINE, up_bytes_per_s=up, down_bytes_per_s=down, flops_per_s=1e15, dram_bytes_per_s=1e15)
+    found = planned(machine=machine, window=window, transfer=1, activations=activations)
+    device = torch.device("simgpu", 0)
+    with sp_lightning.stream(Stack(), device, window=window, transfer=1, activations=activations) as handle:
+        optimizer = torch.optim.SGD(handle.module.parameters(), lr=0.1)
+        x, seconds = torch.zeros(8, 256, device=device), []
+        for _ in range(6):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            handle.module(x).sum().backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+            simgpu.config.h2d_gbps, simgpu.config.d2h_gbps = up / 1e9, down / 1e9  # after the first
+    assert found.step_s == pytest.approx(statistics.median(seconds[2:]), rel=0.15)
+
+
+# What it says
+
+
+def test_each_term_is_what_the_model_says():
+    found = planned(window=2, transfer=1, precision="32-true")
+    block = (256 * 1024 + 1024 + 1024 * 256 + 256) * 4
+    assert found.device_terms["window"] == 2 * block
+    assert found.device_terms["gradient buffers"] == 2 * block
+    assert found.device_terms["batch"] == 8 * 256 * 4
+    kept_by_a_block = (8 * 1024 + 8 * 256) * 4  # what relu gives, and what the block does
+    # While the fifth's gradients are packed: what four blocks keep, the step's output and the gradient on its way.
+    assert found.device_terms["kept for backward"] == 4 * kept_by_a_block + 2 * 8 * 256 * 4
+    assert "reserve" not in planned(device="cpu").device_terms
+    assert found.parameters == found.trained == 6 * block // 4
+
+
+def test_recomputing_keeps_the_inputs_only():
+    kept, again = (planned(activations=policy, window=2).device_terms for policy in ("keep", "recompute"))
+    assert again["kept for backward"] < kept["kept for backward"] / 2
+
+
+def test_offloading_moves_activations_to_the_host():
+    found = planned(batch=torch.zeros(512, 256), activations="offload", window=2)
+    assert found.host.activations == 6 * 512 * (256 + 1024) * 4
+    assert found.device_terms["kept for backward"] < found.host.activations / 2
+
+
+def test_half_of_the_weights_travel_with_master_weights():
+    found = planned(precision="bf16-true", master_weights=True, window=1)
+    assert 2 * found.device_terms["window"] == planned(window=1).device_terms["window"]
+    assert 2 * found.host.wire == found.host.weights
+
+
+def test_the_optimizers_state_is_counted_by_stepping_it():
+    stack = Stack(8, 1)
+    assert [states_of(name, stack) for name in ("adamw", "SGD", None)] == [2, 0, 2]
+    assert states_of(functools.partial(torch.optim.SGD, lr=1, momentum=0.9), stack) == 1
+    assert states_of(torch.optim.Adafactor, stack) == pytest.approx(2 / 64)
+
+
+def test_the_modules_own_optimizer_is_used():
+    case = models.case("mlp")
+    found = planned(models.ZooModule(case, optimizer="sgd"), case.batch(0))
+    assert found.host.optimizer == found.host.gradients > 0
+
+
+def test_windows_fit_up_to_a_largest():
+    found = planned(device_memory="12MiB")
+    sizes = {choice.window: choice.nbytes for choice in found.sweep}
+    assert found.fits and sizes[found.largest_window] <= found.available < sizes[found.largest_window + 1]
+
+
+def test_batches_fit_up_to_a_largest():
+    found = planned(device_memory="24MiB", window=2)
+    rows = found.largest_batch
+    fit, too_large = (planned(batch=torch.zeros(n, 256), window=2) for n in (rows, rows + rows // 20))
+    assert fit.device_nbytes <= found.available < too_large.device_nbytes
+
+
+def test_the_smallest_of_the_fastest_windows_is_chosen():
+    found = planned(machine=replace(MACHINE, flops_per_s=1e10))
+    assert (found.window, found.transfer, found.binds) == (2, 1, "compute")
+    assert found.step_s >= found.floor_s > 0
+    assert Choice(2, 1, found.device_nbytes, found.step_s) in found.sweep
+
+
+def test_the_simulated_step_has_a_timeline():
+    found = planned(window=2)
+    assert {span.lane for span in found.simulation.timeline} == {"up", "compute", "down", "optimizer"}
+    assert {span.unit for span in found.simulation.timeline} == set(found.units)
+
+
+def test_time_counts_the_flops_of_forward_and_backward():
+    assert planned(batch=torch.zeros(64, 256)).flops == 3 * 2 * 64 * 6 * 2 * 256 * 1024 - 2 * 64 * 256 * 1024
+
+
+def test_fp32_takes_the_time_that_the_machine_has_for_it():
+    slow, fast = (planned(machine=replace(MACHINE, fp32_flops_per_s=rate)) for rate in (1e11, None))
+    assert slow.simulation.compute_s == pytest.approx(10 * fast.simulation.compute_s)
+
+
+def test_a_plan_is_plain_values():
+    found = json.loads(json.dumps(planned().to_dict()))
+    assert found["device_nbytes"] == sum(found["device_terms"].values())
+    assert {"step_s", "floor_s", "binds", "first", "largest_batch", "sweep", "changes"} <= found.keys()
+
+
+def test_names_of_the_package():
+    assert sp_lightning.plan is plan and sp_lightning.Plan is Plan and callable(simulate)
+
+
+# What can be planned
+
+
+def test_the_module_is_not_changed():
+    stack = Stack()
+    before = {name: value.clone() for name, value in stack.state_dict().items()}
+    planned(stack)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in stack.parameters())
+    assert all(torch.equal(before[name], value) for name, value in stack.state_dict().items())
+    assert not any("forward" in vars(module) for module in stack.modules())
+
+
+def test_a_module_and_a_function_that_makes_it_give_the_same_plan():
+    assert planned(Stack()).device_terms == planned(Stack).device_terms
+
+
+def test_a_batch_can_be_made_by_a_function():
+    assert planned(batch=lambda: torch.zeros(3, 256)).rows == 3
+
+
+class NeedsTrainer(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Stack(16, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_index):
+        return self(batch).sum() / self.trainer.max_epochs
+
+
+def test_a_training_step_that_needs_its_trainer_is_replaced_and_that_is_said():
+    found = planned(NeedsTrainer, torch.zeros(4, 16))
+    assert found.notes[0].startswith("training_step was not measured")
+    assert "forward, and backward from all it returns, were" in found.notes[0]
+
+
+def test_what_depends_on_data_runs_with_data_and_that_is_said():
+    case = models.case("mixture_of_experts")
+    found = planned(functools.partial(models.ZooModule, case), case.batch(0))
+    assert "measured on the CPU, with data" in found.notes[0]
+    assert found.device_nbytes > 0
+
+
+def test_twins_of_small_integers_decide_what_a_vision_language_model_asks():
+    transformers = pytest.importorskip("transformers")
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = vision | {"vocab_size": 64, "num_key_value_heads": 2, "model_type": "llama"}
+    seen = {"image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(vision_config=vision | seen, text_config=text, image_token_index=60)
+    tokens = torch.tensor([[1, 60, 60, 60, 60, 5, 6, 7]] * 2)
+    batch = {"input_ids": tokens, "pixel_values": torch.zeros(2, 3, 16, 16), "labels": tokens}
+    found = planned(lambda: transformers.LlavaForConditionalGeneration(config), batch)
+    assert found.notes == () and len(found.units) >= 4
+
+
+def test_listed_workloads_are_planned_by_their_numbers():
+    found = planned("llama3-8b", 8 * 2048, machine="rtx4090", activations="recompute")
+    assert found.parameters == pytest.approx(8.03e9, rel=0.01)
+    assert "planned from listed numbers" in found.notes[0]
+    assert found.device_terms["reserve"] > 2**29
+
+
+@pytest.mark.slow
+def test_the_largest_config_is_planned_in_seconds_and_less_than_2_gib():
+    code = """
+import resource, time, torch, transformers, sp_lightning
+config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, intermediate_size=28672)
+x = torch.ones(8, 2048, dtype=torch.long)
+begin = time.process_time()
+plan = sp_lightning.plan(lambda: transformers.LlamaForCausalLM(config), {"input_ids": x, "labels": x},
+    precision="bf16-mixed", machine="h100", activations="recompute")
+seconds, nbytes = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.parameters, seconds, nbytes)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What does not fit, and what is refused
+
+
+def test_what_does_not_fit_says_what_it_needs_what_there_is_and_what_would_fit():
+    found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
+    said = r"needs \d+.\d+ MiB on the device with window 1 and 4096 rows, and there are 100.00 MiB; what would fit: "
+    offers = r"a batch of \d+ \(100.00 MiB, 1.\d+ times as long per sample\); activations='recompute' \(\d+.\d+ MiB, "
+    with pytest.raises(MemoryBudgetError, match=said + offers):
+        found.check()
+    assert not found.fits
+
+
+def test_each_change_that_is_offered_does_fit():
+    found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
+    fitting = [change for change in found.changes if change.nbytes <= found.available]
+    assert len(fitting) >= 2
+    again = planned(batch=torch.zeros(4096, 256), device_memory="100MiB", activations="recompute")
+    assert again.fits and again.check() is None
+
+
+def test_where_nothing_fits_that_is_said():
+    with pytest.raises(MemoryBudgetError, match="no window, policy or batch that was tried fits: name smaller units"):
+        planned(device_memory="1MiB").check()
+
+
+def test_a_host_without_room_is_an_error_in_numbers():
+    found = planned(machine=replace(MACHINE, host_nbytes=2**20))
+    with pytest.raises(MemoryBudgetError, match=r"48.\d+ MiB of host memory \(weights 12.\d+ MiB, .*one has 1.00 MiB"):
+        found.check()
+
+
+def test_a_budget_limits_what_is_available():
+    assert planned(memory_budget="20MiB").available == 20 * 2**20
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"machine": "abacus"}, "machine must be 'here', a machine.Machine, or one of 'rtx4090', .* got 'abacus'"),
+        ({"precision": "fp4"}, "precision must be one of '32-true', .* got 'fp4'"),
+        ({"optimizer": "AdamX"}, "optimizer must be one of Adam, AdamW, .* got 'AdamX'"),
+        ({"windows": 2}, "an option must be one of window, .* got 'windows'"),
+        ({"window": 0}, "window must be an int >= 1 or 'auto', got 0"),
+        ({"device_memory": "much"}, "device_memory must be bytes such as .*, got 'much'"),
+        ({"module": "llama9"}, "module must be a module, or one of llama3-8b, .* got 'llama9'"),
+        ({"module": lambda: 3}, "module must be a module, or a function that makes one, got 3"),
+        ({"module": lambda: nn.Dropout()}, "module must be a module with parameters, got 'Dropout'"),
+        ({"master_weights": True}, "precision must be 'bf16-true' or '16-true' with master_weights=True"),
+        ({"module": "sdxl", "batch": -1}, "batch must be the number of tokens of a workload's batch, got -1"),
+        ({"module": "sdxl", "batch": 1, "activations": "offload"}, "activations must be 'keep' or 'recompute' for a"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        planned(**arguments)
+
+
+def test_a_plan_without_a_batch_is_refused():
+    with pytest.raises(OptionError, match="batch must be a batch as the module takes it, or a function, got None"):
+        plan(Stack, machine=MACHINE)
+
+
+def test_a_model_that_does_not_run_says_so():
+    with pytest.raises(UnsupportedError, match=r"Stack does not run .* pass loss=, a function that takes the module"):
+        planned(batch=torch.zeros(8, 3))
+
+
+def test_units_that_are_not_there_are_refused():
+    with pytest.raises(PartitionError, match="units names the class 'Blok'"):
+        planned(units="Blok")
+
+
+def test_a_module_that_can_not_be_copied_says_what_to_pass():
+    class Uncopied(Stack):
+        def __deepcopy__(self, memo):
+            raise TypeError("no")
+
+    with pytest.raises(UnsupportedError, match=r"Uncopied can not be copied .* pass a function without arguments"):
+        planned(Uncopied())

@@ -1,0 +1,186 @@
+"""``python -m sp_lightning plan``: what it prints, what it draws, which models it finds, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning import cli, specs, trade
+from sp_lightning.errors import MissingExtraError, OptionError
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "dtype": "bfloat16",
+}
+VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32}
+VIT |= {"architectures": ["ViTForImageClassification"], "intermediate_size": 64, "patch_size": 16}
+T5 = {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def tower():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(4)))
+
+
+def rows_of_32(rows, length):
+    return torch.zeros(rows, 32)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path / "tiny")
+
+
+def run(*arguments, status=0):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *map(str, arguments)])
+    assert stopped.value.code == status
+
+
+def of_this_file(*arguments):
+    given = ("--model", "test_plan_command:tower", "--data", "test_plan_command:rows_of_32", "--machine", "rtx4090")
+    return (*given, *arguments)
+
+
+def test_it_prints_memory_time_windows_and_what_to_change(llama, capsys):
+    run("--model", llama, "--batch", 4, "--seq", 64, "--machine", "rtx4090", "--device-memory", "2GiB")
+    said = capsys.readouterr().out
+    assert "tiny: 0.000181e9 parameters, batch of 4, bf16-mixed, activations 'keep'" in said
+    for words in ("window", "resident root", "kept for backward", "optimizer", "its floor", "chosen", "Change first"):
+        assert words in said
+    assert "largest batch that fits" in said and ": fits" in said
+
+
+def test_what_does_not_fit_is_said_and_is_the_exit_status(capsys):
+    run(*of_this_file("--device-memory", "1MiB"), status=1)
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT" in said and "Change first: no window, policy or batch that was tried fits" in said
+
+
+def test_json_has_everything(capsys):
+    run(*of_this_file("--json", "--window", 2, "--transfer", 1))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["window"], found["transfer"], found["machine"]["name"], found["rows"]) == (2, 1, "rtx4090", 1)
+    assert found["device_nbytes"] == sum(found["device_terms"].values())
+
+
+def test_the_picture_shows_the_chosen_point_and_what_there_is(tmp_path):
+    pytest.importorskip("matplotlib")
+    run(*of_this_file("--plot", tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    from sp_lightning.plan import plan
+
+    drawn = trade.figure(plan(tower, torch.zeros(4, 32), machine="rtx4090")).axes[0]
+    assert any(text.get_text().startswith("chosen: window") for text in drawn.texts)
+    assert "what the device has" in [line.get_label() for line in drawn.lines]
+
+
+def test_a_picture_without_matplotlib_names_the_extra_before_any_work(monkeypatch, capsys):
+    monkeypatch.setattr(trade.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"a picture of a plan needs matplotlib.*sp-lightning\[plots\]"):
+        trade.check_matplotlib()
+    run(*of_this_file("--plot", "plan.png"), status=2)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
+    run(*of_this_file("--timeline", tmp_path / "trace.json"))
+    from sp_lightning import timeline
+
+    assert timeline.load(tmp_path / "trace.json").source == "simulated"
+
+
+def test_its_options_are_listed(capsys):
+    run("--help")
+    assert "--device-memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "config, name, keys",
+    [
+        (LLAMA, "LlamaForCausalLM", {"input_ids", "labels"}),
+        (VIT, "ViTForImageClassification", {"pixel_values", "labels"}),
+        (T5, "T5ForConditionalGeneration", {"input_ids", "labels"}),
+        (BERT, "BertForMaskedLM", {"input_ids", "labels"}),
+    ],
+)
+def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "some.json").write_text(json.dumps(config))
+    spec = specs.find(str(tmp_path / "some.json"), 2, 8)
+    net = spec.model()
+    assert (type(net).__name__, set(spec.batch), net.dtype) == (name, keys, torch.float32)
+    assert net(**spec.batch).loss.requires_grad
+
+
+@pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18"])
+def test_a_torchvision_name_is_a_classifier_with_images(name):
+    pytest.importorskip("torchvision")
+    spec = specs.find(name, 2, 0)
+    assert spec.batch[0].shape == (2, 3, 224, 224)
+    assert spec.loss(spec.model(), spec.batch).dim() == 0
+
+
+def test_a_workload_is_planned_for_its_tokens(capsys):
+    run("--model", "llama3-8b", "--batch", 8, "--machine", "h100", "--activations", "recompute")
+    assert "batch of 16384" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, data, message",
+    [
+        ("llama9", None, "model must be a transformers config.json .* or one of llama3-8b, .* got 'llama9'"),
+        ("torchvision:resnet1", None, "model must be one of torchvision's classifiers: .* got 'resnet1'"),
+        ("test_plan_command:tower", None, "data must be package.module:function, which gives the batch"),
+        ("test_plan_command:no", "x:y", r"model must be package.module:function that can be imported \(module"),
+        ("test_plan_command:tower", "no_such:thing", r"data must be package.module:function that can be imported"),
+        ("missing.json", None, "model must be a readable config.json of transformers"),
+    ],
+)
+def test_a_model_that_is_not_found_is_refused(text, data, message):
+    with pytest.raises(OptionError, match=message):
+        specs.find(text, 1, 1, data)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"hidden_size": 3}, "model must be a config.json with a model_type that .* model_type None'"),
+        (
+            LLAMA | {"num_hidden_layers": 0},
+            "model must be a config with layers .* a model without has nothing to stream",
+        ),
+    ],
+)
+def test_a_config_without_a_model_or_without_layers_is_refused(config, message, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OptionError, match=message):
+        specs.find(str(tmp_path), 1, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--machine", "abacus"), "machine must be 'here', a machine.Machine, or one of 'rtx4090'"),
+        (("--batch", 0), "batch must be an int >= 1, got 0"),
+        (("--seq", -1), "seq must be an int >= 1, got -1"),
+        (("--device-memory", "big"), "device_memory must be bytes such as"),
+        (("--window", "wide"), "window must be an int >= 1 or 'auto'"),
+        (("--activations", "drop"), "activations must be one of 'keep'"),
+        (("--cheese", "1"), "plan does not know --cheese 1"),
+    ],
+)
+def test_bad_arguments_end_with_a_sentence(arguments, message, capsys):
+    run(*of_this_file(*arguments), status=2)
+    assert message in capsys.readouterr().err

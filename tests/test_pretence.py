@@ -1,0 +1,191 @@
+"""Model code on tensors without data: what it sees, which kernels and casts are counted, what it can not ask for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from sp_lightning.kernels import FP32, FP32_RESULT, LOWER, Attention, attention_kernel
+from sp_lightning.pretence import Pretence, Unknown
+
+HALF = torch.bfloat16
+
+
+def saved_by(run, *tensors):
+    """Bytes of the distinct storages that autograd keeps."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run(*tensors)
+    assert kept.requires_grad
+    return sum(storages.values())
+
+
+def test_nothing_has_memory_and_everything_says_it_is_on_the_cpu():
+    with Pretence("cuda"):
+        x = torch.zeros(2**20, 2**20)
+        assert (x.device.type, x.is_cuda, x.is_meta, (x @ x).device.type) == ("cpu", False, False, "cpu")
+    assert x.is_meta
+
+
+def test_integers_have_values_through_views_and_writes():
+    with Pretence("cuda"):
+        x = torch.arange(6).view(2, 3)
+        x[0, 1:] += 10
+        assert (x.t().tolist(), int(x.max()), x.nonzero().shape) == ([[0, 3], [11, 4], [12, 5]], 12, (5, 2))
+
+
+def test_a_mask_of_known_values_says_how_much_it_chooses():
+    with (pretence := Pretence("cuda")):
+        mask = pretence.adopt(torch.tensor([True, False, True]))
+        x = torch.randn(3, 1000)
+        assert (x[mask].shape, x.masked_select(mask[:, None]).shape) == ((2, 1000), (2000,))
+
+
+def test_what_depends_on_unknown_numbers_is_an_error_that_names_the_operator():
+    with Pretence("cuda"):
+        x = torch.randn(1000)
+        with pytest.raises(Unknown, match="nonzero has no result without data"):
+            (x > 0).nonzero()
+        with pytest.raises(Unknown, match=r"shape \(1000,\) is read as numbers"):
+            x.tolist()
+
+
+def test_a_write_of_something_unknown_makes_known_values_unknown():
+    with Pretence("cuda"):
+        x = torch.zeros(4, dtype=torch.long)
+        x += torch.randn(1000).argmax()
+        with pytest.raises(Unknown, match="_local_scalar_dense"):
+            x[0].item()
+
+
+def test_random_numbers_of_the_process_are_left_alone():
+    before = torch.get_rng_state()
+    with Pretence("cuda"):
+        torch.randint(9, (3,))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# Casts
+
+
+@pytest.mark.parametrize("name", LOWER + FP32 + FP32_RESULT)
+def test_what_is_cast_here_is_cast_by_cudas_autocast(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+
+
+def operators(x, w):
+    yield "linear", F.linear(x, w)
+    yield "matmul", x @ w
+    yield "softmax of half", x.to(HALF).softmax(-1)
+    yield "layer_norm of half", F.layer_norm(x.to(HALF), x.shape[-1:])
+    yield "sum of half", x.to(HALF).sum()
+    yield "cross_entropy of half", F.cross_entropy(x.to(HALF), x.softmax(-1))
+    yield "pow of half", x.to(HALF).pow(2)
+    yield "gelu of half", F.gelu(x.to(HALF))
+    yield "add", x.to(HALF) + x
+
+
+def test_types_under_autocast_are_cudas():
+    with FakeTensorMode():
+        x, w = torch.randn(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", HALF)
+        try:
+            theirs = {name: out.dtype for name, out in operators(x, w)}
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    with Pretence("cuda", HALF):
+        ours = {name: out.dtype for name, out in operators(torch.randn(8, 8), torch.randn(8, 8))}
+    assert ours == theirs
+
+
+def test_without_autocast_nothing_is_cast():
+    with Pretence("cuda"):
+        assert (torch.randn(2, 2) @ torch.randn(2, 2)).dtype is torch.float32
+
+
+def test_model_code_can_turn_autocast_off():
+    with Pretence("cuda", HALF):
+        x = torch.randn(2, 2)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            assert (x @ x).dtype is torch.float32
+
+
+def test_other_threads_and_later_code_are_not_touched():
+    with Pretence("cuda", HALF):
+        pass
+    x = torch.randn(4, 4, requires_grad=True)
+    assert (x @ x).dtype is torch.float32
+    assert F.dropout(x, 0.5).grad_fn.name() == "MulBackward0"
+
+
+# Kernels
+
+
+def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
+    with Pretence("cuda"):
+        q, k, v = (torch.randn(2, 8, 2048, 64, dtype=HALF, requires_grad=True) for _ in range(3))
+        kept = saved_by(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), q, k, v)
+    exact = 4 * 2 * 8 * 2048 * 64 * 2 + 2 * 8 * 2048 * 4
+    assert exact <= kept <= exact + 1024  # and the state of a random generator
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
+    import simgpu  # noqa: F401
+    from sp_lightning.rehearsal import _Tracker
+
+    def peak(run, read):
+        q = torch.zeros(1, 2, 2048, 32, requires_grad=True, device=device)
+        mask = torch.zeros(1, 1, 2048, 2048, device=device) if masked else None
+        run(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward())
+        return read()
+
+    device = torch.device("simgpu", 0)
+    run_nbytes = peak(lambda step: step(), lambda: torch.accelerator.max_memory_allocated())
+    device = None
+    with (pretence := Pretence("simgpu")):
+        tracker = _Tracker(lambda unit: None, lambda: "all")
+        pretence.observe = tracker.observe
+        planned = peak(lambda step: step(), lambda: tracker.visits[0].nbytes)
+    assert planned == pytest.approx(run_nbytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "target, asked, kernel",
+    [
+        ("cuda", Attention(HALF, 64), "flash"),
+        ("cuda", Attention(HALF, 512), "efficient"),
+        ("cuda", Attention(HALF, 64, masked=True), "efficient"),
+        ("cuda", Attention(torch.float32, 64), "efficient"),
+        ("cuda", Attention(torch.float32, 64, grouped=True), "math"),
+        ("cuda", Attention(torch.float64, 64), "math"),
+        ("cuda", Attention(HALF, 0), "math"),
+        ("cpu", Attention(torch.float32, 64, masked=True), "cpu"),
+        ("cpu", Attention(torch.float32, 64, drops=True), "math"),
+        ("mps", Attention(HALF, 64), "math"),
+    ],
+)
+def test_the_kernel_that_a_device_picks(target, asked, kernel):
+    assert attention_kernel(target, asked) == kernel
+
+
+@pytest.mark.parametrize("target, mask_nbytes", [("cuda", 1), ("cpu", 4)])
+def test_dropout_keeps_the_mask_that_the_target_makes(target, mask_nbytes):
+    with Pretence(target):
+        x = torch.randn(1024, requires_grad=True)
+        assert saved_by(lambda x: F.dropout(x, 0.5), x) == 1024 * mask_nbytes
+
+
+def test_a_layer_in_a_layer_is_reached_too():
+    with Pretence("cuda"):
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        kept = saved_by(layer, torch.randn(1, 2048, 64, requires_grad=True))
+    assert kept < 2048 * 2048 * 4 * 4  # the scores of four heads
