@@ -98,8 +98,7 @@ class Plan:
             raise MemoryBudgetError(
                 f"training {self.model} needs {format_bytes(self.host.total)} of host memory "
                 f"({_listed(asdict(self.host))}), "
-                f"and {self.machine.name} has {format_bytes(self.machine.host_nbytes)}; train fewer parameters, "
-                "or with an optimizer that keeps less state"
+                f"and {self.machine.name} has {format_bytes(self.machine.host_nbytes)}; {self._host_remedies()}"
             )
 
     def _remedies(self) -> str:
@@ -109,11 +108,24 @@ class Plan:
         said = (f"{c.what} ({format_bytes(c.nbytes)}, {c.cost(self):.2f} times as long per sample)" for c in fitting)
         return "what would fit: " + "; ".join(said)
 
+    def _host_remedies(self) -> str:
+        over = self.host.total - self.machine.host_nbytes
+        offers = {
+            "wire_dtype='as-is'": 0 if self.options.master_weights else self.host.wire,
+            "an optimizer with half the state": self.host.optimizer // 2,
+            "activations='recompute'": self.host.activations,
+            "training a tenth of the parameters (adapters)": 9 * (self.host.optimizer + self.host.gradients) // 10,
+        }
+        enough = [f"{what} ({format_bytes(nbytes)} less)" for what, nbytes in offers.items() if nbytes >= over]
+        return "what would fit: " + "; ".join(enough) if enough else "a host with more memory is needed"
+
     @property
     def first(self) -> str:
         """The one sentence about what to change first."""
-        if not self.fits:
+        if self.device_nbytes > self.available:
             return self._remedies()
+        if not self.fits:
+            return self._host_remedies()
         floor = self.simulation.floor
         if self.binds == "compute" and self.simulation.merit > 0.9:
             return f"nothing: compute takes {self.simulation.compute_s / self.step_s:.0%} of the step"

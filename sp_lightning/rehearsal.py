@@ -8,7 +8,9 @@
 3. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
    (gradients.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
    next unit's are packed (Rule 6).
-4. Each byte has a term. What a visit leaves behind is "kept for backward"; what comes and goes is the unit's own.
+4. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
+   alone sees is found by the way.
+5. Each byte has a term. What a visit leaves behind is "kept for backward"; what comes and goes is the unit's own.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from .recompute import Recompute, Written
 from .schedule import Schedule
 from .telemetry import Counters
 from .units import Unit, partition, slots
+from .wire import LAYERS, NAME
 
-# What bytes are for (Rule 4).
+# What bytes are for (Rule 5).
 BATCH = "batch"
 BUFFERS = "buffers"
 KEPT = "kept for backward"
@@ -78,7 +81,9 @@ class Script:
     """What a rehearsal found: all that the window does not change."""
 
     units: tuple[Unit, ...]
-    sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are on the device
+    sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are in the first step
+    wire: tuple[UnitBytes, ...]  # and as they travel later, when some weights are known to be cast (wire.py)
+    cast_nbytes: int  # of what is converted for that
     visits: tuple[Visit, ...]
 
     def between(self, other: Script, share: float) -> Script:
@@ -205,7 +210,7 @@ class _Held:
 
 
 class _Tracker:
-    """Counts what is on the device beside weights, and what is done there (Rules 1 and 4)."""
+    """Counts what is on the device beside weights, and what is done there (Rules 1 and 5)."""
 
     def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
         self.visits = [Visit(None, (), False, course=[0])]
@@ -372,6 +377,13 @@ class _StreamedUnit:
         pairs = zip(self.layout.fields, self.params, strict=True)
         return UnitBytes(self.unit.name, self.nbytes, sum(place.nbytes for place, p in pairs if p.requires_grad))
 
+    def wire(self, cast: dict[int, torch.dtype]) -> UnitBytes:
+        """As it travels when these parameters do in these types."""
+        fields = zip(self.layout.fields, self.params, strict=True)
+        sized = [(aligned(p.numel() * cast.get(id(p), place.dtype).itemsize), p) for place, p in fields]
+        nbytes = max(sum(nbytes for nbytes, _ in sized), ALIGNMENT)
+        return UnitBytes(self.unit.name, nbytes, sum(nbytes for nbytes, p in sized if p.requires_grad))
+
 
 class _Rehearsal:
     """The engine's choreography (engine.py, Rules 1 to 3), without anything to move."""
@@ -383,6 +395,8 @@ class _Rehearsal:
         self._open: list[_StreamedUnit] = []
         self._last: _StreamedUnit | None = None
         self._packed_nbytes = 0
+        self._casts: dict[int, list[torch.dtype | None]] = {}  # of weights that may be cast: to what, at each use
+        self._watches = options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units
 
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
             return compute_dtype if compute_dtype is not None and dtype is torch.float32 else dtype
@@ -399,14 +413,19 @@ class _Rehearsal:
         self.offload = _Offload(stage, self.tracker)
         stow = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(stage, Written(), stow)
+        self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
         self._wrap(places)
 
     def script(self) -> Script:
         """What was found."""
+        cast = {key: uses[0] for key, uses in self._casts.items() if len(uses) == 1 and uses[0] is not None}
+        converted = (p.numel() * cast[id(p)].itemsize for unit in self.units for p in unit.params if id(p) in cast)
         return Script(
-            tuple(unit.unit for unit in self.units),
-            tuple(unit.sizes() for unit in self.units),
-            tuple(self.tracker.visits),
+            units=tuple(unit.unit for unit in self.units),
+            sizes=tuple(unit.sizes() for unit in self.units),
+            wire=tuple(unit.wire(cast) for unit in self.units),
+            cast_nbytes=sum(map(aligned, converted)),
+            visits=tuple(self.tracker.visits),
         )
 
     def perform(self, batch: Any, run: Runner) -> None:
@@ -433,11 +452,30 @@ class _Rehearsal:
         for module in self.module.modules():
             root = roots.get(module)
             owners = list(dict.fromkeys(own.get(id(module._parameters), [])))
+            self._watch(module, places)
             if root is not None:
                 units = [root, *(unit for unit in owners if unit is not root)]
                 module.forward = self._root(module, module.forward, units)
             elif owners:
                 module.forward = self._part(module.forward, owners)
+
+    def _watch(self, module: nn.Module, places: Any) -> None:
+        """A weight that one module's own forward uses, and nothing else, may travel cast (wire.py, Rules 1 to 3)."""
+        weight = self._host.get(id(module._parameters.get(NAME)))
+        if not self._watches or type(module) not in LAYERS or weight is None or "forward" in vars(module):
+            return
+        if weight.dtype is not torch.float32 or len(places[weight]) != 1:
+            return
+        uses = self._casts[id(weight)] = []
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not in_backward():
+                casts = torch.is_autocast_enabled("cpu")
+                uses.append(torch.get_autocast_dtype("cpu") if casts else None)
+            return forward(*args, **kwargs)
+
+        module.forward = call
 
     def _part(self, forward: Callable[..., Any], units: list[_StreamedUnit]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -131,6 +131,7 @@ class Rehearsed(Subject):
             return half if half is not None and dtype is torch.float32 else dtype
 
         units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.script.units]
+        units.append(UnitHostBytes(weights=0, wire=needs.script.cast_nbytes))
         stowed = sum(work.stowed_nbytes for work in needs.works)
         return host_bytes(units, states=self.states(), activations=stowed)
 
@@ -327,7 +328,7 @@ def _costs(script: Script, options: Options, machine: Machine) -> tuple[list[Uni
         )
     costs = []
     for index in order:
-        unit, size = script.units[index], script.sizes[index]
+        unit, size = script.units[index], script.wire[index]
         trained = sum(parameter.numel() for _, parameter in unit.params if parameter.requires_grad)
         costs.append(
             UnitCost(

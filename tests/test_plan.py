@@ -304,8 +304,24 @@ def test_where_nothing_fits_that_is_said():
 
 def test_a_host_without_room_is_an_error_in_numbers():
     found = planned(machine=replace(MACHINE, host_nbytes=2**20))
-    with pytest.raises(MemoryBudgetError, match=r"48.\d+ MiB of host memory \(weights 12.\d+ MiB, .*one has 1.00 MiB"):
+    said = r"48.\d+ MiB of host memory \(weights 12.\d+ MiB, .*one has 1.00 MiB; a host with more memory is needed"
+    with pytest.raises(MemoryBudgetError, match=said):
         found.check()
+
+
+def test_what_makes_room_on_the_host_is_offered():
+    found = planned(precision="bf16-mixed", machine=replace(MACHINE, host_nbytes=50 * 2**20))
+    assert found.first == (
+        "what would fit: wire_dtype='as-is' (6.00 MiB less); an optimizer with half the state (12.03 MiB less); "
+        "training a tenth of the parameters (adapters) (32.48 MiB less)"
+    )
+
+
+def test_under_autocast_half_of_the_linear_weights_travels():
+    mixed, as_is = (planned(precision="bf16-mixed", wire_dtype=wire) for wire in ("auto", "as-is"))
+    assert (mixed.host.wire, as_is.host.wire) == (6 * 2 * 256 * 1024 * 2, 0)
+    assert mixed.simulation.floor.up_forward == pytest.approx(as_is.simulation.floor.up_forward / 2, rel=0.01)
+    assert mixed.device_terms == as_is.device_terms  # of the first step, in which weights travel as they are
 
 
 def test_a_budget_limits_what_is_available():
