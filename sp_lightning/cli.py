@@ -12,7 +12,7 @@ from .errors import SuperpipelineError
 
 OWN: dict[str, str] = {  # name of a module in commands/: what it is for
     "doctor": "what this machine has for streaming, and what to mend",
-    "plan": "what training a model needs: memory, time, and what to change first",
+    "plan": "what training a model needs, and what to change first",
     "timeline": "draw a recorded or simulated timeline",
     "bench": "this strategy and its peers on the same work, on this machine",
 }

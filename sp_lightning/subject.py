@@ -55,6 +55,7 @@ class Subject:
 
     name: str
     rows: int
+    counted = "rows"  # or what else a batch's size is given in
     notes: list[str]
 
     def needs(self, options: Options, machine: Machine) -> Needs:
@@ -244,6 +245,8 @@ class Rehearsed(Subject):
 class Listed(Subject):
     """A workload, by its numbers."""
 
+    counted = "tokens"
+
     def __init__(self, workload: Workload, tokens: int, options: Options) -> None:
         if not isinstance(tokens, int) or tokens < 1:
             raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
@@ -262,7 +265,8 @@ class Listed(Subject):
         costs = self._workload.units(rows)
         costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
         recompute = options.activations == "recompute"
-        works = _sweep(costs, recompute)
+        costs = [replace(c, backward_flops=c.backward_flops + recompute * c.forward_flops) for c in costs]
+        works = _sweep(costs)
 
         def peak(window: int, transfer: int) -> dict[str, int]:
             streamed = sorted((cost.up_nbytes for cost in costs if not cost.resident), reverse=True)
@@ -282,7 +286,8 @@ class Listed(Subject):
         return HostBytes(weights=4 * count, wire=2 * count, gradients=4 * count, optimizer=8 * count)
 
 
-def _sweep(costs: Sequence[UnitCost], recompute: bool) -> list[Work]:
+def _sweep(costs: Sequence[UnitCost]) -> list[Work]:
+    """Forward over all units and backward the other way; what stays on the device computes between the two."""
     streamed = [index for index, cost in enumerate(costs) if not cost.resident]
     roots = [index for index, cost in enumerate(costs) if cost.resident]
     extra = sum(costs[index].forward_flops for index in roots)
@@ -291,8 +296,7 @@ def _sweep(costs: Sequence[UnitCost], recompute: bool) -> list[Work]:
     works[-1] = replace(works[-1], flops=works[-1].flops + extra + backward_extra)
     for index in reversed(streamed):
         cost = costs[index]
-        flops = cost.backward_flops + recompute * cost.forward_flops
-        works.append(Work(index, flops, sends=(index,) if cost.trained else ()))
+        works.append(Work(index, cost.backward_flops, sends=(index,) if cost.trained else ()))
     trained_roots = tuple(index for index in roots if costs[index].trained)
     works[-1] = replace(works[-1], sends=(*works[-1].sends, *trained_roots))
     return works

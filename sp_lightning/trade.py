@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import format_bytes
 from .errors import MissingExtraError
-from .plan import Choice, Plan
+from .forecast import Choice, Plan
 
 GIB = 2**30
 INK, FAINT, CHOSEN, LIMIT = "#1f2933", "#9aa5b1", "#d64550", "#111111"
@@ -40,10 +40,11 @@ def figure(plan: Plan) -> Any:
     axis.annotate(note, (plan.device_nbytes / GIB, plan.step_s), color=CHOSEN, fontsize=9, **place)
     axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="what the device has")
     axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"floor, made of the {plan.binds}")
-    axis.set_ylim(0, 1.15 * max(choice.step_s for choice in shown))
+    axis.set_ylim(0, 1.2 * max(choice.step_s for choice in shown))
+    axis.set_xlim(0, None)
     axis.set_xlabel("device memory in GiB", color=INK)
     axis.set_ylabel("predicted seconds of a step", color=INK)
-    about = f"batch of {plan.rows}, {plan.precision}, activations {plan.options.activations!r}"
+    about = f"batch of {plan.rows} {plan.counted}, {plan.precision}, activations {plan.options.activations!r}"
     axis.set_title(f"{plan.model} on {plan.machine.name}: {about}", color=INK, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

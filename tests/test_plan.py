@@ -283,7 +283,9 @@ assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.par
 def test_what_does_not_fit_says_what_it_needs_what_there_is_and_what_would_fit():
     found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
     said = r"needs \d+.\d+ MiB on the device with window 1 and 4096 rows, and there are 100.00 MiB; what would fit: "
-    offers = r"a batch of \d+ \(100.00 MiB, 1.\d+ times as long per sample\); activations='recompute' \(\d+.\d+ MiB, "
+    offers = (
+        r"a batch of \d+ rows \(100.00 MiB, 1.\d+ times as long per sample\); activations='recompute' \(\d+.\d+ MiB, "
+    )
     with pytest.raises(MemoryBudgetError, match=said + offers):
         found.check()
     assert not found.fits

@@ -1,0 +1,272 @@
+"""Tries windows, transfers, batches and policies for a model, in numbers, and chooses.
+
+1. Nothing here is a rule of thumb about models: a training step is rehearsed on tensors without data (subject.py), and
+   its visits go through the runtime's own schedule, for bytes (`Script.peak`) and for time (simulation.py).
+2. The device's own share, and what its allocator wastes, is a reserve that was not measured (`RESERVE`).
+3. Bytes and time in a batch's rows are straight lines through two rehearsals: with the batch, and with twice the rows.
+4. Of the windows and transfers that fit, the smallest of the fastest is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from .config import Options, parse_bytes
+from .device import find
+from .errors import OptionError, SuperpipelineError
+from .forecast import Change, Choice, Plan
+from .machine import MACHINES, Machine
+from .measure import measure
+from .rehearsal import Runner
+from .schedule import Schedule
+from .simulation import Simulation, simulate
+from .subject import Listed, Needs, Rehearsed, Subject
+from .workloads import WORKLOADS, Workload
+
+RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the part of the rest that an allocator wastes
+RESERVED = "reserve"
+WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+TRANSFERS = (1, 2, 4)
+MOST_ROWS = 2**30
+NEAR = 1.6  # times what there is: a window that takes more is not looked at
+EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
+ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+def planned(
+    module: Any,
+    batch: Any,
+    precision: str | int,
+    optimizer: Any,
+    machine: Machine | str,
+    device: torch.device | str | None,
+    device_memory: int | str | None,
+    loss: Runner | None,
+    name: str | None,
+    options: dict[str, Any],
+) -> Plan:
+    """`plan.plan`, whose arguments these are."""
+    parsed = Options.parse(**options)
+    precision = _precision(precision)
+    profile, target = _machine(machine, device, precision)
+    if device_memory is not None:
+        nbytes = parse_bytes(device_memory, "device_memory") if isinstance(device_memory, str) else device_memory
+        profile = replace(profile, device_nbytes=nbytes)
+    if isinstance(module, str):
+        if module not in WORKLOADS:
+            raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
+        module = WORKLOADS[module]
+    if isinstance(module, Workload):
+        source: Subject = Listed(module, 8 * 2048 if batch is None else batch, parsed)
+    else:
+        source = Rehearsed(module, batch, precision, optimizer, target, loss)
+    source.name = name or source.name
+    return _Planner(source, profile, target, precision, parsed).plan()
+
+
+# ---- what is given
+
+
+def _precision(given: str | int) -> str:
+    precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(str(given), str(given))
+    if precision not in PRECISIONS:
+        raise OptionError(argument="precision", found=given, allowed="one of " + ", ".join(map(repr, PRECISIONS)))
+    return precision
+
+
+def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
+    """The profile, and the type of device whose kernels count."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    target = torch.device(device).type if device is not None else None
+    if given == "here":
+        found = find(None if device is None else str(device))
+        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+        return measure(found, dtype=dtype), target or found.type
+    if isinstance(given, Machine):
+        return given, target or (here.type if here is not None else "cuda")
+    if given not in MACHINES:
+        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, MACHINES))
+        raise OptionError(argument="machine", found=given, allowed=allowed)
+    return MACHINES[given], target or "cuda"
+
+
+# ---- deciding
+
+
+class _Planner:
+    """Tries windows, transfers, and what could be changed."""
+
+    def __init__(self, source: Subject, machine: Machine, target: str, precision: str, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.precision = precision
+        self.target = target
+        self.machine = machine
+        self.needs = source.needs(options, machine)
+        words = 3 + 2 * source.states()
+        scaled = machine.optimizer_bytes_per_parameter * words / ADAMW_WORDS
+        self.machine = replace(machine, optimizer_bytes_per_parameter=scaled)
+        self.available = machine.device_nbytes
+        if options.memory_budget is not None:
+            self.available = min(self.available, options.memory_budget)
+
+    def plan(self) -> Plan:
+        count = max(1, len(self.needs.streamed))
+        sweep = self._sweep(count)
+        chosen = self._chosen(sweep)
+        terms = self._terms(self.needs, chosen.window, chosen.transfer)
+        simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
+        largest_batch = self._largest_batch(chosen)
+        parameters = sum(cost.parameters for cost in self.needs.costs)
+        return Plan(
+            model=self.source.name,
+            parameters=self._parameters(),
+            trained=parameters,
+            rows=self.source.rows,
+            counted=self.source.counted,
+            precision=self.precision,
+            machine=self.machine,
+            options=self.options,
+            window=chosen.window,
+            transfer=chosen.transfer,
+            units=tuple(cost.name for cost in self.needs.streamed),
+            device_terms=terms,
+            host=self.source.host(self.options, self.needs),
+            available=self.available,
+            simulation=simulation,
+            largest_window=self._largest_window(count),
+            largest_batch=largest_batch,
+            sweep=tuple(sweep),
+            changes=tuple(self._changes(chosen, largest_batch)),
+            notes=tuple(dict.fromkeys(self.source.notes)),
+            flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
+        )
+
+    def _parameters(self) -> int:
+        script = self.needs.script
+        return sum(cost.parameters for cost in self.needs.costs) if script is None else script.parameters
+
+    def _terms(self, needs: Needs, window: int, transfer: int) -> dict[str, int]:
+        terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
+        fixed, share = RESERVE.get(self.target, (0, 0.0))
+        reserve = fixed + int(share * sum(terms.values()))
+        return terms | ({RESERVED: reserve} if reserve else {})
+
+    def _nbytes(self, needs: Needs, window: int, transfer: int = 1) -> int:
+        return sum(self._terms(needs, window, transfer).values())
+
+    def _simulated(self, needs: Needs, window: int, transfer: int) -> Simulation:
+        return simulate(
+            needs.costs,
+            Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
+            self.machine,
+            optimizer_overlap=self.options.optimizer_overlap,
+            works=needs.works,
+        )
+
+    def _sweep(self, count: int) -> list[Choice]:
+        windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)
+        transfers = self._given("transfer", count) or set(TRANSFERS)
+        pairs = {(window, min(transfer, window)) for window in windows for transfer in transfers}
+        sizes = {pair: self._nbytes(self.needs, *pair) for pair in sorted(pairs)}
+        most = max(NEAR * self.available, 1.2 * min(sizes.values()))
+        wanted = self._given("window", count)
+        return [
+            Choice(*pair, nbytes, self._simulated(self.needs, *pair).step_s)
+            for pair, nbytes in sizes.items()
+            if nbytes <= most or pair[0] in wanted
+        ]
+
+    def _given(self, name: Literal["window", "transfer"], count: int) -> set[int]:
+        value = getattr(self.options, name)
+        return set() if value == "auto" else {min(value, count)}
+
+    def _chosen(self, sweep: list[Choice]) -> Choice:
+        """The smallest of the fastest that fit; the smallest at all if none does."""
+        if self.options.window != "auto":
+            given = self._given("window", max(1, len(self.needs.streamed)))
+            sweep = [choice for choice in sweep if choice.window in given]
+        fitting = [choice for choice in sweep if choice.nbytes <= self.available]
+        if not fitting:
+            return min(sweep, key=lambda choice: choice.nbytes)
+        fastest = min(choice.step_s for choice in fitting)
+        alike = [choice for choice in fitting if choice.step_s <= EQUAL * fastest]
+        return min(alike, key=lambda choice: (choice.nbytes, choice.step_s))
+
+    def _largest_window(self, count: int) -> int:
+        fits = 0
+        low, high = 1, count
+        while low <= high:
+            middle = (low + high) // 2
+            if self._nbytes(self.needs, middle) <= self.available:
+                fits, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return fits
+
+    # ---- other batches (Rule 3)
+
+    def _with_rows(self, rows: int) -> Needs | None:
+        return self.source.with_rows(rows, self.options, self.machine)
+
+    def _largest_batch(self, chosen: Choice) -> int | None:
+        def fits(rows: int) -> bool:
+            needs = self._with_rows(rows)
+            return needs is not None and self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
+
+        if self._with_rows(1) is None:
+            return None
+        low, high = 0, 1
+        while high < MOST_ROWS and fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    # ---- changes
+
+    def _changes(self, chosen: Choice, largest_batch: int | None) -> list[Change]:
+        changes = list(self._other_windows(chosen))
+        changes += self._other_batches(chosen, largest_batch)
+        changes += self._other_policies(chosen)
+
+        def cost(change: Change) -> tuple[bool, float]:
+            return change.nbytes > self.available, change.step_s / change.samples
+
+        return sorted(changes, key=cost)
+
+    def _other_windows(self, chosen: Choice) -> Iterable[Change]:
+        if chosen.window > 1:
+            window = self._largest_window(chosen.window - 1) or 1
+            nbytes = self._nbytes(self.needs, window)
+            yield Change(f"window={window}", nbytes, self._simulated(self.needs, window, 1).step_s)
+
+    def _other_batches(self, chosen: Choice, largest: int | None) -> Iterable[Change]:
+        given = self.source.rows
+        fewer = given // 2 if largest is None or largest >= given else largest
+        for rows in {2 * given, fewer} - {0}:
+            needs = self._with_rows(rows)
+            if needs is not None:
+                step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+                nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+                yield Change(f"a batch of {rows} {self.source.counted}", nbytes, step_s, rows / given)
+
+    def _other_policies(self, chosen: Choice) -> Iterable[Change]:
+        """What keeps less of what autograd saves; or, where there is room, more."""
+        others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
+        policy: Any = others.get(self.options.activations)
+        if policy is None or (isinstance(self.source, Listed) and policy == "recompute+offload"):
+            return
+        try:
+            needs = self.source.needs(replace(self.options, activations=policy), self.machine)
+        except SuperpipelineError:
+            return  # it can not run again
+        step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+        yield Change(f"activations={policy!r}", nbytes, step_s)
