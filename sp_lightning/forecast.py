@@ -93,7 +93,8 @@ class Plan:
         if self.device_nbytes > self.available:
             raise MemoryBudgetError(
                 f"training {self.model} needs {format_bytes(self.device_nbytes)} on the device with window "
-                f"{self.window} and {self.rows} {self.counted}, and there are {format_bytes(self.available)}; {self._remedies()}"
+                f"{self.window} and {self.rows} {self.counted}, and there are {format_bytes(self.available)}; "
+                + self._remedies()
             )
         if self.host.total > self.machine.host_nbytes:
             raise MemoryBudgetError(

@@ -108,8 +108,8 @@ def _heading(plan: Plan) -> str:
 
     fits = "fits" if plan.fits else "DOES NOT FIT"
     return (
-        f"{plan.model}: {plan.parameters / 1e9:.3g}e9 parameters, batch of {plan.rows} {plan.counted}, {plan.precision}, "
-        f"activations {plan.options.activations!r}\n"
+        f"{plan.model}: {plan.parameters / 1e9:.3g}e9 parameters, batch of {plan.rows} {plan.counted}, "
+        f"{plan.precision}, activations {plan.options.activations!r}\n"
         f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
         f"{size(plan.host.total)} of {size(plan.machine.host_nbytes)} on the host: {fits}"
