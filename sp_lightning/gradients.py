@@ -13,7 +13,8 @@
 6. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
    buffer on its way, one being made.
 7. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
-   written again: such a parameter gets new memory.
+   written again, and what ``.grad`` was made to be by way of it (``p.grad.data = ...``) is not the slab: such a parameter
+   gets new memory.
 8. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each; what arrives
    there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
    order in which they arrive. A single one comes down as it is, and becomes FP32 on the host: the same value.
@@ -316,17 +317,14 @@ class GradientSlab:
         self.autocast = store.autocast
         self._fields = store.layout.fields
         self._device = device
-        self.autocast = store.autocast
-        self._fields = store.layout.fields
-        self._device = device
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
         narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.autocast)
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.autocast)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._places = dict(self._laid_out(store, device.slab(self.nbytes), trained, narrow))
-        self._unseen = {index: _references(place.tensor) for index, place in self._places.items()}
+        self._unseen = {index: _seen(place.tensor) for index, place in self._places.items()}
         self._rooms = {index: place.room for index, place in self._places.items() if place.room is not None}
-        self._rooms_unseen = {index: _references(self._rooms[index]) for index in self._rooms}
+        self._rooms_unseen = {index: _seen(self._rooms[index]) for index in self._rooms}
         self._packings: dict[tuple[int, ...], Packing] = {}  # of those that came together before
 
     def _laid_out(self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int) -> Iterator[tuple[int, Place]]:
@@ -353,7 +351,7 @@ class GradientSlab:
 
     def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
         """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
-        widening = all(_references(self._rooms[index]) == unseen for index, unseen in self._rooms_unseen.items())
+        widening = all(_seen(self._rooms[index]) == unseen for index, unseen in self._rooms_unseen.items())
         places = [self._room(index, grad, widening) for index, grad in zip(indices, grads, strict=True)]
         if any(place is not self._places.get(index) for index, place in zip(indices, places, strict=True)):
             return places, Packing(self._device, places)
@@ -365,7 +363,7 @@ class GradientSlab:
     def _room(self, index: int, grad: Tensor, widening: bool) -> Place:
         place = self._places.get(index)  # None: it did not train when the slab was made
         fits = place is not None and grad.dtype is place.tensor.dtype and (widening or place.room is None)
-        if place is not None and fits and _references(place.tensor) == self._unseen[index]:
+        if place is not None and fits and _seen(place.tensor) == self._unseen[index]:
             return place
         field = self._fields[index]
         flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
@@ -377,6 +375,18 @@ def _references(tensor: Tensor) -> tuple[int, int, int]:
     """From Python and C++ to a tensor, and to its storage."""
     storage = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
     return sys.getrefcount(tensor), tensor._use_count(), storage
+
+
+def _seen(tensor: Tensor) -> tuple[Any, ...]:
+    """What changes when somebody refers to a tensor, or makes it another one: ``p.grad.data = ...``, ``grad.t_()``."""
+    return (
+        *_references(tensor),
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.requires_grad,
+    )
 
 
 @functools.cache

@@ -256,6 +256,7 @@ class Handle:
         managed = self._managed_by(optimizer)
         if managed:
             self._prepare(optimizer)  # its own hooks run after this one, already in this step
+            scaler.hand_over(optimizer)
         self.engine.optimizing = True
         if not self.engine.holding:  # else a closure may come first, with a forward beside which the last step runs on
             reads.pause()

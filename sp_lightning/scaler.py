@@ -3,6 +3,9 @@
 The scaler keeps its factor on the device and copies it to the gradients' device without waiting for it: from a device
 to the host, kernels on the host may run before the bytes are there, and gradients come out as garbage. While a module
 is streamed, a scaler whose optimizer's gradients are on the host is handed the factor there, arrived.
+
+An optimizer that unscales by itself (torch's fused ones) finds the factor among its attributes, and copies it likewise.
+It is handed one of its own as well: the scaler writes to its factor after the step, which may be held (held.py).
 """
 
 from __future__ import annotations
@@ -29,6 +32,14 @@ def end() -> None:
     _users -= 1
     if not _users:
         GradScaler._unscale_grads_ = _plain  # type: ignore[method-assign]
+
+
+def hand_over(optimizer: torch.optim.Optimizer) -> None:
+    """This optimizer is about to step parameters on the host: what a scaler left for it is there."""
+    for name in ("grad_scale", "found_inf"):
+        value = vars(optimizer).get(name)
+        if isinstance(value, torch.Tensor):
+            setattr(optimizer, name, value.to("cpu", copy=True))
 
 
 def _unscale_grads_(

@@ -626,6 +626,20 @@ def test_the_bits_are_the_plain_runs_with_a_scaler_that_skips_a_step(clip):
     assert compare_fits(device, Overflows, precision="16-mixed", **clip, **loader)["held_steps"] >= 1
 
 
+class UnscalesByItself(Net):
+    """Its optimizer does, by a factor that grows after each step."""
+
+    def on_fit_start(self):
+        self.trainer.precision_plugin.scaler.set_growth_interval(1)
+
+
+@pytest.mark.simgpu
+def test_a_step_that_is_held_unscales_by_the_factor_that_was_there_when_it_began():
+    make = functools.partial(UnscalesByItself, lambda net: torch.optim.AdamW(net.parameters(), lr=0.05, fused=True))
+    settings = {"precision": "16-mixed", "max_epochs": 2, "max_steps": 8}
+    assert compare_fits(torch.device("simgpu", 0), make, **settings)["held_steps"] >= 1
+
+
 class LooksAtTheEnd(Net):
     """Of each batch, and at its begin."""
 

@@ -707,6 +707,51 @@ def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(dev
     check(blocks, run, device)
 
 
+def test_a_scaler_hands_its_factor_to_an_optimizer_that_unscales_by_itself(device):
+    def run(net, device):
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+        for index, x in enumerate(inputs(device, 5)):
+            optimizer.zero_grad()
+            scaler.scale(squares(net, x) * (1e38 if index == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            yield scaler.get_scale(), [p.detach() for p in net.parameters()]
+
+    check(blocks, run, device)
+
+
+def data_given(p):
+    p.grad.data = p.grad * 0.5
+
+
+def made_double_and_back(p):
+    p.grad.data = p.grad.data.double()
+    p.grad.data = p.grad.data.float()
+
+
+def recorded(p):
+    p.grad.requires_grad_()
+
+
+@pytest.mark.parametrize("wire_dtype", ["auto", "as-is"])
+@pytest.mark.parametrize("change", [data_given, made_double_and_back, recorded])
+def test_a_gradient_that_is_made_another_tensor(change, wire_dtype, device):
+    def run(net, device):
+        optimizer = sgd(net)
+        for x in inputs(device, 5):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
+                loss = squares(net, x)
+            loss.backward()
+            yield [p.grad.detach().clone() for p in net.parameters()]
+            for p in net.parameters():
+                change(p)
+            optimizer.step()
+
+    check(blocks, run, device, wire_dtype=wire_dtype)
+
+
 class Overflowing(Critic):
     """Has a batch whose scaled gradients are infinite."""
 
