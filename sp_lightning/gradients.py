@@ -13,8 +13,8 @@
 6. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
    buffer on its way, one being made.
 7. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
-   written again, and what ``.grad`` was made to be by way of it (``p.grad.data = ...``) is not the slab: such a parameter
-   gets new memory.
+   written again, and what somebody made of ``.grad`` (``p.grad.data = ...``) is not in the slab: such a parameter gets
+   new memory.
 8. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each; what arrives
    there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
    order in which they arrive. A single one comes down as it is, and becomes FP32 on the host: the same value.

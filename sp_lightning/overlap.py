@@ -6,10 +6,13 @@
    steps the unit's parameters with the optimizer's own code and state. ``optimizer.step()`` then steps the rest.
 3. Who asks for a gradient waits for the thread. So does the step, and an error of the thread is raised there.
 4. The order in which state is created is not that of the parameters; it is put right when the step ends.
+5. What a thread has of its own and results depend on is the caller's: whether denormal numbers are flushed to zero, and
+   how many threads share an operator, which decides where its vectorized loops end.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +27,7 @@ from .optimizer import Group, ShadowStep
 
 Arrive = Callable[[], Sequence[Tensor]]  # waits for gradients, accumulates them, and tells whose they were
 _thread = threading.local()
+_HALF = float("0.5")  # which no compiler sees
 
 
 class HostThread:
@@ -42,12 +46,30 @@ class HostThread:
         return getattr(_thread, "steps_ahead", False)
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Does this after all that was submitted before."""
-        return self._pool.submit(work)
+        """Does this after all that was submitted before, as the caller would (Rule 5)."""
+        return self._pool.submit(_as_here(work))
 
     def close(self) -> None:
         """Ends the thread."""
         self._pool.shutdown()
+
+
+def _as_here(work: Callable[[], None]) -> Callable[[], None]:
+    flushes, count = _flushes_denormals(), torch.get_num_threads()
+
+    def do() -> None:
+        if _flushes_denormals() != flushes:
+            torch.set_flush_denormal(flushes)
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        work()
+
+    return do
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's arithmetic does: torch sets it and does not tell."""
+    return sys.float_info.min * _HALF == 0.0
 
 
 class StepAhead:

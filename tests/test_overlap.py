@@ -15,6 +15,7 @@ import torch
 import models
 import parity
 import sp_lightning
+from sp_lightning.overlap import HostThread
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,3 +197,24 @@ def test_a_step_takes_little_more_than_its_best_time_and_a_waiting_one_much_more
     times = json.loads(Path("times.json").read_text())
     assert times["overlapped_ms"] <= 1.35 * times["best_ms"]
     assert times["serial_ms"] >= 1.5 * times["overlapped_ms"]
+
+
+def test_the_host_thread_computes_as_its_caller_does():
+    thread, seen = HostThread(), []
+    tiny, count = torch.tensor(1e-38), torch.get_num_threads()
+
+    def see():
+        seen.append(((tiny * 0.1).item() == 0, torch.get_num_threads()))
+
+    thread.submit(see).result()
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor flushes nothing")
+        torch.set_num_threads(count + 1)
+        thread.submit(see).result()
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(count)
+    thread.submit(see).result()
+    thread.close()
+    assert seen == [(False, count), (True, count + 1), (False, count)]
