@@ -29,7 +29,7 @@ MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 
 # Torch's own waits, and functions of ours whose purpose is one.
-WAITS = {"wait_event", "wait_stream", "synchronize", "result", "exception"}
+WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"finish_steps", "wait_step", "wait_step_of", "_wait_steps", "quiesce"}
 LONGEST_S = 300

@@ -431,10 +431,7 @@ class Device:
         limit(min(1.0, nbytes / self.memory()[1]), self.torch_device)
 
     def synchronize(self) -> None:
-        """The host waits for all that is queued on the device, or about to be."""
-        if self._rings is not None:
-            self._rings.up.finish()
-            self._rings.down.finish()
+        """The host waits for all that is queued on the device."""
         if not self.is_host:
             torch.accelerator.synchronize(self.torch_device)
 

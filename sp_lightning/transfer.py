@@ -81,10 +81,6 @@ class Ring:
         """Starts copies to the host."""
         return self._submit(lambda staged: self._down(staged, copies, around))
 
-    def finish(self) -> None:
-        """All that was submitted is queued on the device, or carried on."""
-        self._thread.submit(lambda: None).result()
-
     def close(self) -> None:
         """Ends the thread, after what was submitted."""
         self._thread.shutdown()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import fake_cudart
 import pytest
 import torch
 from side_by_side import assert_plain, blocks, check, training
@@ -14,7 +15,6 @@ import models
 import parity
 import simgpu
 import sp_lightning
-from sp_lightning import device as device_module
 from sp_lightning import slabs
 from sp_lightning.device import CudaPageLock
 from sp_lightning.errors import HostMemoryError
@@ -24,39 +24,9 @@ SIMGPU = torch.device("simgpu", 0)
 MIB = 2**20
 
 
-class FakeCudart:
-    """CUDA's registration of host memory, which refuses what begins after so many bytes are registered."""
-
-    def __init__(self, room=2**40):
-        self.room = room
-        self.registered = {}
-        self.calls = []
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        assert not any(a < address + nbytes and address < a + n for a, n in self.registered.items())
-        self.calls.append(("register", address))
-        if sum(self.registered.values()) + nbytes > self.room:
-            return 2
-        self.registered[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address):
-        self.calls.append(("unregister", address))
-        return 0 if self.registered.pop(address, None) else 713
-
-    def cudaGetErrorString(self, error):
-        return {2: "out of memory", 713: "part or all of the memory is not registered"}[error]
-
-
 @pytest.fixture
 def cudart(monkeypatch):
-    """Slabs of the simulated accelerator are registered with it."""
-    fake = FakeCudart()
-    monkeypatch.setattr(device_module, "_cudart", lambda: fake)
-    monkeypatch.setattr(device_module, "page_lock", CudaPageLock)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.calls.append(("synchronize", device)))
-    return fake
+    return fake_cudart.install(monkeypatch)
 
 
 # ---- slabs
@@ -68,16 +38,6 @@ def test_a_slab_has_its_size_and_begins_at_a_page(nbytes):
     assert flat.numel() == nbytes and flat.data_ptr() % 4096 == 0
     assert flat.untyped_storage().nbytes() == nbytes
     assert not flat.any() and flat.fill_(7).eq(7).all()
-
-
-def test_a_slab_is_locked_once_and_unlocked_when_its_last_tensor_dies(cudart):
-    flat = Slabs().locked(3 * MIB, CudaPageLock(SIMGPU))
-    address, part = flat.data_ptr(), flat.untyped_storage()[512:1024]
-    assert cudart.registered == {address: 3 * MIB}
-    del flat
-    assert cudart.registered
-    del part
-    assert cudart.calls == [("register", address), ("synchronize", SIMGPU), ("unregister", address)]
 
 
 def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):

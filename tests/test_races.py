@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 
+import fake_cudart
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,9 @@ import models
 import simgpu
 import sp_lightning
 from sp_lightning import overlap
+from sp_lightning.device import CudaPageLock
 from sp_lightning.optimizer import step_in_pieces
+from sp_lightning.slabs import Slabs
 
 DEVICE = torch.device("simgpu", 0)
 SLOW_US = 20_000  # longer than the host needs to come to what it does next
@@ -243,6 +246,17 @@ def test_a_kept_reference_is_read_when_it_has_the_new_bytes():
             yield net.kept[0] * 2
 
     check(lambda: Keeping(models.Block() for _ in range(4)), run, DEVICE)
+
+
+def test_registered_memory_is_given_up_with_its_last_tensor_and_after_what_is_queued(monkeypatch):
+    cudart = fake_cudart.install(monkeypatch)
+    flat = Slabs().locked(3 << 20, CudaPageLock(DEVICE))
+    address, part = flat.data_ptr(), flat.untyped_storage()[512:1024]
+    assert cudart.registered == {address: 3 << 20}
+    del flat
+    assert cudart.registered
+    del part
+    assert cudart.calls == [("register", address), ("synchronize", DEVICE), ("unregister", address)]
 
 
 # --- Activations on their way
