@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
     @property
     def caught(self) -> bool:
-        return self.status == 1
+        return self.status == 1 or self.status < 0  # ended by a signal
 
     def __str__(self) -> str:
         if self.caught:

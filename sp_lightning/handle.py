@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from . import reads, scaler
+from . import malloc, reads, scaler
 from .compiled import never_compiled
 from .config import Options
 from .device import Device
@@ -140,6 +140,7 @@ class Handle:
             finally:
                 self._detach()
         finally:
+            malloc.as_ever()
             scaler.end()
             for step in self._steps.values():
                 if step is not None:
@@ -266,8 +267,11 @@ class Handle:
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._steps:
             self._steps[optimizer] = (fuse if self.options.fused_optimizer else step_in_pieces)(optimizer)
+            if not optimizer.state:
+                malloc.by_themselves()  # its first step makes it
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        malloc.as_ever()
         self.engine.optimizing = False
         self._counters.listener.stepped()
         reads.resume()

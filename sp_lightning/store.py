@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import malloc
 from .device import Device
 from .errors import ExactnessError
 from .layout import ALIGNMENT, Field, Layout, aligned
@@ -147,6 +148,7 @@ class UnitStore:
                 view.copy_(true_data(parameter))
             set_true_data(parameter, view)
             watch(parameter, self)
+        malloc.freed(self.slab.numel())
         return self._current_addresses()
 
     def release(self, kept: bool = False) -> None:

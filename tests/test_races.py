@@ -248,6 +248,20 @@ def test_a_kept_reference_is_read_when_it_has_the_new_bytes():
     check(lambda: Keeping(models.Block() for _ in range(4)), run, DEVICE)
 
 
+def test_a_unit_that_has_to_go_while_it_goes_through_the_ring_writes_to_nobody_elses_memory(small_ring, monkeypatch):
+    with sp_lightning.stream(blocks(), DEVICE, window=1) as handle:
+        first, second = (unit.store for unit in handle.engine.units[:2])
+        in_ring = first.slab.data_ptr()
+        monkeypatch.setattr(type(handle.device), "_by_itself", lambda self, host: host.data_ptr() != in_ring)
+        slow(h2d=SLOW_US)
+        first.load()
+        first.free()
+        second.load()
+        second.wait_load()
+        first.ready.synchronize()
+        assert torch.equal(second.flat.cpu(), second.slab)
+
+
 def test_registered_memory_is_given_up_with_its_last_tensor_and_after_what_is_queued(monkeypatch):
     cudart = fake_cudart.install(monkeypatch)
     flat = Slabs().locked(3 << 20, CudaPageLock(DEVICE))

@@ -86,6 +86,15 @@ def counts():
     return _C.counts()
 
 
+def pin(address, nbytes):
+    """Makes memory of the caller's pinned, until ``unpin(address)``, as ``cudaHostRegister`` does."""
+    _C.pin(address, nbytes)
+
+
+def unpin(address):
+    _C.unpin(address)
+
+
 def pinned_bytes():
     """Bytes of pinned memory: (allocated, peak)."""
     return _C.pinned_bytes()

@@ -121,6 +121,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::exchange(races, {});
   });
   m.def("counts", [] { return std::make_pair(launched_async.exchange(0), launched_blocking.exchange(0)); });
+  m.def("pin", [](uintptr_t p, size_t n) {
+    at::globalContext().lazyInitDevice(kSimGPU);  // before, nothing counts as pinned
+    pinned().add((char*)p, n);
+  });
+  m.def("unpin", [](uintptr_t p) { pinned().remove((char*)p); });
   m.def("pinned_bytes", [] { return pinned().bytes(); });
   m.def("reset_peak_stats", [] {
     arena().resetPeakStats(0);
