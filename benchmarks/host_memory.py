@@ -30,6 +30,7 @@ CASES = {
     "frozen but for the last block": {},
 }
 STEPS = 3
+DEVICE = "device (here the host)"
 BATCH = 16
 
 
@@ -52,11 +53,13 @@ def main() -> None:
 def show(case: str, found: dict[str, Any]) -> None:
     """A table of the terms of a case, in bytes per parameter."""
     parameters, predicted = found["parameters"], sum(found["terms"].values())
+    device = found["terms"].get(DEVICE, 0)
     print(f"{case}: {parameters / 1e6:.0f} M parameters")
     for term, nbytes in found["terms"].items():
         if nbytes:
             print(f"  {term:34} {nbytes / 1e6:8.1f} MB {nbytes / parameters:6.2f} bytes per parameter")
-    for name, nbytes in (("predicted", predicted), ("measured at most", found["peak"])):
+    peak = found["peak"]
+    for name, nbytes in (("predicted", predicted), ("measured at most", peak), ("without the device", peak - device)):
         print(f"  {name:34} {nbytes / 1e6:8.1f} MB {nbytes / parameters:6.2f}")
     print(f"  measured / predicted               {found['peak'] / predicted:8.3f}")
     for name in ("made", "taken over at most", "taken over", "before the next step", "closed"):
@@ -108,6 +111,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Trains, and returns what was resident when."""
     import lightning as L
     import torch
+    from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
     from torch import nn
 
     import sp_lightning
@@ -139,8 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
 
-    def train(model: Model, **given: Any) -> sp_lightning.SuperpipelineStrategy:
-        strategy = sp_lightning.SuperpipelineStrategy(window=2, device=device, **given)
+    def train(model: Model, strategy: Strategy, *callbacks: L.Callback) -> None:
         trainer = L.Trainer(
             strategy=strategy,
             accelerator=options.device,
@@ -151,12 +154,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[Watch()],
+            callbacks=list(callbacks),
         )
         dtype = torch.bfloat16 if given.get("master_weights") else torch.float32
         batches = [torch.randn(BATCH, model.blocks[0].up.in_features, dtype=dtype) for _ in range(STEPS)]
         trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
-        return strategy
 
     found: dict[str, Any] = {}
 
@@ -176,7 +178,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
     given = CASES[options.case]
     resident = Resident()
-    train(Model(2, 8), **given)  # all that is loaded and started when it is first needed
+    train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts all that it does when first needed
     resident = Resident()
     model = Model(options.blocks, options.width)
     if "frozen" in options.case:
@@ -189,10 +191,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     units = [UnitHostBytes.of(block.parameters(), travels_as) for block in model.blocks]
     terms = vars(host_bytes(units, states=STATES["AdamW"]))
-    train(model, **given)
+    train(model, sp_lightning.SuperpipelineStrategy(window=2, device=device, **given), Watch())
     found["closed"] = resident.now()
     if options.device != "cuda":
-        terms["device (here the host)"] = found["device"]
+        terms[DEVICE] = found["device"]
     found |= {"terms": terms, "parameters": sum(p.numel() for p in model.parameters())}
     return found
 

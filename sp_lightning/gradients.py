@@ -19,7 +19,8 @@
    there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
    order in which they arrive. A single one comes down as it is, and becomes FP32 on the host: the same value.
 9. It lands in the second half of the room of all such gradients in FP32, and is widened from the front: what is written
-   never reaches what is not read yet. So it takes no memory of its own, and a unit comes down in one piece.
+   never reaches what is not read yet. So it takes no memory of its own, and a unit comes down in one piece. The same
+   goes for gradients of FP32 master weights.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class Downlink:
         slab = self._slabs.get(store)
         if slab is None or slab.autocast is not store.autocast:
             slab = self._slabs[store] = GradientSlab(store, self.device)
-        indices = sorted(indices, key=lambda index: index not in store.autocast)  # Rule 9
+        indices = sorted(indices, key=lambda index: index not in store.narrow)  # Rule 9
         taken = [_known(grads[index]) for index in indices]
         host, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
@@ -318,8 +319,8 @@ class GradientSlab:
         self._fields = store.layout.fields
         self._device = device
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
-        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.autocast)
-        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.autocast)
+        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.narrow)
+        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._places = dict(self._laid_out(store, device.slab(self.nbytes), trained, narrow))
         self._unseen = {index: _seen(place.tensor) for index, place in self._places.items()}
@@ -333,7 +334,7 @@ class GradientSlab:
         first, then = 0, 2 * narrow
         for index in trained:
             field, travelling = store.host_layout.fields[index], self._fields[index]
-            if index in store.autocast:
+            if index in store.narrow:
                 at = narrow + first
                 room = Layout.own_view(storage, replace(field, offset=2 * first))
                 yield index, Place(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, room)

@@ -86,6 +86,8 @@ class UnitStore:
         self.autocast = dict(autocast)
         types = [autocast.get(i, self._device_dtype(field.dtype)) for i, field in enumerate(self.host_layout.fields)]
         self.layout = _converted(self.host_layout, types)
+        pairs = zip(self.layout.fields, self.host_layout.fields, strict=True)
+        self.narrow = frozenset(i for i, (field, host) in enumerate(pairs) if field.dtype is not host.dtype)
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
         self.flat = self.device.device_bytes(self.nbytes)
         self.storage = self.flat.untyped_storage()

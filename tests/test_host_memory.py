@@ -2,9 +2,12 @@
 can not be locked."""
 
 import gc
+import json
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import fake_cudart
 import pytest
@@ -15,7 +18,7 @@ import models
 import parity
 import simgpu
 import sp_lightning
-from sp_lightning import slabs
+from sp_lightning import malloc, slabs
 from sp_lightning.device import CudaPageLock
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.slabs import Slabs
@@ -169,3 +172,67 @@ def test_where_the_cpu_computes_there_is_nothing_to_lock(host_memory):
 @pytest.mark.parametrize("case", ["mlp", "lstm"])
 def test_a_trainer_trains_through_the_ring(case):
     parity.check(models.case(case), {"host_memory": "pageable", "window": 2}, accelerator="simgpu")
+
+
+# ---- the process
+
+
+class Glibc:
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def mallopt(self, parameter, value):
+        self.calls.append((parameter, value))
+
+    def malloc_trim(self, pad):
+        self.calls.append("trim")
+
+
+@pytest.fixture
+def glibc(monkeypatch):
+    fake = Glibc()
+    monkeypatch.setattr(malloc, "_glibc", fake)
+    monkeypatch.setattr(malloc, "_state", malloc._State())
+    return fake
+
+
+def test_the_heap_is_trimmed_after_every_64_mib_that_were_freed(glibc):
+    for _ in range(5):
+        malloc.freed(32 * MIB)
+    assert glibc.calls == ["trim", "trim"]
+
+
+def test_the_step_that_makes_the_state_takes_large_blocks_by_themselves_and_no_other_does(glibc):
+    net = blocks()
+    with sp_lightning.stream(net, SIMGPU):
+        for _ in training(steps=3)(net, SIMGPU):
+            pass
+    assert glibc.calls == [(-3, MIB), (-3, 32 * MIB), (-1, 64 * MIB)]
+
+
+def test_after_a_first_step_that_failed_malloc_is_as_ever_when_streaming_ends(glibc):
+    net = blocks()
+    with pytest.raises(ZeroDivisionError), sp_lightning.stream(net, SIMGPU):
+        list(training(before_step=lambda module: torch.optim.SGD(module.parameters()).step(lambda: 1 / 0))(net, SIMGPU))
+    assert glibc.calls == [(-3, MIB), (-3, 32 * MIB), (-1, 64 * MIB)]
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
+def test_thresholds_that_the_user_set_stay(monkeypatch, name):
+    monkeypatch.setenv(name, "100000")
+    assert malloc._library() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["simgpu", "cpu"])
+@pytest.mark.parametrize("case", ["FP32", "FP32, offloaded", "master weights", "frozen but for the last block"])
+def test_a_process_has_as_much_memory_as_predicted(case, device):
+    benchmark = Path(__file__).parent.parent / "benchmarks" / "host_memory.py"
+    command = [sys.executable, benchmark, "--case", case, "--device", device]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0.9 < found["peak"] / sum(found["terms"].values()) < 1.1
+    assert found["taken over at most"] < 1.1 * (found["terms"]["weights"] + found["terms"]["wire"])
