@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from . import malloc, reads, scaler
+from . import malloc, reads, room, scaler
 from .compiled import never_compiled
 from .config import Options
 from .device import Device
@@ -53,10 +53,12 @@ class Handle:
         options: Options,
         compute_dtype: torch.dtype | None = None,
         only_inference: bool = False,
+        trains: bool = False,
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory)
         self.options = options
+        self._trains = trains  # training follows, for certain
         self._only_inference = only_inference  # no training follows, which would need the memory left
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
@@ -162,10 +164,11 @@ class Handle:
     # ---- details
 
     def _attach(self) -> None:
-        _materialize(self.module)
         units = partition(self.module, self.options.units)
         if not units:
             raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
+        self._check_room(units)
+        _materialize(self.module)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -186,6 +189,21 @@ class Handle:
         self.engine.attend()
         self._structure = _structure(self.module)
         self._identities = _identities(self.module)
+
+    def _check_room(self, units: list[Unit]) -> None:
+        """Before anything is taken."""
+
+        def device_dtype(dtype: torch.dtype) -> torch.dtype:
+            return self._compute_dtype or dtype if dtype is torch.float32 else dtype
+
+        if not self.device.is_host:
+            sizes = room.sizes(units, device_dtype, self._trains)
+            window = 1 if self.options.window == "auto" else self.options.window
+            floats = {p.dtype for unit in units for _, p in unit.params}
+            can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
+            room.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), can_halve)
+        if self._trains:
+            room.check_host(units, device_dtype)
 
     def _register_hosts(self) -> None:
         """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""

@@ -274,9 +274,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             if isinstance(module, Metric):
                 module._apply(self._unless_streamed)
         compute_dtype = self._half_dtype() if self.options.master_weights else None
-        only_inference = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
-            self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, only_inference)
+            self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, not fits, fits)
         _update_properties(self.lightning_module, device=self.root_device)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
