@@ -1,4 +1,4 @@
-"""Whether there is room for a run, from what is known before it: the sizes of units, and nothing that has to be measured.
+"""Whether there is room for a run, from what is known before it: the sizes of units, nothing that has to be measured.
 
 1. Device: a run stops before it starts if weights and gradients alone can not fit. What activations take is not known
    here (`sp_lightning.plan` measures it), so what passes may still not fit; what is refused certainly does not.
