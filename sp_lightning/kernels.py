@@ -71,20 +71,31 @@ def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_dtype("cpu", before[1])
 
 
-# CUDA's autocast: what runs in the lower precision, what in FP32, and what is told to give FP32.
+# CUDA's autocast: what runs in the lower precision, what in FP32, what in the widest of its arguments' types, and what
+# is told to give FP32. What this torch does not cast is left out.
 LOWER = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul mm mv
 linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+_thnn_fused_lstm_cell _thnn_fused_gru_cell einsum
 """.split()
 FP32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar softplus layer_norm native_layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss
 nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
 multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist
-pdist cdist renorm logsumexp
+pdist cdist renorm logsumexp frobenius_norm.dim nuclear_norm nuclear_norm.dim linalg_matrix_norm
+linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim rms_norm
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+upsample_nearest2d upsample_nearest3d upsample_trilinear3d
 """.split()
-FP32_RESULT = "prod softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split()
+PROMOTED = """
+addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+""".split()
+FP32_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList linalg_vector_norm
+""".split()
 
 _library: Any = torch.library
 _registered: list[Any] = []
@@ -97,9 +108,12 @@ def _register() -> None:
     rest = _library.Library("_", "IMPL")
     rest.fallback(_library.fallthrough_kernel, KEY)
     library = _library.Library("aten", "IMPL")
-    for names, policy in ((LOWER, _lower), (FP32, _fp32), (FP32_RESULT, _fp32_result)):
+    cast = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+    policies = ((LOWER, _lower), (FP32, _fp32), (PROMOTED, _promoted), (FP32_RESULT, _fp32_result))
+    for names, policy in policies:
         for name in names:
-            library.impl(name, functools.partial(policy, _overload(name)), KEY)
+            if f"aten::{name}" in cast:
+                library.impl(name, functools.partial(policy, _overload(name)), KEY)
     library.impl("scaled_dot_product_attention", _attention, KEY)
     library.impl("dropout", _dropout, KEY)
     _registered.extend((library, rest))
@@ -144,6 +158,15 @@ def _fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         if _casts() and _now.target != "cpu":
             dtype = torch.float32
+            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
+        return op(*args, **kwargs)
+
+
+def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with _below():
+        types = {value.dtype for value in (*args, *kwargs.values()) if _is_eligible(value)}
+        if _casts() and len(types) > 1:
+            dtype = torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cpu")
             return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
         return op(*args, **kwargs)
 

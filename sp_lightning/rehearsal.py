@@ -235,6 +235,9 @@ class _Tracker:
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self._count(visit, formula(*args, **kwargs, out_val=out), out)
+        elif func._overloadpacket is torch.ops.aten._grouped_mm:  # which torch does not count: of experts
+            rows = args[0].shape[-2:].numel() if args[1].dim() == 2 else args[0].numel()
+            self._count(visit, 2 * rows * args[1].shape[-1], out)
 
     @staticmethod
     def _count(visit: Visit, flops: float, out: Any) -> None:

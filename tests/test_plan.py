@@ -243,6 +243,20 @@ def test_what_depends_on_data_runs_with_data_and_that_is_said():
     assert found.device_nbytes > 0
 
 
+def test_products_of_experts_are_counted():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = torch.ones(4, 16, dtype=torch.long)
+
+    def flops(implementation):
+        config = transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
+        config._experts_implementation = implementation
+        module = functools.partial(transformers.MixtralForCausalLM, config)
+        return planned(module, {"input_ids": tokens, "labels": tokens}, precision="bf16-mixed").flops
+
+    assert flops("grouped_mm") == pytest.approx(flops("batched_mm"), rel=0.01)
+
+
 def test_twins_of_small_integers_decide_what_a_vision_language_model_asks():
     transformers = pytest.importorskip("transformers")
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
