@@ -95,7 +95,6 @@ def operators(x, w):
     yield "gelu of half", F.gelu(x.to(HALF))
     yield "add", x.to(HALF) + x
     yield "einsum", torch.einsum("ij,jk->ik", x, w)
-    yield "interpolate of half", F.interpolate(x.to(HALF)[None, None], scale_factor=2)
     yield "vector_norm of half", torch.linalg.vector_norm(x.to(HALF))
     yield "addcmul of both", torch.addcmul(x, x.to(HALF), x)
     yield "prod of half", x.to(HALF).prod(0)
