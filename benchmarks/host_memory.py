@@ -24,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 CASES = {
-    "FP32": {},
-    "FP32, offloaded": {"activations": "offload"},
-    "master weights": {"master_weights": True},
-    "frozen but for the last block": {},
+    "FP32": ("32-true", {}),
+    "FP32, offloaded": ("32-true", {"activations": "offload"}),
+    "autocast": ("bf16-mixed", {}),
+    "master weights": ("bf16-true", {"master_weights": True}),
+    "frozen but for the last block": ("32-true", {}),
 }
 STEPS = 3
 DEVICE = "device (here the host)"
@@ -149,14 +150,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             accelerator=options.device,
             devices=1,
             max_steps=STEPS,
-            precision="bf16-true" if given.get("master_weights") else "32-true",
+            precision=precision,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=list(callbacks),
         )
-        dtype = torch.bfloat16 if given.get("master_weights") else torch.float32
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         batches = [torch.randn(BATCH, model.blocks[0].up.in_features, dtype=dtype) for _ in range(STEPS)]
         trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
 
@@ -176,7 +177,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found["device"], found["ours"] = stats["device_peak"], stats["host_bytes"]
 
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
-    given = CASES[options.case]
+    precision, given = CASES[options.case]
     resident = Resident()
     train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts all that it does when first needed
     resident = Resident()
@@ -187,7 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found["made"] = resident.highest_since()
 
     def travels_as(dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16 if given.get("master_weights") else dtype
+        return dtype if precision == "32-true" else torch.bfloat16
 
     units = [UnitHostBytes.of(block.parameters(), travels_as) for block in model.blocks]
     terms = vars(host_bytes(units, states=STATES["AdamW"]))

@@ -2,7 +2,7 @@
 ``benchmarks/host_memory.py``.
 
 1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
-2. A unit of which something travels in another type has a second slab for what travels (``wire``).
+2. What travels in another type has a second slab (``wire``); small weights that join it there do not count.
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
 """
@@ -37,9 +37,7 @@ class UnitHostBytes:
         params = list(parameters)
         return cls(
             weights=sum(_nbytes(p, p.dtype) for p in params),
-            wire=sum(_nbytes(p, travels_as(p.dtype)) for p in params)
-            if any(travels_as(p.dtype) is not p.dtype for p in params)
-            else 0,
+            wire=sum(_nbytes(p, travels_as(p.dtype)) for p in params if travels_as(p.dtype) is not p.dtype),
             trained=sum(_nbytes(p, p.dtype) for p in params if p.requires_grad),
         )
 

@@ -44,3 +44,8 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, tmp_path):
         done.stdout
     )
     assert first["differences"] == [] and found["facts"]["device"] == "cpu"
+
+
+def test_host_memory_is_checked_one_promise_at_a_time(tmp_path):
+    found, done = run(tmp_path, "pinned", "--device", "cpu")
+    assert len(found["results"]) == 6 and done.returncode == 0, done.stdout

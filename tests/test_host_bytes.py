@@ -28,6 +28,11 @@ def test_what_travels_in_half_precision_takes_2_bytes_more():
     assert host_bytes([unit], states=2).total == 18 * 256 * 1024
 
 
+def test_what_travels_in_its_own_type_has_no_copy_beside_what_does_not():
+    both = [*linear().parameters(), *linear(dtype=torch.float64).parameters()]
+    assert UnitHostBytes.of(both, half).wire == MIB / 2
+
+
 def test_what_travels_as_it_is_has_no_second_copy():
     assert UnitHostBytes.of(linear(dtype=torch.bfloat16).parameters(), half).wire == 0
 

@@ -227,7 +227,9 @@ def test_thresholds_that_the_user_set_stay(monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["simgpu", "cpu"])
-@pytest.mark.parametrize("case", ["FP32", "FP32, offloaded", "master weights", "frozen but for the last block"])
+@pytest.mark.parametrize(
+    "case", ["FP32", "FP32, offloaded", "autocast", "master weights", "frozen but for the last block"]
+)
 def test_a_process_has_as_much_memory_as_predicted(case, device):
     benchmark = Path(__file__).parent.parent / "benchmarks" / "host_memory.py"
     command = [sys.executable, benchmark, "--case", case, "--device", device]
