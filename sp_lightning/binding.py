@@ -87,9 +87,13 @@ class Binding:
             return self.receive
 
         def receive(node: Any, grads: Gradients) -> Gradients:
-            sums = {index: total for index, of in uses.items() if (total := of.sum()) is not None}
-            self.lending.came(sums, receive)
-            return self.receive(node, tuple(sums.get(index, grad) for index, grad in enumerate(grads)))
+            merged = list(grads)
+            for index, of in uses.items():
+                total = of.sum()
+                if total is not None:
+                    merged[index] = total
+                    self.lending.came(index, receive)
+            return self.receive(node, tuple(merged))
 
         return receive
 
@@ -139,6 +143,8 @@ class Binding:
     def remake(self) -> None:
         """The stand-ins are other ones from now on: their types changed."""
         self.forget()
+        self._versions = []  # it may be fetched, and leave, before it is visited
+        self.taken[0] = False
         self.lending.end()
 
     def backward_done(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -347,11 +347,12 @@ class Engine:
             if not unit.binding.bound:
                 unit.binding.refresh()
 
-    def suspect(self, parameters: Iterable[Tensor]) -> None:
-        """These parameters were, or are about to be, written by an optimizer or someone like it."""
+    def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
+        """These parameters were, or are about to be, written by an optimizer or someone like it; of those with these
+        ids it is known when."""
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
             unit.store.settle()
-            unit.store.suspect()
+            unit.store.suspect(stepped)
 
     @property
     def torch_device(self) -> torch.device:

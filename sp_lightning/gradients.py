@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -130,16 +131,15 @@ class Packing:
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
         self._runs = list(_runs(places, layout))
-        self._types = {field.dtype for field in layout.fields}
+        self._parts = list(_parts_of_one_type([field.dtype for field in layout.fields]))
 
     def pack(self, grads: list[Tensor]) -> None:
         """Copies them in, on the current stream."""
         self._device.claim(self._storage, self._size)
         if not self._views:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
-        for dtype in self._types:  # a call with several would copy one by one
-            pairs = [(to, of) for to, of in zip(self._views, grads, strict=True) if to.dtype is dtype]
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+        for part in self._parts:  # a call with several types would copy one by one
+            torch._foreach_copy_(self._views[part], grads[part])
 
     def copies(self) -> Copies:
         """What brings them to the host: as few copies as can be."""
@@ -151,6 +151,14 @@ class Packing:
     def free(self) -> None:
         """Gives the device memory back, on the current stream."""
         self._device.shrink(self._storage)
+
+
+def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
+    start = 0
+    for _, same in itertools.groupby(types):
+        end = start + sum(1 for _ in same)
+        yield slice(start, end)
+        start = end
 
 
 @dataclass
@@ -259,7 +267,7 @@ class Downlink:
         landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
         if self.ahead is not None and final and not self._under_way:
             timed = self.counters.listener.work("optimizer", store.unit.name, "step")
-            self.ahead.submit(lambda: self._land(landing), timed)
+            self.ahead.submit(lambda: self._land(landing), timed, store.convert)
         else:
             self._under_way.append(landing)
 
@@ -454,6 +462,8 @@ def _accumulate(parameter: Tensor, grad: Tensor, room: Tensor | None) -> None:
 
 def _widened(grad: Tensor, room: Tensor) -> Tensor:
     """The gradient in FP32, in its room, which ends where the gradient does or before (Rule 9)."""
+    if grad.numel() <= SMALL:
+        return room.copy_(grad.clone())
     narrow, wide = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (grad, room))
     done, count = 0, narrow.numel()
     while done < count:

@@ -293,7 +293,8 @@ class Handle:
         self.engine.optimizing = False
         self._counters.listener.stepped()
         reads.resume()
-        self.engine.suspect(self._managed_by(optimizer))
+        ahead = self.engine.downlink.ahead
+        self.engine.suspect(self._managed_by(optimizer), ahead.stepped if ahead is not None else ())
         self.engine.follow()
 
     def has_other_step_hooks(self, optimizer: torch.optim.Optimizer, after: bool = False) -> bool:

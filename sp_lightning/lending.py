@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -71,21 +70,19 @@ class Lending:
         store.counters.bytes_up += views[index].nbytes
 
         def receive(node: Any, grads: Gradients) -> Gradients:
-            self.came([index], receive)
+            self.came(index, receive)
             return self._receive(node, grads)
 
         lent: Any = stand_in(link(store, receive, views)[index], parameter, [False])
         lent.__class__ = LentParameter
         return cast(LentParameter, lent)
 
-    def came(self, indices: Iterable[int], way: Any) -> None:
-        """Gradients of these arrived in this way (Rule 2)."""
-        task = torch._C._current_graph_task_id()
-        for index in indices:
-            if self._came.setdefault((task, index), way) is not way:
-                raise ExactnessError(
-                    f"a loss depends on {self._store.names[index]} by its layer, and by another read beside it: {AS_IS}"
-                )
+    def came(self, index: int, way: Any) -> None:
+        """A gradient of this one arrived in this way (Rule 2)."""
+        if self._came.setdefault((torch._C._current_graph_task_id(), index), way) is not way:
+            raise ExactnessError(
+                f"a loss depends on {self._store.names[index]} by its layer, and by another read beside it: {AS_IS}"
+            )
 
     def backward_done(self) -> None:
         """All gradients have arrived."""

@@ -85,9 +85,10 @@ class StepAhead:
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
 
-    def submit(self, arrive: Arrive, timed: AbstractContextManager[None]) -> None:
-        """Gradients are under way whose parameters can be stepped, within ``timed``, when they arrive."""
-        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive, timed)))
+    def submit(self, arrive: Arrive, timed: AbstractContextManager[None], then: Callable[[], None]) -> None:
+        """Gradients are under way whose parameters can be stepped when they arrive, and ``then`` has to do with what
+        they are by then; both within ``timed``."""
+        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive, timed, then)))
 
     def rest(self) -> tuple[list[Group], Any]:
         """What the optimizer's own step has to do: all but what was stepped ahead, before backward returned."""
@@ -114,7 +115,7 @@ class StepAhead:
         for param in sorted(made, key=lambda param: order.get(id(param), len(order))):
             state[param] = state.pop(param)
 
-    def _arrived(self, arrive: Arrive, timed: AbstractContextManager[None]) -> None:
+    def _arrived(self, arrive: Arrive, timed: AbstractContextManager[None], then: Callable[[], None]) -> None:
         if self._failed:
             return
         self._failed = True
@@ -125,5 +126,6 @@ class StepAhead:
                 groups[self._group_of[id(param)]]["params"].append(param)
             with timed:
                 self._step.step_groups(self._optimizer, groups)
+                then()
         self.stepped.update(map(id, params))
         self._failed = False

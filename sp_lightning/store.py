@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +78,7 @@ class UnitStore:
         self._slab_addresses = self._adopt()
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
         self._versions: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []  # at those addresses
 
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
         """From the next fill on these parameters travel in these types; nothing is on the device, and no graph
@@ -85,7 +86,7 @@ class UnitStore:
         assert self.residency is Residency.HOST
         self.autocast = dict(autocast)
         types = [autocast.get(i, self._device_dtype(field.dtype)) for i, field in enumerate(self.host_layout.fields)]
-        self.layout = _converted(self.host_layout, types)
+        self.layout = _layout_with(self.host_layout, types)
         pairs = zip(self.layout.fields, self.host_layout.fields, strict=True)
         self.narrow = frozenset(i for i, (field, host) in enumerate(pairs) if field.dtype is not host.dtype)
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
@@ -94,6 +95,7 @@ class UnitStore:
         self._offsets = [field.offset for field in self.layout.fields]
         self._lay_out_wire()
         self._suspect = True
+        self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
         self.content, self.memory = object(), object()
         self._own_references = self._references()
 
@@ -165,6 +167,7 @@ class UnitStore:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
         self.wait_step()
         self._suspect = True
+        self._converted = None
         self.settle()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -176,9 +179,12 @@ class UnitStore:
         shared = self.device.is_host or self.keeper.in_slab(value)
         return value if shared and not self.keeper.on_device(value) else value.to("cpu", copy=True)
 
-    def suspect(self) -> None:
-        """Rule 6, by an optimizer that stepped or any other writer that says so."""
+    def suspect(self, stepped: Collection[int] = ()) -> None:
+        """Rule 6, by an optimizer that stepped or any other writer that says so. What is converted is still good if all
+        that may have changed was stepped before that: the parameters with these ids."""
         self._suspect = True
+        if not all(id(parameter) in stepped for parameter in self.params if parameter.requires_grad):
+            self._converted = None
 
     def settle(self) -> None:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
@@ -205,7 +211,7 @@ class UnitStore:
                 self._suspect
                 or self._versions != [parameter._version for parameter in self.params]
                 or self._addresses != self._current_addresses()
-                or any(map(is_shared, self.params))
+                or any(map(_is_shared, self._storages))
             )
 
     def version(self, index: int) -> int:
@@ -229,12 +235,16 @@ class UnitStore:
         """Starts the way up (Rule 3)."""
         self.wait_step()
         changed = bool(self._wire_places) and self.stale()
-        self._addresses = self._current_addresses()
+        addresses = self._current_addresses()
+        if self._suspect or addresses != self._addresses:
+            self._addresses = addresses
+            self._storages = [parameter.untyped_storage() for parameter in self.params]
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
         self._suspect = False
-        if changed:
+        if changed and (self._converted is None or self._converted != self._stamp()):
             self._fill_wire()
+        self._converted = None
         if self.residency is Residency.DEVICE:  # filled again in place
             self._let_readers_finish()
         else:
@@ -308,6 +318,19 @@ class UnitStore:
         pairs = zip(self._addresses, self._slab_addresses, strict=True)
         return [index for index, (now, then) in enumerate(pairs) if now != then]
 
+    def convert(self) -> None:
+        """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it."""
+        if self._wire_places:
+            self.settle()
+            self._fill_wire()
+            self._converted = self._stamp()
+
+    def _stamp(self) -> Any:
+        """Versions and addresses of the parameters; None while somebody else holds their bytes (Rule 6)."""
+        if any(map(_is_shared, self._storages)):
+            return None
+        return [parameter._version for parameter in self.params], self._current_addresses()
+
     def _fill_wire(self) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
@@ -333,11 +356,16 @@ class UnitStore:
 
 
 def is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor refers to its bytes, beside the parameter itself and the object that asks here."""
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > 2
+    """Whether another tensor refers to its bytes."""
+    return _is_shared(parameter.untyped_storage())
 
 
-def _converted(layout: Layout, types: list[torch.dtype]) -> Layout:
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether another tensor refers to these bytes, beside the parameter itself and the object that asks here."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
+
+
+def _layout_with(layout: Layout, types: list[torch.dtype]) -> Layout:
     def described(field: Field, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(field.shape, field.stride, dtype=dtype, device="meta")
 

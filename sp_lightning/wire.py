@@ -59,12 +59,13 @@ class Weight:
             self.give_up()
             return None
         self.dtype = dtype
-        self._count()
+        recorded = torch.is_grad_enabled()
+        self._count(recorded)
         output = binding.outputs[self.index]
         uses = binding.uses.get(self.index)
         if uses is None:
             return output
-        if not torch.is_grad_enabled() or not output.requires_grad:
+        if not recorded or not output.requires_grad:
             return output.detach()  # as a cast that autograd does not see: kernels are chosen by ``requires_grad``
         use = output.view_as(output)
         use.grad_fn.register_prehook(uses.arrive)  # type: ignore[union-attr]
@@ -83,9 +84,9 @@ class Weight:
         dtype = torch.get_autocast_dtype(self._device)
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
-    def _count(self) -> None:
+    def _count(self, recorded: bool) -> None:
         self._runs += 1
-        if torch.is_grad_enabled():
+        if recorded:
             if in_backward():
                 self._runs_in_backward += 1
             else:
@@ -155,10 +156,9 @@ class Guard:
             return
         self._on = True
         self.module.__dict__["_parameters"] = self.parameters
-        if self._hides is None:
-            self._front.forward = self
-        else:
-            self.module.__dict__["forward"] = self
+        self._front.forward = self  # for a call of the module that begins the visit
+        if self._hides is not None:
+            self.module.__dict__["forward"] = self  # and for those within one
 
     def show(self) -> None:
         """It ends."""
@@ -166,9 +166,8 @@ class Guard:
             self._on = False
             if self.module.__dict__["_parameters"] is self.parameters:
                 self.module.__dict__["_parameters"] = self.parameters.guarded
-            if self._hides is None:
-                self._front.forward = self._forward
-            elif self.module.__dict__.get("forward") is self:
+            self._front.forward = self._forward
+            if self.module.__dict__.get("forward") is self:
                 del self.module.__dict__["forward"]
         if self._hides is not None:
             self._hides.show()

@@ -53,7 +53,8 @@ class Cell(NamedTuple):
         return "-".join(str(part) for part in (*self.settings._replace(clip=algorithm), *self[1:]))
 
 
-def check(cell: Cell) -> None:
+def check(cell: Cell) -> traffic.Ledger:
+    """Compares the two runs of a cell; gives what the streaming one moved."""
     case = models.case(cell.settings.case)
     for library in case.tags & {"transformers", "torchvision"}:
         pytest.importorskip(library)
@@ -72,6 +73,7 @@ def check(cell: Cell) -> None:
         actual = record(cell.settings, parity.streaming_strategy(cell.settings.accelerator, **options))
     parity.compare(expected, actual)
     traffic.assert_streamed(ledger, gradient_nbytes, "writes" in case.tags)
+    return ledger
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,6 +166,18 @@ def test_the_cover_has_every_pair_that_exists():
             assert one == other or missing <= {("cpu", "16-mixed"), ("16-mixed", "cpu")}, (one, other)
 
 
+@pytest.mark.simgpu
+@pytest.mark.parametrize("case", ["mlp", "llama", "adapters", "checkpoint", "uneven_convnet"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_under_autocast_each_layer_that_is_run_once_comes_to_travel_in_its_type(case, activations):
+    ledger = check(Cell(Settings(case, "simgpu", "bf16-mixed", accumulate=3), "2", activations))
+    passes = itertools.chain.from_iterable(ledger.passes.values())
+    last = [recorded for recorded in passes if recorded.kind == "train"][-1]
+    layers = torch.nn.Linear | torch.nn.Conv2d
+    weights = {f"net.{name}.weight" for name, m in models.case(case).make().named_modules() if isinstance(m, layers)}
+    assert {name for name, share in last.share.items() if share == 0.5} == weights & set(last.share)
+
+
 # --- The products
 
 
@@ -176,6 +190,18 @@ def every_setting() -> list[Cell]:
     product = itertools.product(("tied_embedding", "mixture_of_experts"), PRECISIONS, ACCUMULATE, CLIP, OPTIMIZERS)
     settings = [Settings(case, "simgpu", *rest) for case, *rest in product]
     return [Cell(*of) for of in itertools.product(settings, WINDOWS, ACTIVATIONS)]
+
+
+def every_model_under_autocast() -> list[Cell]:
+    product = itertools.product(models.ZOO, ACCELERATORS, ("bf16-mixed",), ACCUMULATE)
+    settings = list(itertools.starmap(Settings, product))
+    return [Cell(*of) for of in itertools.product(settings, ("1", "2"), ACTIVATIONS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", parameters(every_model_under_autocast()))
+def test_streaming_is_exact_for_every_model_under_autocast(cell):
+    check(cell)
 
 
 @pytest.mark.slow

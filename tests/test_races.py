@@ -506,7 +506,7 @@ def test_a_wait_that_was_interrupted_can_be_taken_up_again():
     thread = overlap.HostThread()
     ahead = overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
     arrived = []
-    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [], contextlib.nullcontext())
+    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [], contextlib.nullcontext(), lambda: None)
     main = threading.main_thread().ident
     threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

@@ -8,18 +8,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from side_by_side import check, inputs, sgd, squares
+from side_by_side import check, fit, inputs, sgd, squares
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
 import sp_lightning
+from sp_lightning.engine import Engine
 from sp_lightning.errors import ExactnessError
 from sp_lightning.gradients import _widened
+from sp_lightning.store import UnitStore
 
 LATE = 3  # the first step that is not like those before
 
@@ -164,6 +168,27 @@ def test_a_new_kind_of_pass_that_makes_gradients_is_recorded_first(device):
             assert len(travelling(handle)) == 6
 
 
+class Skipping(models.Stack):
+    skipped = None
+
+    def run(self, x):
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        return x
+
+
+def test_a_unit_that_is_fetched_with_its_new_types_and_then_not_visited(device):
+    def run(net, device):
+        for step, x in enumerate(inputs(device, 4)):
+            net.skipped = 2 if step == 1 else None
+            with autocast(device):
+                loss = squares(net, x)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+
+    check(lambda: Skipping(Layer() for _ in range(4)), run, device, window=2)
+
+
 # --- What is read in another way, later
 
 
@@ -295,8 +320,12 @@ def penalty(net):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_late_look_at_all_weights_is_exact_and_in_the_loss_it_is_refused(device, when):
     check(looking, training(loss=during(**{when: norms})), device)
-    with pytest.raises(ExactnessError, match=r'by its layer, and by another read.*wire_dtype="as-is"'):
-        check(looking, training(loss=during(**{when: penalty})), device)
+    refused(
+        device,
+        r'by its layer, and by another read.*wire_dtype="as-is"',
+        make=looking,
+        loss=during(**{when: penalty}),
+    )
 
 
 def test_a_penalty_from_the_first_step_on_is_exact(device):
@@ -417,11 +446,40 @@ def test_a_clamp_through_data_between_steps_is_seen(device):
     check(layers, run, device, window=6)
 
 
+class Fitted(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = layers()
+
+    def training_step(self, batch, batch_index):
+        return squares(self.net, batch[0])
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+def test_weights_are_cast_by_the_thread_that_stepped_them_once_for_each_step(device, monkeypatch):
+    def fill(store):
+        threads[-1].append(threading.current_thread() is not threading.main_thread())
+        fill_wire(store)
+
+    def open_scope(engine, kind):
+        threads.append([])
+        begin(engine, kind)
+
+    threads, fill_wire, begin = [], UnitStore._fill_wire, Engine.open_scope
+    monkeypatch.setattr(UnitStore, "_fill_wire", fill)
+    monkeypatch.setattr(Engine, "open_scope", open_scope)
+    strategy = sp_lightning.SuperpipelineStrategy(window=1, device=device)
+    fit(Fitted, strategy, device, precision="bf16-mixed", max_steps=4)
+    assert threads[-1] == [True] * 6  # a stem, four blocks and a head
+
+
 # --- What can not be exact is refused
 
 
-def refused(device, match, **how):
-    net = layers()
+def refused(device, match, make=layers, **how):
+    net = make()
     with sp_lightning.stream(net, device, window=1), pytest.raises(ExactnessError, match=match):
         stepped(net, device, LATE + 2, **how)
 
