@@ -144,7 +144,12 @@ class Rehearsed(Subject):
         return HALF.get(self._precision.split("-")[0])
 
     def _script(self, options: Options, scale: int) -> Script:
-        """By the plainest way that works (Rule 2)."""
+        if (options, scale) not in self._scripts:
+            self._scripts[options, scale] = self._found(options, scale)
+        return self._scripts[options, scale]
+
+    def _found(self, options: Options, scale: int) -> Script:
+        """By the plainest way that works (Rule 1)."""
         batch = _scaled(self._batch, self.rows, scale)
         while True:
             try:
