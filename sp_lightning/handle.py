@@ -242,6 +242,8 @@ class Handle:
 
     def _parts(self) -> Iterator[Entry]:
         """A hook for each module that owns parameters directly, and for each unit's root."""
+        if any(module._compiled_call_impl is not None for module in self.module.modules()):
+            self.engine.wire.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():
             own = list(dict.fromkeys(self.engine.owner(p) for p in module._parameters.values() if p is not None))
