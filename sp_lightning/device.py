@@ -213,9 +213,16 @@ class Device:
                 flat = self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
                 self._locked_nbytes += nbytes
                 return flat
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 self._lock_no_more(nbytes, error)
-        return self._slabs.plain(nbytes)
+        try:
+            return self._slabs.plain(nbytes)
+        except OSError as error:
+            memory = host_memory()
+            raise HostMemoryError(
+                f"{format_bytes(nbytes)} of host memory are not to be had ({error}): {format_bytes(memory.free)} of "
+                f"{format_bytes(memory.total)} are free; train fewer parameters, or close what else runs"
+            ) from error
 
     def passing(self, nbytes: int) -> Tensor:
         """A flat host buffer that comes and goes, page-locked like a slab."""
@@ -227,7 +234,7 @@ class Device:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def _lock_no_more(self, nbytes: int, error: RuntimeError) -> None:
+    def _lock_no_more(self, nbytes: int, error: Exception) -> None:
         """Rule 3."""
         self._refusal = (
             f"{format_bytes(nbytes)} of host memory could not be page-locked, "
@@ -269,7 +276,7 @@ class Device:
     def _staging(self, nbytes: int) -> Tensor:
         try:
             return self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
-        except RuntimeError:  # slower still, but right: the thread waits where others would
+        except (RuntimeError, OSError):  # slower still, but right: the thread waits where others would
             return self._slabs.plain(nbytes)
 
     def close(self) -> None:
