@@ -72,6 +72,14 @@ def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def nothing_streams_on():
+    """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
+    yield
+    parameters = sys.modules.get("sp_lightning.parameters")
+    assert parameters is None or not parameters._watchers, f"{len(parameters._watchers)} parameters are still streamed"
+
+
 @pytest.fixture(params=["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
 def device(request):
     """A test that asks for it runs on the CPU and on the simulated accelerator."""

@@ -325,4 +325,6 @@ def test_auto_reaches_the_best_of_a_sweep_within_ten_steps(shape):
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules["auto_window"] = benchmark
     spec.loader.exec_module(benchmark)
-    assert benchmark.compare(benchmark.SHAPES[shape], units=6, steps=10)["share"] > 0.8  # loose: it guards; the benchmark measures
+    assert (
+        benchmark.compare(benchmark.SHAPES[shape], units=6, steps=10)["share"] > 0.8
+    )  # loose: it guards; the benchmark measures
