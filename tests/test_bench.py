@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from sp_lightning.bench import Entry, Setting, compare, entries, referee, report, turns, worker
+from sp_lightning.bench import Entry, Setting, compare, entries, referee, report, shapes, turns, worker
 from sp_lightning.bench.figures import Result, Row, Spread
 from sp_lightning.bench.floor import Costs
 from sp_lightning.bench.shapes import SHAPES, build, multiplied
@@ -353,3 +353,10 @@ def test_this_strategy_has_a_row_for_each_window():
     rows = entries(["plain", "superpipeline"], ["2", "all"], {"transfer": "1"})
     ours = [f"superpipeline window={window} transfer=1" for window in (2, "all")]
     assert [row.label for row in rows] == ["plain", *ours]
+
+
+def test_initialisation_that_draws_again_what_is_out_of_bounds_ends():
+    matrix = torch.full((4, 4), 1e30)
+    with shapes._MatricesLater():
+        torch.nn.init.trunc_normal_(matrix)
+    assert not matrix.any()

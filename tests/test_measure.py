@@ -20,7 +20,7 @@ def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
     assert isinstance(machine, Machine)
     assert machine.name == "here"
     for name, value in dataclasses.asdict(machine).items():
-        assert name == "name" or value > 0, name
+        assert name == "name" or (name == "fp32_flops_per_s" and value is None) or value > 0, name
     assert 0 < machine.duplex <= 1
     assert machine.host_nbytes == host_memory().total
 

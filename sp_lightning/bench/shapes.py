@@ -312,7 +312,7 @@ def build(shape: Shape) -> nn.Module:
 
 
 class _MatricesLater(TorchFunctionMode):
-    """Initialisation draws random numbers for vectors only."""
+    """Initialisation draws random numbers for vectors only; matrices are zeros, which ends loops that reject some."""
 
     RANDOM: tuple[Callable[..., Any], ...] = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_)
     RANDOM += (nn.init.kaiming_uniform_, nn.init.trunc_normal_)
@@ -322,7 +322,8 @@ class _MatricesLater(TorchFunctionMode):
         if func in self.RANDOM:
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.dim() > 1:
-                return tensor
+                with torch.no_grad():
+                    return tensor.zero_()
         return func(*args, **kwargs)
 
 
