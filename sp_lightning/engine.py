@@ -415,8 +415,7 @@ class Engine:
     def hold(self, step: HeldStep, groups: list[Group]) -> tuple[list[Group], Any]:
         """This prepared step runs on while the next forward begins; gives what has to be stepped at once."""
         for unit in self.units:
-            unit.store.settle()
-            unit.store.suspect()
+            unit.store.suspect()  # no fill reads it: all have ended since the last backward and scope (Rule 4)
         self.counters.held_steps += 1
         self._held = step
         reads.hold(self.finish_steps)
