@@ -135,15 +135,13 @@ def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
 def summary(said: list[tuple[Wait, Verdict]]) -> str:
     """What CONTRIBUTING.md says: the functions that wait, how often if more than once, and what went unnoticed."""
     missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in said if not verdict.caught]
-    lines = [
-        f"Of {len(said)} waits each was deleted by itself: {len(said) - len(missed)} deletions were caught. By file:",
-        "",
-    ]
+    files = []
     for file in dict.fromkeys(wait.file for wait, _ in said):
         counts = Counter(wait.function for wait, _ in said if wait.file == file)
         functions = (name if count == 1 else f"{name} ({count})" for name, count in counts.items())
-        lines.append(f"- {file}: {', '.join(functions)}")
-    return "\n".join([*lines, *(f"- not caught: {text}" for text in missed)])
+        files.append(f"{file}: {', '.join(functions)}")
+    begin = f"Of {len(said)} waits each was deleted by itself; {len(said) - len(missed)} deletions were caught."
+    return "\n".join([begin, "; ".join(files) + ".", *(f"- not caught: {text}" for text in missed)])
 
 
 def write(text: str) -> None:

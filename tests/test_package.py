@@ -1,6 +1,7 @@
 """What the package promises before any of it is used: what an import costs, where things lie, README's commands."""
 
 import fnmatch
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -156,3 +157,15 @@ def test_ci_refuses_a_readme_whose_commands_it_cannot_tell(clone, old, new, said
     readme.write_text(readme.read_text().replace(old, new, 1))
     done = list_commands(clone)
     assert said in done.stderr and done.returncode == 1
+
+
+# ---- the guide
+
+
+def test_the_guide_names_every_wait_of_the_runtime():
+    spec = importlib.util.spec_from_file_location("race_deletions", ROOT / "benchmarks" / "race_deletions.py")
+    deletions = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(deletions)
+    caught = [(wait, deletions.Verdict(1, "")) for wait in deletions.waits(ROOT / "sp_lightning")]
+    begin, end = deletions.MARKS
+    assert deletions.GUIDE.read_text().split(begin)[1].split(end)[0].strip() == deletions.summary(caught)
