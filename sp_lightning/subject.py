@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class Needs:
         return [cost for cost in self.costs if not cost.resident]
 
 
-class Subject:
+class Subject(ABC):
     """A model to plan for."""
 
     name: str
@@ -58,16 +59,17 @@ class Subject:
     counted = "rows"  # or what else a batch's size is given in
     notes: list[str]
 
+    @abstractmethod
     def needs(self, options: Options, machine: Machine) -> Needs:
         """With the batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def with_rows(self, rows: int, options: Options, machine: Machine) -> Needs | None:
         """With another number of rows; None if that can not be told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def host(self, options: Options, needs: Needs) -> HostBytes:
-        raise NotImplementedError
+        """What it takes of the host's memory."""
 
     def states(self) -> float:
         """Tensors that the optimizer keeps of each parameter."""
