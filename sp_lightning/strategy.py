@@ -342,7 +342,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
-        with waiting(what, sum(sizes), lambda: _size_so_far(os.fspath(filepath)), self._may_show):
+        with waiting(what, sum(sizes), lambda: _size_so_far(os.fspath(filepath)), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _waiting_for_parameters(
@@ -351,18 +351,24 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         sizes = [(parameter, parameter.nbytes) for parameter in self.lightning_module.parameters()]
         so_far = lambda: sum(nbytes for parameter, nbytes in sizes if done(parameter))  # noqa: E731
-        return waiting(what, sum(nbytes for _, nbytes in sizes), so_far, self._may_show)
+        return waiting(what, sum(nbytes for _, nbytes in sizes), so_far, self._may_show, self._display)
 
     @property
     def _may_show(self) -> bool:
-        """Whether the user wants to see progress, and no bar is there that is drawn over a part of the screen."""
+        """Whether the user wants to see progress."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         ours = [callback for callback in trainer.callbacks if isinstance(callback, SuperpipelineCallback)]
         bar = trainer.progress_bar_callback
-        wanted = bar is not None and trainer.is_global_zero and all(callback.progress for callback in ours)
-        live = getattr(getattr(bar, "progress", None), "live", None)
-        return wanted and not (live is not None and live.is_started)
+        return bar is not None and trainer.is_global_zero and all(callback.progress for callback in ours)
+
+    @property
+    def _display(self) -> Any:
+        """That of a progress bar which is drawn over a part of the screen now, as rich's is while it trains."""
+        assert self.lightning_module is not None
+        progress = getattr(self.lightning_module.trainer.progress_bar_callback, "progress", None)
+        live = getattr(progress, "live", None)
+        return progress if live is not None and live.is_started else None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""

@@ -16,6 +16,7 @@ from .forecast import Choice, Plan
 GIB = 2**30
 INK, FAINT, CHOSEN, LIMIT = "#1f2933", "#9aa5b1", "#d64550", "#111111"
 TRANSFERS = ("#3d5fa3", "#3aa6a0", "#e08e45", "#6a9f58")
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}
 
 
 def check_matplotlib() -> None:
@@ -32,17 +33,20 @@ def figure(plan: Plan) -> Any:
     drawn = Figure(figsize=(9, 5), facecolor="white")
     axis = drawn.subplots()
     shown = _shown(plan)
-    for color, transfer in zip(TRANSFERS, sorted({choice.transfer for choice in shown}), strict=False):
-        _draw_line(axis, [choice for choice in shown if choice.transfer == transfer], f"transfer {transfer}", color)
+    widths = [plan.available, *(choice.nbytes for choice in shown)]
+    left, right = 0.95 * min(widths) / GIB, 1.02 * max(widths) / GIB
+    for number, transfer in enumerate(sorted({choice.transfer for choice in shown})[: len(TRANSFERS)]):
+        _draw_line(axis, [choice for choice in shown if choice.transfer == transfer], number, plan.available)
     axis.scatter([plan.device_nbytes / GIB], [plan.step_s], s=170, facecolors="none", edgecolors=CHOSEN, linewidths=2)
-    note = f"chosen: window {plan.window}, transfer {plan.transfer}\n{format_bytes(plan.device_nbytes)}"
-    place: dict[str, Any] = {"xytext": (14, 18), "textcoords": "offset points"}
+    note = f"chosen: window {plan.window},\ntransfer {plan.transfer},\n{format_bytes(plan.device_nbytes)}"
+    place: dict[str, Any] = {"xytext": (14, 18), "textcoords": "offset points", "bbox": BEHIND, "zorder": 9}
     axis.annotate(note, (plan.device_nbytes / GIB, plan.step_s), color=CHOSEN, fontsize=9, **place)
     axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="what the device has")
+    axis.axvspan(plan.available / GIB, right, color=LIMIT, alpha=0.05, linewidth=0)
     axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"floor, made of the {plan.binds}")
     axis.set_ylim(0, 1.2 * max(choice.step_s for choice in shown))
-    axis.set_xlim(0, None)
-    axis.set_xlabel("device memory in GiB", color=INK)
+    axis.set_xlim(left, right)
+    axis.set_xlabel("device memory in GiB; the numbers are windows", color=INK)
     axis.set_ylabel("predicted seconds of a step", color=INK)
     about = f"batch of {plan.rows} {plan.counted}, {plan.precision}, activations {plan.options.activations!r}"
     axis.set_title(f"{plan.model} on {plan.machine.name}: {about}", color=INK, fontsize=10, loc="left")
@@ -64,10 +68,16 @@ def _shown(plan: Plan) -> list[Choice]:
     return near if len(near) > 2 else list(plan.sweep)
 
 
-def _draw_line(axis: Any, choices: list[Choice], label: str, color: str) -> None:
+def _draw_line(axis: Any, choices: list[Choice], number: int, available: int) -> None:
+    """Points on one another stay visible: those of a larger transfer are smaller. Too large ones are hollow."""
+    color, size = TRANSFERS[number], (8, 5.5, 3.5, 2)[number]
     gib, seconds = [choice.nbytes / GIB for choice in choices], [choice.step_s for choice in choices]
-    axis.plot(gib, seconds, marker="o", markersize=4, linewidth=1.2, color=color, label=label)
-    if label == "transfer 1":
-        for choice, x, y in zip(choices, gib, seconds, strict=True):
-            place: dict[str, Any] = {"xytext": (0, -12), "textcoords": "offset points"}
-            axis.annotate(str(choice.window), (x, y), fontsize=7, color=INK, ha="center", **place)
+    label = f"transfer {choices[0].transfer}"
+    axis.plot(gib, seconds, linewidth=1.2, color=color, zorder=3 + number)
+    axis.plot([], [], marker="o", markersize=size, linewidth=1.2, color=color, label=label)
+    for choice, x, y in zip(choices, gib, seconds, strict=True):
+        face = color if choice.nbytes <= available else "white"
+        axis.plot([x], [y], marker="o", markersize=size, color=color, markerfacecolor=face, zorder=4 + number)
+        if number == 0:
+            place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points"}
+            axis.annotate(str(choice.window), (x, y), fontsize=8, color=INK, ha="center", **place)

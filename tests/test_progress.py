@@ -6,6 +6,8 @@ import types
 from contextlib import contextmanager
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks.progress import rich_progress
 from test_callback import fit
 
 import models
@@ -61,13 +63,47 @@ def test_an_error_in_the_wait_ends_the_bar(terminal):
     assert not threads()
 
 
+def rich_display(terminal):
+    """Lightning's, as it is on the screen while a model trains."""
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(file=terminal, force_terminal=True, width=120)
+    return rich_progress.CustomProgress(
+        "[progress.description]{task.description}", "{task.completed}/{task.total}", console=console
+    )
+
+
+def test_where_rich_draws_the_wait_is_a_line_of_its_display(terminal):
+    asked = threading.Semaphore(0)
+    with rich_display(terminal) as display:
+        display.add_task("Epoch 3", total=10)
+        with progress.waiting("saving last.ckpt", 4 * 10**6, lambda: asked.release() or 10**6, display=display):
+            assert asked.acquire(timeout=60) and asked.acquire(timeout=60)
+            assert [task.description for task in display.tasks] == ["Epoch 3", "saving last.ckpt (MB)"]
+        assert [task.description for task in display.tasks] == ["Epoch 3"] and not threads()
+    assert "saving last.ckpt (MB) 1/4" in terminal.getvalue()
+
+
+def test_saving_while_rich_draws_goes_into_its_display(tmp_path, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def waiting(what, total, done, shown=True, display=None):
+        seen.append((what.split()[-1], shown, display))
+        yield
+
+    monkeypatch.setattr(strategy, "waiting", waiting)
+    bar = RichProgressBar()
+    fit([bar, ModelCheckpoint(tmp_path, "mid")], enable_progress_bar=True, enable_checkpointing=True)
+    assert ("memory", True, None) in seen and ("mid.ckpt", True, bar.progress) in seen
+
+
 @pytest.mark.parametrize("own", [None, False])
 def test_setting_up_saving_and_loading_are_waited_for(tmp_path, monkeypatch, own):
     """What is done is nothing at the begin and everything at the end; without ``progress`` nothing is shown."""
     seen = {}
 
     @contextmanager
-    def waiting(what, total, done, shown=True):
+    def waiting(what, total, done, shown=True, display=None):
         before = done()
         yield
         seen[what] = (before, done(), total, shown)
