@@ -142,7 +142,7 @@ class Binding:
 
     def remake(self) -> None:
         """The stand-ins are other ones from now on: their types changed."""
-        self.forget()
+        self.outputs = []
         self._versions = []  # it may be fetched, and leave, before it is visited
         self.taken[0] = False
         self.lending.end()
@@ -154,9 +154,11 @@ class Binding:
         self.lending.backward_done()
 
     def forget(self) -> None:
-        """Drops the stand-ins. They lead to the engine by way of autograd's nodes, through which no garbage collector
-        sees: it would never be freed, nor would the host's slabs."""
+        """At the end: drops the stand-ins, and the places they stood in. Autograd's nodes lead to the engine, and no
+        garbage collector sees through them: with a graph that a module keeps, neither would ever be freed."""
         self.outputs = []
+        self.slots = ()
+        self.hidden = []
 
     def versions(self) -> list[int]:
         """The stand-ins' version counters."""

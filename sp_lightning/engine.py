@@ -487,7 +487,7 @@ class Engine:
         finally:  # what failed on the device takes nothing from the host
             for unit in self.units:
                 unit.store.release(kept=unit.binding.in_use())
-                unit.binding.forget()
+                unit.forget()
 
     # ---- figures
 

@@ -79,7 +79,7 @@ class Handle:
     @property
     def units(self) -> list[Unit]:
         """The units, in order; the resident rest, if there is any, last."""
-        return [streamed.unit for streamed in self.engine.units]
+        return list(self._units)
 
     @property
     def managed(self) -> list[str]:
@@ -176,6 +176,7 @@ class Handle:
                     "or let the fit() that does end first"
                 )
         self._entries: list[Entry] = []
+        self._units = units
         try:
             move_buffers(self.module, self.device.torch_device)
             self._places = slots(self.module)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class StreamedUnit:
     def stand_in(self, parameter: Tensor) -> Tensor:
         """The device tensor for one of its host parameters."""
         return self.binding.stand_in(self.store.index_of[id(parameter)])
+
+    def forget(self) -> None:
+        """Keeps names and numbers alone (binding.py)."""
+        self.binding.forget()
+        self.unit = self.store.unit = replace(self.unit, modules=())
 
     def sizes(self) -> UnitBytes:
         """What planning has to know."""

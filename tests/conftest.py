@@ -6,6 +6,7 @@ import importlib.abc
 import os
 import sys
 import tempfile
+import time
 
 import hypothesis
 import hypothesis.configuration
@@ -86,6 +87,20 @@ def device(request):
     return torch.device("cpu") if request.param == "cpu" else torch.device("simgpu", 0)
 
 
+left = {"by": "", "nbytes": 0}  # the test before this one; what was left on the device, and was said to be
+
+
+def nothing_is_left_on_the_device(test):
+    """By the one before: what a test has there may be let go only after its last fixture ended."""
+    patience = time.monotonic() + 5  # autograd's own thread lets go of the last graph when it comes to it
+    while (nbytes := torch.accelerator.memory_allocated()) > left["nbytes"] and time.monotonic() < patience:
+        time.sleep(0.01)
+        gc.collect()
+    before, left["nbytes"] = left["nbytes"], nbytes
+    by, left["by"] = left["by"], test
+    assert nbytes <= before, f"{by} left {nbytes - before} bytes on the device for good"
+
+
 @pytest.fixture(autouse=True)
 def clean_simgpu(request):
     """Each test starts with an idle device and clean counters, and fails at its end if the checker saw a race.
@@ -100,6 +115,7 @@ def clean_simgpu(request):
         return
     gc.collect()  # an earlier test's garbage would be freed, and counted, during this one
     simgpu.reset()
+    nothing_is_left_on_the_device(request.node.nodeid)
     yield
     try:
         torch.accelerator.synchronize()  # whose error is this test's
