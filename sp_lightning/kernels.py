@@ -283,7 +283,8 @@ _NAMES = {"FlashAttentionForCpu": "cpu", "FlashAttention": "flash", "CudnnAttent
 @functools.cache
 def _picked(device: torch.device, asked: Attention) -> str:
     """What a device that is at hand picks, found by running it on next to nothing."""
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Detached: an output that is saved as it is leads back to its own node, which would never be freed.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), unseen:
         query, key = (
             torch.zeros(1, heads, 8, asked.width, dtype=asked.dtype, device=device, requires_grad=True)
