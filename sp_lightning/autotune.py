@@ -54,6 +54,7 @@ class UnitBytes:
     nbytes: int
     gradient_nbytes: int
     resident: bool = False  # stays on the device, outside the window
+    trained: int = 0  # elements that an optimizer steps
 
 
 # ---- memory

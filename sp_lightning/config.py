@@ -94,6 +94,12 @@ def format_bytes(nbytes: int) -> str:
     return f"{value:.2f} {_BINARY[power]}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Two digits for a reader: "1.4 s", "85 ms", "0.21 ms"."""
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    return f"{value:.2g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -25,7 +25,7 @@ from .device import Device, find
 from .errors import OptionError
 from .host import gpus_by_vendor, host_memory, lock_limit, numa_nodes, usable_cores
 from .machine import Machine
-from .measure import measure, measure_optimizer
+from .measure import QUICK, THOROUGH, measure, measure_optimizer
 
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
@@ -164,7 +164,8 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
     device_free_nbytes, _ = seam.memory()
     pin_tried_nbytes = min(PIN_QUICK if quick else PIN_THOROUGH, memory.free // 4)
     write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
-    machine = measure(seam.torch_device, quick)
+    effort = QUICK if quick else THOROUGH
+    machine = measure(seam.torch_device, effort)
     return Facts(
         device=str(seam.torch_device),
         device_name=seam.name,
@@ -177,7 +178,7 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
         pinned_nbytes=seam.lockable(pin_tried_nbytes),
         lock_limit_nbytes=lock_limit(),
         parameters_per_s=machine.dram_bytes_per_s / machine.optimizer_bytes_per_parameter,
-        fused_parameters_per_s=measure_optimizer(fused=True, quick=quick),
+        fused_parameters_per_s=measure_optimizer(fused=True, effort=effort),
         cores=usable_cores(),
         threads=torch.get_num_threads(),
         numa_nodes=numa_nodes(),

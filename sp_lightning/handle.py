@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from . import malloc, reads, room, scaler
+from .autotune import UnitBytes
 from .compiled import never_compiled
 from .config import Options
 from .device import Device
@@ -27,6 +28,7 @@ from .engine import Engine
 from .errors import PartitionError, UnsupportedError
 from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
+from .measure import glance
 from .optimizer import Group, ShadowStep, fuse, step_in_pieces
 from .overlap import HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
@@ -197,12 +199,21 @@ class Handle:
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
             return self._compute_dtype or dtype if dtype is torch.float32 else dtype
 
+        def finer() -> tuple[str, list[UnitBytes]] | None:
+            classes = room.finer_classes(units)
+            with contextlib.suppress(PartitionError):
+                return repr(classes), room.sizes(partition(self.module, classes), device_dtype, self._trains)
+            return None
+
+        floats = {p.dtype for unit in units for _, p in unit.params}
+        can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
+        means = room.Means(can_halve=can_halve, finer=finer, measure=lambda: glance(self.device.torch_device))
         if not self.device.is_host:
-            sizes = room.sizes(units, device_dtype, self._trains)
             window = 1 if self.options.window == "auto" else self.options.window
-            floats = {p.dtype for unit in units for _, p in unit.params}
-            can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-            room.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), can_halve)
+            sizes = room.sizes(units, device_dtype, self._trains)
+            room.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
+        sizes = room.sizes(units, device_dtype, True)
+        room.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains:
             room.check_host(units, device_dtype)
 

@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .optimizer import FEWEST_PIECES, fuse, step_in_pieces
 
 MIB = 2**20
 FIRST_COPY = 16 * MIB
+LEAST_COPY = 4096
 MEMORY_SHARE = 8  # measuring takes at most this part of what is free
 PIECE = 1 << 17  # elements, as in step_in_pieces
 
@@ -37,6 +39,7 @@ class Effort:
     largest_nbytes: int
 
 
+GLANCE = Effort(0.001, 0, 32 * MIB)
 QUICK = Effort(0.006, 0.2, 128 * MIB)
 THOROUGH = Effort(0.05, 2, 1024 * MIB)
 
@@ -49,35 +52,47 @@ class Link(NamedTuple):
     duplex: float  # what each direction keeps while both run
 
 
-def measure(device: torch.device | str | int, quick: bool = True, dtype: torch.dtype = torch.bfloat16) -> Machine:
-    """The machine at hand as a profile: a second or three, or about ten times that unless ``quick``.
+def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: torch.dtype = torch.bfloat16) -> Machine:
+    """The machine at hand as a profile: a second or three, or about ten times that if it is to be ``THOROUGH``.
 
     Takes an eighth of the free memory at most, for as long as it measures.
 
     Args:
         device: That computes.
-        quick: Short measurements: good to about a tenth on an idle machine.
+        effort: A quick one is good to about a tenth on an idle machine.
         dtype: In which the model computes; what is measured holds for it alone.
     """
     seam = Device(device)
-    link = measure_link(seam, quick)
-    dram = measure_dram(quick)
+    return replace(_without_compute(seam, effort), flops_per_s=measure_flops(seam, dtype, effort))
+
+
+def glance(device: torch.device | str | int) -> Machine:
+    """The same without compute, in a tenth of a second or two: what can be known where a user waits."""
+    seam = Device(device)
+    try:
+        return _without_compute(seam, GLANCE)
+    finally:
+        seam.close()
+
+
+def _without_compute(seam: Device, effort: Effort) -> Machine:
+    link = measure_link(seam, effort)
+    dram = measure_dram(effort)
     return Machine(
         name="here",
-        flops_per_s=measure_flops(seam, dtype, quick),
+        flops_per_s=math.inf,
         up_bytes_per_s=link.up_bytes_per_s,
         down_bytes_per_s=link.down_bytes_per_s,
         duplex=link.duplex,
         dram_bytes_per_s=dram,
         device_nbytes=seam.memory()[1],
         host_nbytes=host_memory().total,
-        optimizer_bytes_per_parameter=dram / measure_optimizer(quick=quick),
+        optimizer_bytes_per_parameter=dram / measure_optimizer(effort=effort),
     )
 
 
-def measure_flops(device: Device, dtype: torch.dtype, quick: bool = True) -> float:
+def measure_flops(device: Device, dtype: torch.dtype, effort: Effort = QUICK) -> float:
     """Floating-point operations per second of a transformer's MLP, forward and backward, with what surrounds it."""
-    effort = QUICK if quick else THOROUGH
     largest = _largest(device.memory()[0], effort)
     work, width = _mlp(device, dtype, 128), 128
     while _probed(device, work) < effort.shortest_s and 64 * (2 * width) ** 2 <= largest:
@@ -85,11 +100,10 @@ def measure_flops(device: Device, dtype: torch.dtype, quick: bool = True) -> flo
     return 48 * width**3 / _seconds(device, work, effort)
 
 
-def measure_link(device: Device, quick: bool = True) -> Link:
+def measure_link(device: Device, effort: Effort = QUICK) -> Link:
     """Bytes per second to and from the device, from page-locked memory where there is any; and both at once."""
-    effort = QUICK if quick else THOROUGH
     limit = min(_largest(device.memory()[0], effort), _largest(host_memory().free, effort))
-    ways = _Ways(device, max(MIB, min(FIRST_COPY, limit)))
+    ways = _Ways(device, max(LEAST_COPY, min(FIRST_COPY, limit)))
     while min(_probed(device, ways.up), _probed(device, ways.down)) < effort.shortest_s and 4 * ways.nbytes <= limit:
         ways = _Ways(device, 4 * ways.nbytes)
     up, down = _seconds(device, ways.up, effort), _seconds(device, ways.down, effort)
@@ -107,17 +121,15 @@ def measure_link(device: Device, quick: bool = True) -> Link:
     return Link(ways.nbytes / up, ways.nbytes / down, min(1.0, alone / together))
 
 
-def measure_dram(quick: bool = True) -> float:
+def measure_dram(effort: Effort = QUICK) -> float:
     """Bytes per second that torch's threads read and write in host memory."""
-    effort = QUICK if quick else THOROUGH
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
     values = torch.zeros(nbytes // 4)
     return 2 * nbytes / _seconds(Device("cpu"), lambda: values.add_(1), effort)
 
 
-def measure_optimizer(fused: bool = False, quick: bool = True) -> float:
+def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:
     """Parameters per second of an FP32 AdamW step on the host, as the library runs it."""
-    effort = QUICK if quick else THOROUGH
     numel = max(effort.largest_nbytes // 8, FEWEST_PIECES * PIECE * torch.get_num_threads())
     numel = min(numel, host_memory().free // MEMORY_SHARE // 16)
     weight = torch.nn.Parameter(torch.ones(numel))

@@ -4,42 +4,48 @@
    here (`sp_lightning.plan` measures it), so what passes may still not fit; what is refused certainly does not.
 2. Host: gradients, what travels in another type and the optimizer's state are still to come when streaming begins. If
    they exceed what is free the system may end the process without a word, so that is said before any of it is taken.
-3. The cost in time of what would fit is told in bytes that go up in a step: the rest of a step is not known here.
+3. What a change costs is told in seconds: those that weights, gradients and the optimizer take at least in a step, on
+   this machine, as it is measured then. What units compute is not known here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from .autotune import UnitBytes, largest_window
-from .config import format_bytes
+from .autotune import UnitBytes, first_window
+from .config import Options, format_bytes, format_seconds
 from .errors import MemoryBudgetError
 from .host import host_memory
 from .host_bytes import STATES, UnitHostBytes, host_bytes
 from .layout import aligned
-from .schedule import loads, sweep
-from .units import Unit
+from .machine import Machine
+from .schedule import Schedule
+from .simulation import UnitCost, simulate
+from .units import CONTAINERS, Unit
 
 WORTH_ASKING = 2**28  # bytes; less is not worth finding out how much is free
 
 log = logging.getLogger(__name__)
 
 
-class Offer(NamedTuple):
-    """Something that would fit."""
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What is there to make a run fit."""
 
-    what: str
-    nbytes: int
-    up: float  # bytes that go up in a step, compared with now
+    can_halve: bool  # weights are FP32 and could be computed with in half precision
+    finer: Callable[[], tuple[str, list[UnitBytes]] | None]  # smaller units: their classes, and themselves
+    measure: Callable[[], Machine]
 
 
-def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str, can_halve: bool) -> None:
+Needed = Callable[[Sequence[UnitBytes], int], int]  # bytes of these units with this window
+
+
+def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str, means: Means) -> None:
     """Rule 1.
 
     Args:
@@ -47,22 +53,31 @@ def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str,
         window: That was asked for; 1 for an automatic one.
         free: Bytes of the device.
         where: Its name.
-        can_halve: Whether weights are FP32 and could be computed with in half precision.
+        means: Asked if it does not fit.
     """
-    needed = _needed(units, window)
+    needed = needed_at_least(units, window)
     if needed > free:
-        offers = "; ".join(
-            f"{offer.what} ({format_bytes(offer.nbytes)}, {offer.up:.2g} times the bytes up)"
-            for offer in _offers(units, window, free, can_halve)
-        )
         raise MemoryBudgetError(
             f"with window {window}, weights and gradients alone need {format_bytes(needed)} on {where}, and "
-            f"{format_bytes(free)} are free; "
-            + (f"what would fit: {offers}" if offers else "name smaller units, or use a device with more memory")
+            f"{format_bytes(free)} are free; {_remedies(units, window, free, means, needed_at_least)}"
         )
 
 
-def _needed(units: Sequence[UnitBytes], window: int) -> int:
+def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, means: Means) -> None:
+    """The same for a budget that the user gave."""
+    budget = options.memory_budget
+    if budget is None:
+        return
+    root = sum(unit.nbytes for unit in units if unit.resident)
+    try:
+        first_window(options, [unit for unit in units if not unit.resident], root, on_host)
+    except MemoryBudgetError as error:
+        window = 1 if options.window == "auto" else options.window
+        said = _remedies(units, window, budget, means, needed_in_budget)
+        raise MemoryBudgetError(f"{error}; {said}") from None
+
+
+def needed_at_least(units: Sequence[UnitBytes], window: int) -> int:
     """Certainly: the smallest units that make up a window, or the largest one with its gradients."""
     streamed = [unit for unit in units if not unit.resident]
     root = sum(unit.nbytes for unit in units if unit.resident)
@@ -70,24 +85,87 @@ def _needed(units: Sequence[UnitBytes], window: int) -> int:
     return root + max(fewest, max((unit.nbytes + unit.gradient_nbytes for unit in streamed), default=0))
 
 
-def _offers(units: Sequence[UnitBytes], window: int, free: int, can_halve: bool) -> Iterator[Offer]:
-    streamed = [unit for unit in units if not unit.resident]
+def needed_in_budget(units: Sequence[UnitBytes], window: int) -> int:
+    """As `autotune.first_window` counts."""
+    streamed = sorted((unit for unit in units if not unit.resident), key=lambda unit: -unit.nbytes)
     root = sum(unit.nbytes for unit in units if unit.resident)
-    smaller = min(largest_window(streamed, free - root), window - 1)
-    if smaller >= 1 and _needed(units, smaller) <= free:
-        yield Offer(f"window={smaller}", _needed(units, smaller), _up(streamed, smaller) / _up(streamed, window))
-    if can_halve:
+    gradients = max((unit.gradient_nbytes for unit in streamed), default=0)
+    alone = max((unit.nbytes + unit.gradient_nbytes for unit in streamed), default=0)
+    return root + (alone if window == 1 else sum(unit.nbytes for unit in streamed[:window]) + 2 * gradients)
+
+
+def least_s(units: Sequence[UnitBytes], window: int, machine: Machine, transfer: int = 1) -> float:
+    """Seconds that weights, gradients and the optimizer take in a step at least (Rule 3)."""
+    costs = [
+        UnitCost(
+            name=unit.name,
+            up_nbytes=unit.nbytes,
+            down_nbytes=unit.gradient_nbytes,
+            parameters=unit.trained,
+            forward_flops=0.0,
+            backward_flops=0.0,
+            resident=unit.resident,
+        )
+        for unit in units
+    ]
+    return simulate(costs, Schedule([unit.nbytes for unit in units], window, transfer), machine).step_s
+
+
+def _remedies(units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed) -> str:
+    """The first three: what changes no result comes before what does."""
+    tried = list(_tried(units, window, free, means, needed))
+    fitting = [(what, other, size) for what, other, size in tried if needed(other, size) <= free]
+    if not fitting:
+        return "name smaller units, or use a device with more memory"
+    machine = means.measure()
+    listed = "; ".join(
+        f"{what} ({format_bytes(needed(other, size))}, {format_seconds(least_s(other, size, machine))})"
+        for what, other, size in fitting[:3]
+    )
+    now = format_seconds(least_s(units, window, machine))
+    return (
+        f"what would fit, and the time that weights, gradients and AdamW take in a step here at least, which is {now} "
+        f"as it is: {listed}"
+    )
+
+
+def _tried(
+    units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed
+) -> Iterator[tuple[str, Sequence[UnitBytes], int]]:
+    smaller = next((size for size in range(window - 1, 0, -1) if needed(units, size) <= free), 0)
+    if smaller:
+        yield f"window={smaller}", units, smaller
+    finer = means.finer()
+    if finer is not None:
+        yield f"units={finer[0]}", finer[1], window
+    if means.can_halve:
         halves = [replace(u, nbytes=u.nbytes // 2, gradient_nbytes=u.gradient_nbytes // 2) for u in units]
-        if _needed(halves, window) <= free:
-            yield Offer("precision='bf16-true' with master_weights=True", _needed(halves, window), 0.5)
-    frozen = [replace(unit, gradient_nbytes=0) for unit in units]
-    if window == 1 and _needed(frozen, window) <= free:
-        yield Offer("training adapters beside frozen weights", _needed(frozen, window), 1.0)
+        yield "precision='bf16-true' with master_weights=True", halves, window
+    if any(unit.gradient_nbytes for unit in units):
+        frozen = [replace(unit, gradient_nbytes=0, trained=0) for unit in units]
+        yield "training adapters beside frozen weights", frozen, window
+    if smaller > 1 and needed(units, 1) < needed(units, smaller):
+        yield "window=1", units, 1
 
 
-def _up(streamed: Sequence[UnitBytes], window: int) -> int:
-    sizes = [unit.nbytes for unit in streamed]
-    return sum(sizes[index] for index in loads(sizes, sweep(len(sizes)), window))
+def finer_classes(units: Sequence[Unit]) -> list[str]:
+    """Class names that cut the largest unit into its parts, and leave the others whole; none if it has no parts."""
+    streamed = [unit for unit in units if not unit.resident]
+    largest = max(streamed, key=lambda unit: unit.nbytes, default=None)
+    if largest is None:
+        return []
+    cut = {type(module) for _, module in largest.modules}
+    parts = [part for _, module in largest.modules for part in _parts(module)]
+    others = [module for unit in streamed for _, module in unit.modules if type(module) not in cut]
+    return list(dict.fromkeys(type(module).__name__ for module in (*parts, *others))) if len(parts) > 1 else []
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype], training: bool) -> list[UnitBytes]:
@@ -102,6 +180,7 @@ def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dty
             nbytes(p for _, p in unit.params),
             nbytes(p for _, p in unit.params if p.requires_grad and training),
             unit.resident,
+            sum(p.numel() for _, p in unit.params if p.requires_grad and training),
         )
         for unit in units
     ]

@@ -53,10 +53,10 @@ class StreamedUnit:
 
     def sizes(self) -> UnitBytes:
         """What planning has to know."""
-        trainable = (p.requires_grad for p in self.store.params)
-        fields = zip(self.store.layout.fields, trainable, strict=True)
-        gradients = sum(field.nbytes for field, needed in fields if needed)
-        return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident)
+        fields = zip(self.store.layout.fields, self.store.params, strict=True)
+        trained = [(field.nbytes, p.numel()) for field, p in fields if p.requires_grad]
+        gradients, elements = sum(nbytes for nbytes, _ in trained), sum(numel for _, numel in trained)
+        return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident, elements)
 
     @property
     def movable(self) -> bool:

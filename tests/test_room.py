@@ -1,6 +1,8 @@
 """A run that can not fit stops before it starts; a host that would be filled is warned, in numbers, before it is."""
 
+import copy
 import logging
+import math
 
 import lightning as L
 import pytest
@@ -12,55 +14,91 @@ import parity
 import sp_lightning
 from sp_lightning import room
 from sp_lightning.autotune import UnitBytes
+from sp_lightning.config import Options
 from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.host import HostMemory
-from sp_lightning.room import check_device
+from sp_lightning.machine import Machine
+from sp_lightning.room import Means, check_budget, check_device, finer_classes, least_s
 from sp_lightning.units import partition
 
 MIB, GIB = 2**20, 2**30
-EIGHT = [UnitBytes(f"block {index}", 100 * MIB, 100 * MIB) for index in range(8)]
-HEAD = UnitBytes("head", 500 * MIB, 500 * MIB)
+EIGHT = [UnitBytes(f"block {index}", 100 * MIB, 100 * MIB, trained=25 * MIB) for index in range(8)]
+HEAD = UnitBytes("head", 500 * MIB, 500 * MIB, trained=125 * MIB)
 ROOT = UnitBytes("(root)", 50 * MIB, 50 * MIB, resident=True)
+SECOND = 100 * MIB  # bytes that go up, a quarter of those that go down, parameters that are stepped
+MACHINE = Machine("here", math.inf, SECOND, 4 * SECOND, 1, SECOND, 0, 0, optimizer_bytes_per_parameter=1)
 
 
 def float32(dtype):
     return dtype
 
 
-def refused(units, window, free, can_halve=False):
+def means(can_halve=False, finer=None):
+    return Means(can_halve=can_halve, finer=lambda: finer, measure=lambda: MACHINE)
+
+
+def refused(units, window, free, **given):
     with pytest.raises(MemoryBudgetError) as stopped:
-        check_device(units, window, free * MIB, "cuda:0", can_halve)
+        check_device(units, window, free * MIB, "cuda:0", means(**given))
     return str(stopped.value)
 
 
 def test_what_certainly_fits_is_let_through():
-    check_device([*EIGHT, ROOT], 6, 650 * MIB, "cuda:0", False)
-    check_device([*EIGHT, ROOT], 1, 250 * MIB, "cuda:0", False)
+    check_device([*EIGHT, ROOT], 6, 650 * MIB, "cuda:0", means())
+    check_device([*EIGHT, ROOT], 1, 250 * MIB, "cuda:0", means())
 
 
-def test_a_window_that_can_not_fit_is_refused_with_one_that_does_and_its_cost():
-    assert refused([*EIGHT, ROOT], 6, 649) == (
-        "with window 6, weights and gradients alone need 650.00 MiB on cuda:0, and 649.00 MiB are free; "
-        "what would fit: window=5 (550.00 MiB, 1.1 times the bytes up)"
+def test_a_window_that_can_not_fit_is_refused_with_three_changes_and_their_cost_in_seconds():
+    assert refused([*EIGHT, ROOT], 6, 600) == (
+        "with window 6, weights and gradients alone need 650.00 MiB on cuda:0, and 600.00 MiB are free; what would "
+        "fit, and the time that weights, gradients and AdamW take in a step here at least, which is 11 s as it is: "
+        "window=5 (550.00 MiB, 12 s); window=1 (250.00 MiB, 16 s)"
+    )
+    assert refused([*EIGHT, ROOT], 6, 600, can_halve=True).endswith(
+        "window=5 (550.00 MiB, 12 s); precision='bf16-true' with master_weights=True (325.00 MiB, 6.4 s); "
+        "window=1 (250.00 MiB, 16 s)"
     )
 
 
-def test_half_precision_is_offered_where_it_makes_room():
-    said = refused([*EIGHT, ROOT], 6, 400, can_halve=True)
-    assert (
-        "window=3 (350.00 MiB, 1.3 times the bytes up); precision='bf16-true' with master_weights=True (325.00" in said
-    )
-    assert "bf16-true" not in refused([*EIGHT, ROOT], 6, 300, can_halve=True)
+def test_the_seconds_are_those_of_ways_up_and_down_and_of_the_optimizer():
+    """Up in forward, as the optimizer changed all of them, and those that did not stay in backward; then down, step."""
+    assert least_s(EIGHT, 1, MACHINE) == pytest.approx(8 + 7 + 0.25 + 0.25)
+    assert least_s(EIGHT, 8, MACHINE) == pytest.approx(8 + 8 * 0.25 + 0.25)
+
+
+def test_smaller_units_are_offered_by_their_classes():
+    halves = [UnitBytes(f"half {i}", 50 * MIB, 50 * MIB, trained=13 * MIB) for i in range(16)]
+    said = refused([*EIGHT, ROOT], 6, 600, finer=("['Half']", [*halves, ROOT]))
+    assert "units=['Half'] (350.00 MiB, " in said
 
 
 def test_one_unit_needs_room_beside_its_gradients():
     said = refused([*EIGHT, HEAD, ROOT], 1, 1049)
     assert "with window 1, weights and gradients alone need 1.03 GiB" in said
-    assert said.endswith("what would fit: training adapters beside frozen weights (550.00 MiB, 1 times the bytes up)")
+    assert said.endswith("training adapters beside frozen weights (550.00 MiB, 20 s)")
 
 
 def test_where_nothing_fits_smaller_units_are_named():
     assert refused([*EIGHT, ROOT], 1, 100).endswith("; name smaller units, or use a device with more memory")
+
+
+def test_a_budget_is_refused_in_the_same_way():
+    with pytest.raises(
+        MemoryBudgetError, match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; .* training ad"
+    ):
+        check_budget(Options(memory_budget=200 * MIB), [*EIGHT, ROOT], False, means())
+    said = r"window 6 does not fit .* window=4 \(650.00 MiB, 13 s\); training adapters .* window=1 \(250.00 MiB, 16"
+    with pytest.raises(MemoryBudgetError, match=said):
+        check_budget(Options(memory_budget=700 * MIB, window=6), [*EIGHT, ROOT], False, means())
+    check_budget(Options(memory_budget=700 * MIB), [*EIGHT, ROOT], False, means())
+
+
+def test_the_classes_of_smaller_units_leave_the_others_whole():
+    block = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.LayerNorm(8)))
+    net = nn.Sequential(nn.Embedding(4, 8), *(nn.Sequential(copy.deepcopy(block), nn.Bilinear(8, 8, 8)) for _ in "12"))
+    cut = partition(net, ["Sequential", "Embedding"])
+    assert finer_classes(cut) == ["Linear", "LayerNorm", "Bilinear", "Embedding"]
+    assert finer_classes(partition(net, ["Linear"])) == []
 
 
 class Wide(L.LightningModule):
@@ -82,7 +120,10 @@ def test_a_fit_stops_before_it_starts_and_leaves_the_module_alone():
     simgpu.config.capacity = 600 * 1024
     module, strategy = Wide(), parity.streaming_strategy("simgpu", window=4)
     trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=1, logger=False, **QUIET)
-    with pytest.raises(MemoryBudgetError, match=r"need 1.0\d MiB on simgpu:0, and 600.00 KiB are free; .* window=2 \("):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"need 1.0\d MiB on simgpu:0, and 600.00 KiB are free; .*: window=2 \(514.00 KiB, .* m?s\); prec",
+    ):
         trainer.fit(module, [torch.zeros(2, 256)])
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
 
