@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .config import Options, format_bytes
+from .config import Options, format_bytes, format_seconds
 from .errors import MemoryBudgetError
 from .host_bytes import HostBytes
 from .machine import Machine
@@ -31,10 +31,19 @@ class Change:
     nbytes: int  # on the device then
     step_s: float
     samples: float = 1.0  # per step, compared with the plan's
+    host_nbytes: int | None = None  # on the host then; None: as planned
 
     def cost(self, plan: Plan) -> float:
         """Time per sample, compared with the plan's."""
         return self.step_s / self.samples / plan.step_s
+
+    def told(self, plan: Plan) -> str:
+        """For a message: what it takes, and what it costs."""
+        nbytes = f"{format_bytes(self.nbytes)} on the device"
+        if self.host_nbytes is not None:
+            nbytes = f"{format_bytes(self.host_nbytes)} on the host"
+        cost = f"{self.cost(plan):.2f} times as long per sample"
+        return f"{self.what} ({nbytes}, {format_seconds(self.step_s)} a step, {cost})"
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Plan:
     largest_batch: int | None  # rows that fit with this window; None where that was not found
     sweep: tuple[Choice, ...]
     changes: tuple[Change, ...]  # cheapest first; those that fit before those that do not
+    host_changes: tuple[Change, ...] = ()  # that make room on the host, where there is too little
     notes: tuple[str, ...] = ()
     flops: float = 0.0
 
@@ -107,19 +117,14 @@ class Plan:
         fitting = [change for change in self.changes if change.nbytes <= self.available][:3]
         if not fitting:
             return "no window, policy or batch that was tried fits: name smaller units, or use a larger device"
-        said = (f"{c.what} ({format_bytes(c.nbytes)}, {c.cost(self):.2f} times as long per sample)" for c in fitting)
-        return "what would fit: " + "; ".join(said)
+        return "what would fit: " + "; ".join(change.told(self) for change in fitting)
 
     def _host_remedies(self) -> str:
-        over = self.host.total - self.machine.host_nbytes
-        offers = {
-            "wire_dtype='as-is'": 0 if self.options.master_weights else self.host.wire,
-            "an optimizer with half the state": self.host.optimizer // 2,
-            "activations='recompute'": self.host.activations,
-            "training a tenth of the parameters (adapters)": 9 * (self.host.optimizer + self.host.gradients) // 10,
-        }
-        enough = [f"{what} ({format_bytes(nbytes)} less)" for what, nbytes in offers.items() if nbytes >= over]
-        return "what would fit: " + "; ".join(enough) if enough else "a host with more memory is needed"
+        most = self.machine.host_nbytes
+        enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= most][:3]
+        if not enough:
+            return "a host with more memory is needed"
+        return "what would fit: " + "; ".join(change.told(self) for change in enough)
 
     @property
     def first(self) -> str:
@@ -161,6 +166,7 @@ class Plan:
             "first": self.first,
             "sweep": [asdict(choice) for choice in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
+            "host_changes": [asdict(change) | {"cost": change.cost(self)} for change in self.host_changes],
         }
 
 

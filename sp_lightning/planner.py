@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from .forecast import Change, Choice, Plan
 from .machine import MACHINES, Machine
 from .measure import measure
 from .rehearsal import Runner
+from .room import finer_classes
 from .schedule import Schedule
 from .simulation import Simulation, simulate
 from .subject import Listed, Needs, Rehearsed, Subject
@@ -32,6 +33,7 @@ RESERVED = "reserve"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
+ENOUGH = 3  # changes that would fit: then no more are looked for
 NEAR = 1.6  # times what there is: a window that takes more is not looked at
 EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
 ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
@@ -143,6 +145,7 @@ class _Planner:
             largest_batch=largest_batch,
             sweep=tuple(sweep),
             changes=tuple(self._changes(chosen, largest_batch)),
+            host_changes=tuple(self._host_changes(chosen)),
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
         )
@@ -160,11 +163,11 @@ class _Planner:
     def _nbytes(self, needs: Needs, window: int, transfer: int = 1) -> int:
         return sum(self._terms(needs, window, transfer).values())
 
-    def _simulated(self, needs: Needs, window: int, transfer: int) -> Simulation:
+    def _simulated(self, needs: Needs, window: int, transfer: int, machine: Machine | None = None) -> Simulation:
         return simulate(
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
-            self.machine,
+            machine or self.machine,
             optimizer_overlap=self.options.optimizer_overlap,
             works=needs.works,
         )
@@ -235,6 +238,13 @@ class _Planner:
         changes = list(self._other_windows(chosen))
         changes += self._other_batches(chosen, largest_batch)
         changes += self._other_policies(chosen)
+        if chosen.nbytes > self.available:
+            rescues = self._rescues(chosen)
+            while sum(change.nbytes <= self.available for change in changes) < ENOUGH:
+                change = next(rescues, None)
+                if change is None:
+                    break
+                changes.append(change)
 
         def cost(change: Change) -> tuple[bool, float]:
             return change.nbytes > self.available, change.step_s / change.samples
@@ -261,12 +271,53 @@ class _Planner:
         """What keeps less of what autograd saves; or, where there is room, more."""
         others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
         policy: Any = others.get(self.options.activations)
-        if policy is None or (isinstance(self.source, Listed) and policy == "recompute+offload"):
+        if policy is not None:
+            yield from self._changed(f"activations={policy!r}", chosen, activations=policy)
+
+    def _rescues(self, chosen: Choice) -> Iterator[Change]:
+        """What else makes room on the device, one by one: each is another rehearsal."""
+        if self.options.activations == "keep":
+            yield from self._changed("activations='recompute+offload'", chosen, activations="recompute+offload")
+        classes = finer_classes(self.needs.script.units) if self.needs.script is not None else []
+        if classes:
+            yield from self._changed(f"units={classes}", chosen, units=tuple(classes))
+        half = self.source.in_half()
+        if half is not None:
+            yield from self._changed(
+                "precision='bf16-true' with master_weights=True", chosen, half, master_weights=True
+            )
+
+    def _changed(self, what: str, chosen: Choice, source: Subject | None = None, **options: Any) -> Iterator[Change]:
+        if isinstance(self.source, Listed) and options.get("activations") not in ("keep", "recompute"):
             return
         try:
-            needs = self.source.needs(replace(self.options, activations=policy), self.machine)
+            needs = (source or self.source).needs(replace(self.options, **options), self.machine)
         except SuperpipelineError:
-            return  # it can not run again
+            return  # it can not run that way
         step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
-        yield Change(f"activations={policy!r}", nbytes, step_s)
+        yield Change(what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
+
+    def _host_changes(self, chosen: Choice) -> Iterator[Change]:
+        """What makes room on the host, where that is needed."""
+        needs, host = self.needs, self.source.host(self.options, self.needs)
+        if host.total <= self.machine.host_nbytes:
+            return
+
+        def change(what: str, less: int, needs: Needs = needs, states: float = 1.0) -> Iterator[Change]:
+            if less > 0:
+                words = 3 + 2 * self.source.states()
+                scaled = self.machine.optimizer_bytes_per_parameter * (3 + states * (words - 3)) / words
+                machine = replace(self.machine, optimizer_bytes_per_parameter=scaled)
+                step_s = self._simulated(needs, chosen.window, chosen.transfer, machine).step_s
+                yield Change(what, chosen.nbytes, step_s, host_nbytes=host.total - less)
+
+        if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.script is not None:
+            as_is = self.source.needs(replace(self.options, wire_dtype="as-is"), self.machine)
+            yield from change("wire_dtype='as-is'", host.wire, as_is)
+        if host.activations:
+            again = self.source.needs(replace(self.options, activations="recompute"), self.machine)
+            yield from change("activations='recompute'", host.activations, again)
+        yield from change("an optimizer with half the state", host.optimizer // 2, states=0.5)
+        few = [replace(c, down_nbytes=c.down_nbytes // 10, parameters=c.parameters // 10) for c in needs.costs]
+        less = 9 * (host.optimizer + host.gradients) // 10
+        yield from change("training a tenth of the parameters (adapters)", less, replace(needs, costs=few))

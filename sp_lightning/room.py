@@ -198,7 +198,10 @@ def check_host(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torc
         log.warning(
             "superpipeline: training will take %s more of host memory (weights %s, converted for their way %s, "
             "gradients %s, optimizer %s if it is AdamW), and %s are free: the system may end the process. "
-            "Train fewer parameters, use an optimizer with less state, or close what else runs",
+            "Train a tenth of the parameters, as adapters do (%s less), use an optimizer with half the state (%s less), or "
+            "close what else runs",
             *map(format_bytes, (to_come.total, to_come.weights, to_come.wire, to_come.gradients, to_come.optimizer)),
             format_bytes(free),
+            format_bytes(9 * (to_come.gradients + to_come.optimizer) // 10),
+            format_bytes(to_come.optimizer // 2),
         )

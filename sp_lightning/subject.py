@@ -75,6 +75,10 @@ class Subject(ABC):
         """Tensors that the optimizer keeps of each parameter."""
         return STATES["AdamW"]
 
+    def in_half(self) -> Subject | None:
+        """The same computed in half precision; None where it is, or where that is not known."""
+        return None
+
 
 class Rehearsed(Subject):
     """A module, by a rehearsal."""
@@ -84,6 +88,7 @@ class Rehearsed(Subject):
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
+        self._given = (module, precision, optimizer, target, loss)
         self._module = module
         self._batch = batch() if callable(batch) else batch
         self._precision = precision
@@ -141,6 +146,10 @@ class Rehearsed(Subject):
     def states(self) -> float:
         assert self._states is not None
         return self._states
+
+    def in_half(self) -> Subject | None:
+        module, precision, *others = self._given
+        return Rehearsed(module, self._batch, "bf16-true", *others) if precision == "32-true" else None
 
     def _half(self) -> torch.dtype | None:
         return HALF.get(self._precision.split("-")[0])

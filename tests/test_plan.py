@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -297,9 +298,8 @@ assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.par
 def test_what_does_not_fit_says_what_it_needs_what_there_is_and_what_would_fit():
     found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
     said = r"needs \d+.\d+ MiB on the device with window 1 and 4096 rows, and there are 100.00 MiB; what would fit: "
-    offers = (
-        r"a batch of \d+ rows \(100.00 MiB, 1.\d+ times as long per sample\); activations='recompute' \(\d+.\d+ MiB, "
-    )
+    cost = r"\d+.\d+ MiB on the device, \d+ ms a step, \d.\d+ times as long per sample"
+    offers = rf"a batch of \d+ rows \({cost}\); activations='recompute' \({cost}\); .*='recompute\+offload' \({cost}\)$"
     with pytest.raises(MemoryBudgetError, match=said + offers):
         found.check()
     assert not found.fits
@@ -308,7 +308,7 @@ def test_what_does_not_fit_says_what_it_needs_what_there_is_and_what_would_fit()
 def test_each_change_that_is_offered_does_fit():
     found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
     fitting = [change for change in found.changes if change.nbytes <= found.available]
-    assert len(fitting) >= 2
+    assert len(fitting) == 3
     again = planned(batch=torch.zeros(4096, 256), device_memory="100MiB", activations="recompute")
     assert again.fits and again.check() is None
 
@@ -327,10 +327,22 @@ def test_a_host_without_room_is_an_error_in_numbers():
 
 def test_what_makes_room_on_the_host_is_offered():
     found = planned(precision="bf16-mixed", machine=replace(MACHINE, host_nbytes=50 * 2**20))
-    assert found.first == (
-        "what would fit: wire_dtype='as-is' (6.00 MiB less); an optimizer with half the state (12.03 MiB less); "
-        "training a tenth of the parameters (adapters) (32.48 MiB less)"
+    cost = r"[\d.]+ ms a step, \d.\d\d times as long per sample"
+    assert re.fullmatch(
+        rf"what would fit: wire_dtype='as-is' \(48.12 MiB on the host, {cost}\); an optimizer with half the state "
+        rf"\(42.09 MiB on the host, {cost}\); training a tenth of the parameters \(adapters\) \(21.64 MiB .*, {cost}\)",
+        found.first,
     )
+    twice_the_bytes, half_the_state, a_tenth = (change.cost(found) for change in found.host_changes)
+    assert twice_the_bytes > 1 >= half_the_state > a_tenth
+
+
+def test_where_units_alone_are_too_large_smaller_ones_and_half_precision_are_offered():
+    found = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Block"], device_memory="80MiB")
+    fitting = [change.what for change in found.changes if change.nbytes <= found.available]
+    assert fitting == ["precision='bf16-true' with master_weights=True", "units=['Linear']"]
+    again = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Linear"], device_memory="80MiB")
+    assert again.fits
 
 
 def test_under_autocast_half_of_the_linear_weights_travels():
