@@ -25,7 +25,7 @@ from .compiled import never_compiled
 from .config import Options
 from .device import Device
 from .engine import Engine
-from .errors import PartitionError, UnsupportedError
+from .errors import DeviceMemoryError, PartitionError, UnsupportedError
 from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .measure import glance
@@ -130,6 +130,34 @@ class Handle:
         self.engine.close_scope()
         if not self.engine.in_scope and self.engine.keeps_references:
             self._register_hosts()
+
+    @contextlib.contextmanager
+    def explaining_memory(self) -> Iterator[None]:
+        """Within, the user's code: where the device has no room for what it makes, the error says what would."""
+        try:
+            yield
+        except DeviceMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"{error}\n{self._full().message()}") from error
+
+    def _full(self) -> room.Full:
+        window = self.engine.window
+        times, transfer = window.tuner.times, window.schedule.transfer
+        full = room.Full(
+            where=str(self.device.torch_device),
+            capacity=self.device.memory_capacity(),
+            allocated=self.device.memory_allocated(),
+            window=window.schedule.window,
+            window_nbytes=window.schedule.resident_nbytes,
+            largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
+            activations=self.options.activations,
+            finer=room.finer_classes(self.units),
+            step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
+            forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,
+        )
+        window.ran_out()
+        return full
 
     # ---- ends
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -153,6 +154,8 @@ class Steps(Protocol):
 
     def close_scope(self) -> None: ...
 
+    def explaining_memory(self) -> AbstractContextManager[None]: ...
+
 
 class Scope(Entry):
     """The managed module itself: a forward of it outside of any step is a step of its own."""
@@ -165,8 +168,9 @@ class Scope(Entry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.open_scope(("forward", self.module.training))
         try:
-            args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
-            return self.forward(*args, **kwargs)
+            with self.steps.explaining_memory():
+                args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
+                return self.forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
 

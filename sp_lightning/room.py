@@ -148,6 +148,49 @@ def _tried(
         yield "window=1", units, 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Full:
+    """A device that ran out of memory in the model's own code."""
+
+    where: str
+    capacity: int
+    allocated: int
+    window: int
+    window_nbytes: int  # of that
+    largest_unit: int
+    activations: str
+    finer: list[str]  # classes of smaller units
+    step_s: Callable[[int], float] | None  # with a window, where times were measured
+    forward_s: float  # of all units, where they were
+
+    def message(self) -> str:
+        """What it is full of, and three changes that make room."""
+        others = self.allocated - self.window_nbytes
+        return (
+            f"superpipeline: of {format_bytes(self.capacity)} on {self.where} the window of {self.window} held "
+            f"{format_bytes(self.window_nbytes)} and activations, gradients, buffers and all else "
+            f"{format_bytes(others)}; what makes room: " + "; ".join(list(self._changes())[:3])
+        )
+
+    def _changes(self) -> Iterator[str]:
+        more = {"keep": "recompute", "offload": "recompute", "recompute": "recompute+offload"}.get(self.activations)
+        if more == "recompute":
+            yield f"activations='recompute' (each forward runs twice{_more(self.forward_s)})"
+        elif more is not None:
+            yield f"activations={more!r} (what is kept goes to the host and comes back)"
+        if self.window > 1:
+            freed = format_bytes(self.window_nbytes - self.largest_unit)
+            slower = 0.0 if self.step_s is None else self.step_s(1) - self.step_s(self.window)
+            yield f"window=1 ({freed} less; no weights come up while a unit computes{_more(slower)})"
+        yield "batches of half the size and accumulate_grad_batches twice as large (weights come up twice as often)"
+        if self.finer:
+            yield f"units={self.finer} (a window and gradients of smaller units)"
+
+
+def _more(seconds: float) -> str:
+    return f": {format_seconds(seconds)} a step more" if seconds > 0 else ""
+
+
 def finer_classes(units: Sequence[Unit]) -> list[str]:
     """Class names that cut the largest unit into its parts, and leave the others whole; none if it has no parts."""
     streamed = [unit for unit in units if not unit.resident]
@@ -198,8 +241,8 @@ def check_host(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torc
         log.warning(
             "superpipeline: training will take %s more of host memory (weights %s, converted for their way %s, "
             "gradients %s, optimizer %s if it is AdamW), and %s are free: the system may end the process. "
-            "Train a tenth of the parameters, as adapters do (%s less), use an optimizer with half the state (%s less), or "
-            "close what else runs",
+            "Train a tenth of the parameters, as adapters do (%s less), use an optimizer with half the state "
+            "(%s less), or close what else runs",
             *map(format_bytes, (to_come.total, to_come.weights, to_come.wire, to_come.gradients, to_come.optimizer)),
             format_bytes(free),
             format_bytes(9 * (to_come.gradients + to_come.optimizer) // 10),

@@ -441,9 +441,16 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.handle is not None
         self.handle.open_scope(name)
         try:
-            yield
+            with self.handle.explaining_memory():
+                yield
         finally:
             self.handle.close_scope()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does."""
+        assert self.handle is not None
+        with self.handle.explaining_memory():
+            return super().backward(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, as one pass through the units."""

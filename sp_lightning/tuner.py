@@ -230,6 +230,21 @@ class Tuner:
         self._most = window
         self.window, self.transfer = window, min(self.transfer, window)
 
+    def ran_out(self) -> None:
+        """The model's own code found no room: if the run goes on, with less (Rule 4)."""
+        if self.may_shrink and self.window > 1:
+            window = self.window // 2
+            log.warning(
+                "superpipeline: out of device memory in the model's own code; window %d -> %d", self.window, window
+            )
+            self._most = window
+            self.window, self.transfer = window, min(self.transfer, window)
+
+    @property
+    def times(self) -> Times | None:
+        """What was measured of a step's units, once it was."""
+        return self._times
+
     # ---- checkpoints
 
     def state(self) -> dict[str, int]:

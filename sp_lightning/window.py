@@ -121,6 +121,11 @@ class Window:
         self.tuner.resume(state)
         self._follow_tuner()
 
+    def ran_out(self) -> None:
+        """The model's own code found no room on the device."""
+        self.tuner.ran_out()
+        self._follow_tuner()
+
     def _follow_tuner(self) -> None:
         if (self.tuner.window, self.tuner.transfer) != (self.schedule.window, self.schedule.transfer):
             self.schedule.resize(self.tuner.window, self.tuner.transfer)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import sp_lightning
 from sp_lightning.autotune import Memory, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
+from sp_lightning.errors import DeviceMemoryError
 from sp_lightning.recorder import UnitTimes
 
 simgpu = pytest.importorskip("simgpu")
@@ -251,13 +252,71 @@ def test_with_a_fixed_window_they_find_none():
             handle.device.claim(torch.empty(0, dtype=torch.uint8, device=SIMGPU).untyped_storage(), UNIT)
 
 
+# ---- the model's own code runs out of memory
+
+
+class Sudden(nn.Module):
+    """Takes a lot at once, in forward or in backward, as logits do."""
+
+    def __init__(self, nbytes, backward=False):
+        super().__init__()
+        self.nbytes, self.backward = nbytes, backward
+
+    def forward(self, x):
+        if self.backward and x.requires_grad:
+            x.register_hook(lambda grad: self._take() and None)
+        elif not self.backward:
+            self._take()
+        return x
+
+    def _take(self):
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=SIMGPU)
+
+
+def test_what_no_pass_showed_beforehand_is_an_error_that_says_what_makes_room():
+    net = nn.Sequential(stack(), Sudden(0))
+    with sp_lightning.stream(net, SIMGPU, units=["Wide"], window=2) as handle:
+        train(net, handle, [64] * 7)
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 4 * UNIT
+        net[1].nbytes = 100 * UNIT
+        said = (
+            r"out of memory.*\nsuperpipeline: of [\d.]+ MiB on simgpu:0 the window of 2 held 512.00 KiB and "
+            r"activations, gradients, buffers and all else [\d.]+ KiB; what makes room: activations='recompute' "
+            r"\(each forward runs twice.*\); window=1 \(256.00 KiB less; .*\); batches of half the size and"
+        )
+        with pytest.raises(DeviceMemoryError, match=said):
+            train(net, handle, [64])
+
+
+def test_who_catches_that_error_goes_on_with_half_the_window(caplog):
+    net, seen = nn.Sequential(stack(), Sudden(0)), []
+    with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
+        train(net, handle, [64] * 3, seen)
+        simgpu.config.capacity, net[1].nbytes = torch.accelerator.memory_allocated() + 4 * UNIT, 100 * UNIT
+        with pytest.raises(torch.OutOfMemoryError):
+            train(net, handle, [64])
+        net[1].nbytes = 0
+        train(net, handle, [64] * 2, seen)
+    assert seen[2] == 8 and max(seen[3:]) <= 4
+    assert re.search(r"out of device memory in the model's own code; window [78] -> [34]", caplog.text)
+
+
+def test_units_of_blocks_are_said_to_have_parts():
+    net = nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(3)), Sudden(100 * UNIT))
+    with sp_lightning.stream(net, SIMGPU, units=["Sequential"], activations="recompute", window=1):
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 4 * UNIT
+        said = r"room: activations='recompute\+offload' .*; batches of half .*; units=\['Wide'\] \(a window and grad"
+        with pytest.raises(DeviceMemoryError, match=said):
+            net(torch.ones(4, WIDTH, device=SIMGPU))
+
+
 # ---- checkpoints
 
 
 class Stack(L.LightningModule):
-    def __init__(self):
+    def __init__(self, net=None):
         super().__init__()
-        self.net = stack()
+        self.net = net or stack()
 
     def training_step(self, batch, _):
         return self.net(batch).square().mean()
@@ -266,7 +325,13 @@ class Stack(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def fit(steps, device="simgpu", ckpt_path=None, **options):
+def test_in_backward_it_is_the_same_error():
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 20 * UNIT
+    with pytest.raises(DeviceMemoryError, match=r"the window of 1 held .* what makes room: activations='recompute'"):
+        fit(1, net=nn.Sequential(stack(), Sudden(100 * UNIT, backward=True)))
+
+
+def fit(steps, device="simgpu", ckpt_path=None, net=None, **options):
     importlib.import_module("simgpu.lightning")
     strategy = sp_lightning.SuperpipelineStrategy(units=["Wide"], **options)
     quiet = {
@@ -276,7 +341,7 @@ def fit(steps, device="simgpu", ckpt_path=None, **options):
         "enable_model_summary": False,
     }
     trainer = L.Trainer(accelerator=device, devices=1, strategy=strategy, max_steps=steps, **quiet)
-    trainer.fit(Stack(), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None), ckpt_path=ckpt_path)
+    trainer.fit(Stack(net), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 

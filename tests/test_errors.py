@@ -1,6 +1,7 @@
 import pickle
 
 import pytest
+import torch
 
 from sp_lightning import errors
 
@@ -28,6 +29,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
     [
         (errors.PartitionError, ValueError),
         (errors.MemoryBudgetError, RuntimeError),
+        (errors.DeviceMemoryError, torch.OutOfMemoryError),
         (errors.UnsupportedError, RuntimeError),
         (errors.ExactnessError, RuntimeError),
         (errors.TraceError, ValueError),

@@ -148,7 +148,7 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     assert (
         "training will take 8.00 GiB more of host memory (weights 2.00 GiB, converted for their way 0 B, gradients "
         "2.00 GiB, optimizer 4.00 GiB if it is AdamW), and 2.00 GiB are free: the system may end the process. "
-        "Train a tenth of the parameters, as adapters do (5.40 GiB less), use an optimizer with half the state (2.00 GiB"
+        "Train a tenth of the parameters, as adapters do (5.40 GiB less), use an optimizer with half the state (2.00"
     ) in caplog.text
 
 
