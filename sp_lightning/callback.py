@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from . import picture, timeline
 from .config import format_bytes
 from .errors import OptionError, UnsupportedError
+from .forecast import Plan
 from .handle import Handle
 from .observer import Observer
 from .recorder import RecordedStep
@@ -67,12 +68,15 @@ class SuperpipelineCallback(Callback):
     ==================== ===========================================================================================
 
     The **progress bar** (tqdm or rich) shows the device's peak and the share of a step that waits. When training begins
-    a table says what will be where; when it ends, also by an exception, what was, and what holds the run back.
+    a table predicts what will be where and what a step takes; when it ends, also by an exception, predicted stands
+    against measured, and one sentence says what holds the run back.
 
     Args:
         log_every_n_steps: How often loggers get values; None is the Trainer's own rhythm.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.png``, a picture of it.
         timeline_steps: Which training batches of this fit those show, from 0. Of a shorter run, its last ones.
+        plan: For this run (`sp_lightning.plan`): what it predicts is shown and compared with what is measured, and a
+            ``window`` that is "auto" starts from its choice.
         progress: Whether to show anything on the terminal: in the progress bar, when training begins and when it ends,
             and while weights move into host memory or a checkpoint is loaded or saved, if that takes over a second.
     """
@@ -83,6 +87,7 @@ class SuperpipelineCallback(Callback):
         timeline: str | os.PathLike[str] | None = None,
         timeline_steps: Sequence[int] = TIMELINE_STEPS,
         progress: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         if log_every_n_steps is not None and log_every_n_steps < 1:
             raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
@@ -91,7 +96,10 @@ class SuperpipelineCallback(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
         self.timeline_steps = frozenset(timeline_steps)
+        if plan is not None and not isinstance(plan, Plan):
+            raise OptionError(argument="plan", found=plan, allowed="None or what sp_lightning.plan() returned")
         self.progress = progress
+        self.plan = plan
         self._observer: Observer | None = None
         self._before: Mapping[str, Any] = {}
         self._drawn: list[RecordedStep] = []  # in the timeline
@@ -120,14 +128,17 @@ class SuperpipelineCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recording begins if somebody will look; sizes are those that "auto" chose in the run that is resumed."""
         self._handle = _handle(trainer)
-        self._handle.resume(self._chosen)
+        if self._chosen:
+            self._handle.resume(self._chosen)
+        elif self.plan is not None:
+            self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
         if trainer.loggers or bar is not None or self.timeline is not None:
-            self._observer = Observer(_handle(trainer))
+            self._observer = Observer(_handle(trainer), self.plan)
         if bar is not None and self._observer is not None:
             _show_in(bar, self._observer)
-            rank_zero_info(_table(self._observer.plan()))
+            rank_zero_info(_table(self._observer.table(trainer.optimizers)))
 
     def state_dict(self) -> dict[str, Any]:
         """What "auto" chose; empty, and so not in the checkpoint, where it chose nothing."""

@@ -79,6 +79,12 @@ class Plan:
         return sum(self.device_terms.values())
 
     @property
+    def chosen(self) -> dict[str, int]:
+        """For `Handle.resume`: a run with automatic sizes starts from these."""
+        others = self.device_nbytes - self.device_terms.get("window", 0) - self.device_terms.get("reserve", 0)
+        return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
+
+    @property
     def step_s(self) -> float:
         """Predicted seconds of a step."""
         return self.simulation.step_s

@@ -96,9 +96,9 @@ class Handle:
         """The sizes that "auto" arrived at, for `resume` of a later run; empty where nothing was chosen."""
         return self.engine.window.tuner.state()
 
-    def resume(self, chosen: dict[str, int]) -> None:
-        """Begins with what `chosen` told, as far as it fits; options that are not "auto" stay as they are."""
-        self.engine.window.resume(chosen)
+    def resume(self, chosen: dict[str, int], why: str = "as the run that is resumed had chosen") -> None:
+        """Begins with what `chosen` told, or `Plan.chosen`, as far as it fits; what is not "auto" stays as it is."""
+        self.engine.window.resume(chosen, why)
 
     def record(self, recorder: Recorder | None = None) -> Recorder:
         """Records from now on what passes do and when (recorder.py). Until then it costs nothing; then some

@@ -18,7 +18,8 @@ from torch import Tensor
 from .layout import aligned
 
 STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2, "SGD": 0}
-STATES |= {"Adagrad": 1, "RMSprop": 1}  # tensors per parameter with default arguments; momentum adds one, amsgrad too
+STATES |= {"Adagrad": 1, "RMSprop": 1}  # tensors per parameter with default arguments
+MORE_STATES = ("momentum", "centered", "amsgrad")  # arguments that add one each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,18 @@ def host_bytes(
         activations=activations,
         ring=ring,
     )
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """What an optimizer of torch will keep of its parameters; None of another, of which that is not known."""
+    kind = type(optimizer)
+    if kind.__name__ not in STATES or not kind.__module__.startswith("torch.optim"):
+        return None
+    total = 0
+    for group in optimizer.param_groups:
+        states = STATES[kind.__name__] + sum(bool(group.get(name)) for name in MORE_STATES)
+        total += states * sum(_nbytes(p, p.dtype) for p in group["params"] if p.requires_grad)
+    return total
 
 
 def _nbytes(parameter: Tensor, dtype: torch.dtype) -> int:

@@ -63,31 +63,36 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
         dtype: In which the model computes; what is measured holds for it alone.
     """
     seam = Device(device)
-    return replace(_without_compute(seam, effort), flops_per_s=measure_flops(seam, dtype, effort))
+    link, dram, parameters_per_s = measure_link(seam, effort), measure_dram(effort), measure_optimizer(effort=effort)
+    return replace(
+        _without_compute(seam, link, parameters_per_s),
+        flops_per_s=measure_flops(seam, dtype, effort),
+        dram_bytes_per_s=dram,
+        optimizer_bytes_per_parameter=dram / parameters_per_s,
+    )
 
 
 def glance(device: torch.device | str | int) -> Machine:
     """The same without compute, in a tenth of a second or two: what can be known where a user waits."""
     seam = Device(device)
     try:
-        return _without_compute(seam, GLANCE)
+        return _without_compute(seam, measure_link(seam, GLANCE), measure_optimizer(effort=GLANCE))
     finally:
         seam.close()
+        seam.free_cached()
 
 
-def _without_compute(seam: Device, effort: Effort) -> Machine:
-    link = measure_link(seam, effort)
-    dram = measure_dram(effort)
+def _without_compute(seam: Device, link: Link, parameters_per_s: float) -> Machine:
     return Machine(
         name="here",
         flops_per_s=math.inf,
         up_bytes_per_s=link.up_bytes_per_s,
         down_bytes_per_s=link.down_bytes_per_s,
         duplex=link.duplex,
-        dram_bytes_per_s=dram,
+        dram_bytes_per_s=parameters_per_s,
         device_nbytes=seam.memory()[1],
         host_nbytes=host_memory().total,
-        optimizer_bytes_per_parameter=dram / measure_optimizer(effort=effort),
+        optimizer_bytes_per_parameter=1,
     )
 
 

@@ -9,14 +9,19 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from .autotune import Memory
-from .config import format_bytes
+from .config import format_bytes, format_seconds
 from .handle import Handle
 from .host import peak_memory, usable_cores
+from .host_bytes import STATES, HostBytes, host_bytes, state_nbytes
+from .machine import Machine
+from .measure import glance
 from .recorder import KEPT, RecordedStep
+from .room import least_s
 from .spans import Lane
 from .timeline import Timeline, in_words
 from .timeline import measured as measured_timeline
@@ -24,14 +29,45 @@ from .verdict import WAITED_FOR, Measured, Setting, in_unit_of, measured, measur
 
 GB = 1e9
 WARM_UP = 2  # steps that no figure is made of: the order of visits is learned, memory is taken
+ADAMW = "AdamW"  # whose steps are measured
 FP32_FROM = 3  # bytes that a parameter has on its way up, on average
+
+
+class Planned(Protocol):
+    """What is told of a plan (forecast.py)."""
+
+    @property
+    def machine(self) -> Machine: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def device_terms(self) -> dict[str, int]: ...
+
+    @property
+    def host(self) -> HostBytes: ...
+
+    @property
+    def device_nbytes(self) -> int: ...
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def floor_s(self) -> float: ...
+
+    @property
+    def binds(self) -> str: ...
 
 
 class Observer:
     """Records the training passes of a handle and makes figures of them; closed, it leaves the handle as it was."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, plan: Planned | None = None) -> None:
         self._handle = handle
+        self._plan = plan
+        self._least_s: float | None = None  # of a step, predicted without a plan
         self._recorder = handle.record()
         self._seen = 0  # passes of any kind that were read
         self._batches = 0  # training passes among them
@@ -106,17 +142,59 @@ class Observer:
 
     # ---- when it begins and ends
 
-    def plan(self) -> dict[str, str]:
-        """What will be where, before the first step, by name."""
+    def table(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+        """What will be where, and how long a step will take, before the first one: by name."""
         stats, rest = self._handle.stats(), self._rest_nbytes()
         grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
         return {
             "units": f"{stats['units']}" + (f", and {format_bytes(rest)} that stay on the device" if rest else ""),
             "window": f"{stats['window']} of them on the device{grows}",
             "transfer": f"{stats['transfer']} at a time",
-            "device": f"{format_bytes(self.predicted_nbytes())} for weights and gradients, beside activations",
-            "host": f"{format_bytes(stats['host_bytes'])} for weights, beside gradients and optimizer state",
+            "device": self._device_in_words(),
+            "host": self._host_in_words(optimizers),
+            "step": self._step_in_words(optimizers),
         }
+
+    def _device_in_words(self) -> str:
+        if self._plan is None:
+            return f"{format_bytes(self.predicted_nbytes())} for weights and gradients, beside activations"
+        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self._plan.device_terms.items())
+        return f"{format_bytes(self._plan.device_nbytes)} planned: {listed}"
+
+    def _host_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """What streaming will hold, and the optimizers' state."""
+        if self._plan is not None:
+            return f"{format_bytes(self._plan.host.total)} planned"
+        states = [state_nbytes(optimizer) for optimizer in optimizers]
+        known = sum(nbytes for nbytes in states if nbytes is not None)
+        found = self._host_bytes()
+        terms = {"weights": found.weights, "converted": found.wire, "gradients": found.gradients, "optimizer": known}
+        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)
+        unknown = ", beside the optimizer's state" * (None in states)
+        return f"{format_bytes(sum(terms.values()))}: {listed}{unknown}"
+
+    def _step_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        if self._plan is not None:
+            floor = f"floor {format_seconds(self._plan.floor_s)}, made of the {self._plan.binds}"
+            return f"{format_seconds(self._plan.step_s)} planned for {self._plan.machine.name}, {floor}"
+        machine, kinds = glance(self._handle.device.torch_device), ADAMW
+        states = [state_nbytes(optimizer) for optimizer in optimizers]
+        if None not in states:
+            kept = sum(nbytes or 0 for nbytes in states) / max(1, self._host_bytes().gradients)
+            machine = replace(machine, optimizer_bytes_per_parameter=(3 + 2 * kept) / (3 + 2 * STATES[ADAMW]))
+            kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        self._least_s = self._least(machine)
+        return f"at least {format_seconds(self._least_s)} for weights, gradients and {kinds}, beside what units compute"
+
+    def _least(self, machine: Machine) -> float:
+        """What a step takes without compute, as this machine was measured to copy and to step."""
+        schedule = self._handle.engine.window.schedule
+        sizes = [unit.sizes() for unit in self._handle.engine.window.units]
+        window = len(sizes) if self._handle.options.window == "auto" else schedule.window
+        return least_s(sizes, window, machine, schedule.transfer)
+
+    def _host_bytes(self) -> HostBytes:
+        return host_bytes(unit.host_bytes() for unit in self._handle.engine.window.units)
 
     def predicted_nbytes(self) -> int:
         """On the device for weights and gradients: the resident rest, the largest window, two gradient buffers."""
@@ -130,17 +208,29 @@ class Observer:
         m = self.measured()
         if m is None:
             return []
-        took = in_unit_of(m.step_s, m.step_s)
+        took = in_unit_of(m.step_s, m.step_s) + self._step_predicted(m.step_s)
         floor = ""
         if m.floor_s is not None:
             floor = f", floor {in_unit_of(m.step_s, m.floor_s)} ({m.floor_s / m.step_s:.2f} of it)"
-        peak, planned = self.device_peak(), self.predicted_nbytes()
         return [
             f"a step took {took}{floor}: {in_words(dict(m.causes))}",
-            f"device peak {format_bytes(peak)}, of which weights and gradients were to take {format_bytes(planned)} "
-            f"with window {m.setting.window}; host peak {format_bytes(peak_memory())}",
+            f"{self._memory_predicted(m.setting.window)}; host peak {format_bytes(peak_memory())}",
             sentence(m),
         ]
+
+    def _step_predicted(self, step_s: float) -> str:
+        if self._plan is not None:
+            return f" ({in_unit_of(step_s, self._plan.step_s)} planned)"
+        if self._least_s is not None:
+            return f" (at least {in_unit_of(step_s, self._least_s)} predicted, without compute)"
+        return ""
+
+    def _memory_predicted(self, window: int) -> str:
+        peak = format_bytes(self.device_peak())
+        if self._plan is not None and window == self._plan.window:
+            return f"device peak {peak} ({format_bytes(self._plan.device_nbytes)} planned) with window {window}"
+        planned = format_bytes(self.predicted_nbytes())
+        return f"device peak {peak}, of which weights and gradients were to take {planned} with window {window}"
 
     def measured(self) -> Measured | None:
         """The typical step; None before one was read that counts."""

@@ -1,7 +1,9 @@
 """``window="auto"`` and ``transfer="auto"`` in a run: what is watched, and when the sizes change.
 
-1. The first pass holds one unit: its order is not known yet, so nothing could come early anyway. After each pass the
-   window may grow, at most fourfold, into the memory that the pass left (autotune.py, Rule 2).
+1. A run starts from the sizes that a plan or the run that it resumes had found, as far as they fit, and keeps them
+   until it has measured times of its own. Without either its first pass holds one unit: what activations take is not
+   known, and without an order nothing could come early anyway. After each pass the window may grow, at most fourfold,
+   into the memory that the pass left (autotune.py, Rule 2).
 2. The most that others take is known where the device's peak rose: that peak, less the window's units when most was
    allocated. It never falls, so a window that shrank for a large batch does not grow back before the next one.
 3. Within a pass, at each visit, what others hold is compared with the last pass of its kind at the same visit. Where it
@@ -82,6 +84,7 @@ class Tuner:
         self._kind: Any = None
         self._times: Times | None = None
         self._choices: dict[int, Choice] = {}  # by the largest window that fits
+        self._told = False  # where to start from
         self._listened = False
         self._recorder: Recorder | None = None
 
@@ -93,6 +96,20 @@ class Tuner:
             self._device.reset_memory_peak()
             self._capacity = self._device.memory_capacity()
             self._retries = self._device.memory_retries()
+            budget = self._options.memory_budget
+            why = "what activations take is not known before the first pass"
+            if budget is not None:
+                root = sum(unit.nbytes for unit in self._units if unit.resident)
+                gradients = 2 * max((unit.gradient_nbytes for unit in self._streamed), default=0)
+                why = f"of a budget of {budget} bytes {root} for what stays and {gradients} for gradients"
+            log.info(
+                "superpipeline: begins with window %d and transfer %d: %s, units %s; the device has %d bytes",
+                self.window,
+                self.transfer,
+                why,
+                sizes_of(self._streamed),
+                self._capacity,
+            )
 
     def resized(self, units: Sequence[UnitBytes]) -> None:
         """Units have these sizes from now on (wire.py)."""
@@ -172,7 +189,9 @@ class Tuner:
         if most not in self._choices:
             window = None if self.may_shrink else self.window
             transfer = None if self._options.transfer == "auto" else self._options.transfer
-            if self._times is None:
+            if self._times is None and self._told:
+                self._choices[most] = Choice(min(self.window, most), transfer or self.transfer, 0.0)
+            elif self._times is None:
                 self._choices[most] = Choice(window or most, transfer or 1, 0.0)
             else:
                 self._choices[most] = choose(self._times, most, window, transfer)
@@ -253,10 +272,11 @@ class Tuner:
             return {}
         return {"window": self.window, "transfer": self.transfer, "others_nbytes": self._others}
 
-    def resume(self, state: dict[str, int]) -> None:
-        """Starts from what an earlier run chose, as far as it fits here."""
+    def resume(self, state: dict[str, int], why: str) -> None:
+        """Starts from what an earlier run chose, or a plan, as far as it fits here."""
         if not state or self._device.is_host:
             return
+        self._told = True
         self._others = max(self._others, state["others_nbytes"])
         window, transfer = self.window, self.transfer
         if self._options.window == "auto":
@@ -265,4 +285,7 @@ class Tuner:
                 window = min(window, Memory(capacity=self._capacity, others=self._others).most(self._streamed))
         if self._options.transfer == "auto":
             transfer = state["transfer"]
-        self._become(window, min(transfer, window), "as the run that is resumed had chosen")
+        if self._fills_memory:
+            memory = Memory(capacity=self._capacity, others=self._others)
+            why += f"; at most {memory.most(self._streamed)} fit, as {memory}, units {sizes_of(self._streamed)}"
+        self._become(window, min(transfer, window), why)

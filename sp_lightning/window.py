@@ -22,6 +22,8 @@ from .binding import Binding
 from .config import Options
 from .device import Device
 from .gradients import Gradients
+from .host_bytes import UnitHostBytes
+from .layout import aligned
 from .schedule import Schedule
 from .store import Residency, UnitStore
 from .telemetry import Counters
@@ -57,6 +59,12 @@ class StreamedUnit:
         trained = [(field.nbytes, p.numel()) for field, p in fields if p.requires_grad]
         gradients, elements = sum(nbytes for nbytes, _ in trained), sum(numel for _, numel in trained)
         return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident, elements)
+
+    def host_bytes(self) -> UnitHostBytes:
+        """What it has on the host, and what gradients will take there."""
+        fields = zip(self.store.host_layout.fields, self.store.params, strict=True)
+        trained = sum(aligned(field.nbytes) for field, p in fields if p.requires_grad)
+        return UnitHostBytes(weights=self.store.slab.numel(), wire=self.store.wire.numel(), trained=trained)
 
     @property
     def movable(self) -> bool:
@@ -116,9 +124,9 @@ class Window:
         """What was visited last is no more: its visit was broken off."""
         self._last = None
 
-    def resume(self, state: dict[str, int]) -> None:
-        """Begins with the sizes that an earlier run chose."""
-        self.tuner.resume(state)
+    def resume(self, state: dict[str, int], why: str) -> None:
+        """Begins with the sizes that an earlier run chose, or a plan."""
+        self.tuner.resume(state, why)
         self._follow_tuner()
 
     def ran_out(self) -> None:

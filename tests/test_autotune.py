@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 import sp_lightning
 from sp_lightning.autotune import Memory, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
 from sp_lightning.errors import DeviceMemoryError
+from sp_lightning.machine import Machine
 from sp_lightning.recorder import UnitTimes
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)
 KIB, MIB = 2**10, 2**20
+ONE = Machine("one", 1e12, 1e9, 1e9, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)
 BENCHMARK = pathlib.Path(__file__).parents[1] / "benchmarks" / "auto_window.py"
 
 
@@ -200,7 +202,11 @@ def test_the_first_pass_fits_where_a_single_unit_does(tight):
 def test_every_decision_follows_from_the_numbers_that_it_prints(caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         streamed([64] * 9, capacity=6 * UNIT + 4 * 64 * WIDTH * 8)
-    lines = [record.getMessage() for record in caplog.records if "window" in record.getMessage()]
+    first, *lines = [record.getMessage() for record in caplog.records if "window" in record.getMessage()]
+    assert first.startswith(
+        "superpipeline: begins with window 1 and transfer 1: what activations take is not known before the first pass, "
+        f"units 8 x {UNIT}; the device has "
+    )
     assert lines
     for line in lines:
         most, capacity, others, reserve = map(
@@ -220,6 +226,37 @@ def test_a_fixed_window_is_left_alone_while_the_transfer_is_chosen(caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert set(streamed([64] * 8, window=3)) == {3}
     assert all("window 3 -> 3" in r.getMessage() for r in caplog.records if "window" in r.getMessage())
+
+
+def test_a_budget_s_window_follows_from_the_numbers_that_are_printed(caplog):
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        assert set(streamed([64] * 2, memory_budget=6 * UNIT)) == {4}
+    said = (
+        f"begins with window 4 and transfer 1: of a budget of {6 * UNIT} bytes 0 for what stays and {2 * UNIT} for grad"
+    )
+    assert said in caplog.text
+
+
+def test_it_starts_from_a_plan_and_keeps_to_it_until_it_has_measured(caplog):
+    plan = sp_lightning.plan(
+        stack, torch.zeros(64, WIDTH), device="simgpu", device_memory=10 * UNIT, units=["Wide"], machine=ONE
+    )
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 11 * UNIT
+    net, seen = stack(), []
+    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
+        handle.resume(plan.chosen, "as planned")
+        train(net, handle, [64] * 4, seen)
+    assert 1 < plan.window < 8 and set(seen[:3]) == {plan.window}
+    assert re.search(
+        rf"window 1 -> {plan.window}, transfer 1 -> 1: as planned; at most \d fit, as of \d+ bytes", caplog.text
+    )
+
+
+def test_of_a_plan_it_starts_from_as_much_as_fits():
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 6 * UNIT
+    with sp_lightning.stream(stack(), SIMGPU, units=["Wide"]) as handle:
+        handle.resume({"window": 8, "transfer": 4, "others_nbytes": 3 * UNIT}, "as planned")
+        assert (handle.stats()["window"], handle.stats()["transfer"]) == (2, 2)
 
 
 def test_measuring_ends_when_it_has_decided():

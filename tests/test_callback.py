@@ -14,6 +14,8 @@ import models
 import parity
 import sp_lightning
 from sp_lightning import callback, timeline
+from sp_lightning.config import format_bytes
+from sp_lightning.machine import Machine
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
@@ -204,9 +206,48 @@ def test_a_table_before_and_a_report_after(caplog):
     lines = said(caplog)
     (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
     assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
+    assert re.search(r"device +[\d.]+ KiB for weights and gradients, beside activations", table)
+    assert re.search(r"host +[\d.]+ KiB: weights ([\d.]+ KiB), gradients \1, optimizer \1\b", table)  # momentum
+    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, beside what units compute", table)
     took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
-    assert re.match(r"superpipeline: a step took .* ms, floor .* ms \(.* of it\): .*compute \d+ %", took)
+    assert re.match(
+        r"superpipeline: a step took .* ms \(at least .* ms predicted, without compute\), "
+        r"floor .* ms \(.* of it\): .*compute \d+ %",
+        took,
+    )
     assert "device peak" in memory and "were to take" in memory and "each step" in sentence
+
+
+def planned(**options):
+    module = functools.partial(models.ZooModule, CASE, "sgd")
+    machine = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)
+    return sp_lightning.plan(module, CASE.batch(0), machine=machine, device="simgpu", units=CASE.units, **options)
+
+
+def test_with_a_plan_predicted_stands_against_measured(caplog):
+    plan = planned(window=2)
+    with caplog.at_level("INFO"):
+        fit(
+            [sp_lightning.SuperpipelineCallback(plan=plan)],
+            enable_progress_bar=True,
+            batches=5,
+            accelerator="simgpu",
+            limit_val_batches=0,
+        )
+    table, took, memory, _ = (line for line in said(caplog) if "superpipeline" in line)
+    assert re.search(rf"device +{format_bytes(plan.device_nbytes)} planned: window ", table)
+    assert re.search(rf"host +{format_bytes(plan.host.total)} planned", table)
+    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, made of the \w+", table)
+    assert re.match(r"superpipeline: a step took [\d.]+ ms \([\d.]+ ms planned\), floor", took)
+    measured, predicted = re.search(r"device peak ([\d.]+) KiB \(([\d.]+) KiB planned\) with window 2", memory).groups()
+    assert float(measured) == pytest.approx(float(predicted), rel=0.1)  # of so little, the loader's next batch counts
+
+
+def test_a_plan_is_what_plan_returned():
+    with pytest.raises(
+        sp_lightning.errors.OptionError, match=r"plan must be None or what sp_lightning.plan\(\) returned"
+    ):
+        sp_lightning.SuperpipelineCallback(plan="llama3-8b")
 
 
 def test_the_report_comes_on_an_exception_too(caplog):

@@ -1,9 +1,10 @@
 """Host memory in plain numbers, before a run."""
 
+import pytest
 import torch
 from torch import nn
 
-from sp_lightning.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+from sp_lightning.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes, state_nbytes
 
 MIB = 2**20
 
@@ -64,3 +65,28 @@ def test_the_number_of_states_is_what_the_optimizers_make():
         optimizer.step()
         made = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.shape == (8,)]
         assert len(made) == states, name
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in STATES),
+        ("SGD", {"momentum": 0.9}),
+        ("AdamW", {"amsgrad": True}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_state_is_known_of_the_optimizers_of_torch(name, options):
+    parameter, frozen = nn.Parameter(torch.ones(128)), nn.Parameter(torch.ones(128), requires_grad=False)
+    optimizer = getattr(torch.optim, name)([parameter, frozen], lr=0.1, **options)
+    told = state_nbytes(optimizer)
+    parameter.grad = torch.ones(128)
+    optimizer.step()
+    assert told == sum(t.nbytes for t in optimizer.state[parameter].values() if t is not None and t.dim())
+
+
+def test_state_of_another_optimizer_is_not_known():
+    class AdamW(torch.optim.AdamW):
+        pass
+
+    assert state_nbytes(AdamW([nn.Parameter(torch.ones(1))])) is None
