@@ -175,9 +175,12 @@ def test_recomputing_blocks_changes_no_loss(precision):
     assert done("superpipeline", precision=precision, activations="recompute")["losses"] == kept
 
 
-def test_what_only_infers_refuses_to_train():
-    with pytest.raises(UnsupportedError, match="accelerate's cpu_offload serves inference only"):
-        worker.CONTENDERS["accelerate"]().run(worker.Work(setting(), Device("cpu")), None)
+@pytest.mark.parametrize(
+    "contender, name", [("accelerate", "accelerate's cpu_offload"), ("group-offload", "diffusers' group offloading")]
+)
+def test_what_only_infers_refuses_to_train(contender, name):
+    with pytest.raises(UnsupportedError, match=f"{name} serves inference only"):
+        worker.CONTENDERS[contender]().run(worker.Work(setting(), Device("cpu")), None)
 
 
 @pytest.mark.parametrize("contender", ["deepspeed", "torchao"])

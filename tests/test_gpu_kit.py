@@ -1,4 +1,5 @@
-"""The campaigns for real hardware work: each runs here in small, and its result file says what it found."""
+"""The campaigns for real hardware work: each runs here in small, its result file says what it found, and the README
+says no more than result files do."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import pathlib
 import subprocess
 import sys
 
+import publish
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
 def run(tmp_path, name, *arguments):
@@ -24,6 +26,7 @@ def run(tmp_path, name, *arguments):
     return json.loads(path.read_text()), done
 
 
+@slow
 @pytest.mark.parametrize("part", ["zoo", "blocks"])
 def test_exactness_is_compared_cell_by_cell(part, tmp_path):
     found, done = run(tmp_path, "exact", "--part", part, "--device", "cpu", "--minutes", "0.4", "--jobs", "1")
@@ -31,11 +34,13 @@ def test_exactness_is_compared_cell_by_cell(part, tmp_path):
     assert done.returncode == 0 and "0 differ" in done.stdout
 
 
+@slow
 def test_whole_runs_are_repeated_bit_for_bit(tmp_path):
     found, done = run(tmp_path, "exact", "--part", "repeat", "--device", "cpu")
     assert [result["difference"] for result in found["results"]] == [None, None], done.stdout
 
 
+@slow
 @pytest.mark.parametrize("name", ["fits", "peers", "big", "curve"])
 def test_a_campaign_measures_and_keeps_what_it_measured(name, tmp_path):
     found, done = run(tmp_path, name, "--device", "cpu", "--minutes", "0.01")
@@ -44,8 +49,63 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, tmp_path):
         done.stdout
     )
     assert first["differences"] == [] and found["facts"]["device"] == "cpu"
+    ours = [row["label"] for row in first["rows"] if row["contender"] == "superpipeline" and row["step_s"]]
+    assert [plan["label"] for plan in first["plans"]] == ours and all(plan["step_off"] > -1 for plan in first["plans"])
 
 
+@slow
 def test_host_memory_is_checked_one_promise_at_a_time(tmp_path):
     found, done = run(tmp_path, "pinned", "--device", "cpu")
     assert len(found["results"]) == 6 and done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["fits", pytest.param("big", marks=slow)])
+def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / f"{name}.py"), "--predict", "h200"]
+    few = ["--model", "llama-1b", "--tokens", "2048"] if name == "fits" else ["--device-memory", "24GiB"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run([*command, *few], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert "superpipeline window=" in done.stdout and " binds" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what the README says of them
+
+
+def test_the_readme_says_what_the_result_files_say():
+    readme = publish.README.read_text()
+    assert readme == publish.written(readme, publish.table(publish.results()))
+
+
+def result(folder, name, device, *entries, small=False):
+    contents = {"campaign": name, "small": small, "facts": {"device": device}, "results": list(entries)}
+    (folder / f"{name}-{device}.json").write_text(json.dumps(contents))
+
+
+ROW = {"label": "superpipeline window=2", "contender": "superpipeline", "options": {"window": 2, "transfer": 1}}
+ROW |= {"step_s": {"median": 0.25}, "device_peak": 3 * 2**30, "host_peak": 2**30, "error": None}
+BARS = [{"bar": "at least 0.95", "measured": "0.97 of plain's speed", "reached": True}]
+BARS += [{"bar": "at least 60% less", "measured": "41% less", "reached": False}]
+
+
+def test_every_bar_of_a_result_stands_in_the_table_also_a_missed_one(tmp_path):
+    result(tmp_path, "fits", "nvidia-x", {"label": "llama", "bars": BARS, "rows": [ROW]})
+    result(tmp_path, "exact", "nvidia-x", {"part": "zoo", "difference": None}, {"part": "zoo", "difference": "loss"})
+    table = publish.table(publish.results(tmp_path))
+    assert "| llama: at least 0.95 | 0.97 of plain's speed |" in table
+    assert "| llama: at least 60% less | 41% less (missed) |" in table
+    assert "superpipeline window=2 250 ms, 3.0 GiB" in table and "zoo | 2 compared, 1 differ |" in table
+    assert table.count("not measured") == 4 and "benchmarks/results/fits-nvidia-x.json" in table
+
+
+def test_runs_without_a_real_device_or_of_tiny_models_are_no_results(tmp_path):
+    for name, device, small in (("fits", "cpu", False), ("big", "simgpu", False), ("exact", "nvidia-x", True)):
+        result(tmp_path, name, device, small=small)
+    assert publish.table(publish.results(tmp_path)).count("not measured") == 6
+
+
+def test_the_picture_is_drawn_from_the_result_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    publish.draw([{"label": "llama", "rows": [ROW, {**ROW, "step_s": None}]}], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 5000

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 
-import campaign
-from measured import Comparison, merit, ours, run_all
+from measured import Comparison, begin, merit, ours, parser
 
 from sp_lightning.bench.shapes import SHAPES
 from sp_lightning.host import host_memory
@@ -33,11 +32,11 @@ def limited(nbytes: str, count: int) -> Comparison:
 
 
 def main() -> int:
-    parser = campaign.parser(__doc__)
-    parser.add_argument("--device-memory", nargs="+", default=["24GiB", "16GiB"], help="limits, one after the other")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--device-memory", nargs="+", default=["24GiB", "16GiB"], help="limits, one after the other")
+    options = arguments.parse_args()
     count = layers()
-    return run_all(campaign.Campaign("big", options), [limited(nbytes, count) for nbytes in options.device_memory])
+    return begin("big", options, [limited(nbytes, count) for nbytes in options.device_memory])
 
 
 if __name__ == "__main__":

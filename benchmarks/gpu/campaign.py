@@ -45,8 +45,8 @@ class Campaign:
         self.small: bool = options.small
         self._path = options.json or RESULTS / f"{name}-{_named(self.device)}.json"
         self._end = time.monotonic() + 60 * options.minutes
-        self._contents: dict[str, Any] = {"campaign": name, "facts": {**facts(), "device": _named(self.device)}}
-        self._contents["results"] = []
+        self._contents: dict[str, Any] = {"campaign": name, "small": self.small, "results": []}
+        self._contents["facts"] = {**facts(), "device": _named(self.device)}
 
     @property
     def left_s(self) -> float:
@@ -63,9 +63,8 @@ class Campaign:
         self._contents["results"].append(result)
         self.save()
 
-    def save(self, **more: Any) -> None:
-        """Writes the file, with more about all of it."""
-        self._contents.update(more)
+    def save(self) -> None:
+        """Writes the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         waiting = self._path.with_suffix(".part")
         waiting.write_text(json.dumps(self._contents, indent=1) + "\n")

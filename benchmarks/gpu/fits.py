@@ -1,63 +1,65 @@
 """Models that fit on the device: plain Lightning against this strategy at several windows and tokens per step.
 
     python benchmarks/gpu/fits.py [--model llama-3b] [--tokens 32768] [--minutes 9]
+    python benchmarks/gpu/fits.py --predict h200  # what the plan says, anywhere
 
-The most telling comparisons come first. Bars: at 32K tokens per step and at most a quarter of plain's weights,
-gradients and optimizer state on the device, 95 % of its speed; 85 % at 16K; 60 % less device memory at 1.2 x its time,
-85 % less with activations="recompute+offload"; floor / step of 0.85 everywhere.
+The most telling comparisons come first. Both sides recompute their blocks where plain Lightning would not fit
+otherwise. Bars: at 32K tokens per step and at most a quarter of plain's weights, gradients and optimizer state on the
+device, 95 % of its speed; 85 % at 16K; 60 % less device memory at 1.2 x its time, where weights, gradients and state
+are most of it; 85 % less with activations="recompute+offload"; floor / step of 0.85 everywhere.
 """
 
 from __future__ import annotations
 
 import sys
 
-import campaign
-from measured import Comparison, memory, merit, others, ours, run_all, speed
+from measured import Comparison, begin, memory, merit, others, ours, parser, speed
 
 SEQ = 2048
-LANGUAGE = {"precision": "bf16-mixed", "optimizer": "adamw", "clip": 1.0, "seq": SEQ, "steps": 3, "repetitions": 2}
+SETTING = {"precision": "bf16-mixed", "optimizer": "adamw", "clip": 1.0, "steps": 3, "repetitions": 2}
 SPEED = {32768: 0.95, 16384: 0.85}
 
 
-def language(model: str, tokens: int, activations: str = "keep") -> Comparison:
-    setting = {**LANGUAGE, "model": model, "batch": max(1, tokens // SEQ), "activations": activations}
-    bars = [merit(0.85)] + ([speed(SPEED[tokens], 0.25)] if tokens in SPEED and activations == "keep" else [])
-    bars += [memory(0.60, 1.2)] if activations == "keep" else []
-    label = f"{model}, {tokens} tokens" + ("" if activations == "keep" else f", {activations}")
-    return Comparison(label, setting, [*others("plain"), *ours(3, "all")], bars)
+def language(model: str, tokens: int, activations: str = "recompute", *, saves: bool = False) -> Comparison:
+    setting = {**SETTING, "model": model, "seq": SEQ, "batch": max(1, tokens // SEQ), "activations": activations}
+    bars = [merit(0.85)] + ([speed(SPEED[tokens], 0.25)] if tokens in SPEED else [])
+    bars += [memory(0.60, 1.2)] if saves else []
+    return Comparison(f"{model}, {tokens} tokens, {activations}", setting, [*others("plain"), *ours(3, "all")], bars)
 
 
-def picture(model: str, batch: int, **more: object) -> Comparison:
-    setting = {**LANGUAGE, "seq": None, "model": model, "batch": batch, **more}
-    return Comparison(f"{model}, batch {batch}", setting, [*others("plain"), *ours(3, "all")], [memory(0.60, 1.2)])
+def picture(model: str, batch: int, seq: int | None = None) -> Comparison:
+    setting = {**SETTING, "model": model, "seq": seq, "batch": batch, "activations": "recompute"}
+    rows = [*others("plain"), *ours(2, 3, "all")]
+    return Comparison(f"{model}, batch {batch}, recompute", setting, rows, [memory(0.60, 1.2), merit(0.85)])
 
 
 def lean(model: str, tokens: int) -> Comparison:
-    """As little device memory as can be, against plain with everything kept."""
-    base = language(model, tokens)
-    rows = [*others("plain"), *ours(2, activations="recompute+offload")]
-    return Comparison(f"{base.label}, recompute+offload", base.setting, rows, [memory(0.85, float("inf"))])
+    """As little device memory as can be."""
+    setting = {**SETTING, "model": model, "seq": SEQ, "batch": tokens // SEQ, "activations": "recompute"}
+    rows = [*others("plain"), *ours(1, 2, activations="recompute+offload")]
+    return Comparison(f"{model}, {tokens} tokens, recompute+offload", setting, rows, [memory(0.85, float("inf"))])
 
 
 COMPARISONS = [
     language("llama-3b", 32768),
     language("llama-3b", 16384),
-    lean("llama-3b", 16384),
-    picture("vit-h", 128),
-    picture("llava-1b", 8),
-    language("llama-1b", 32768),
-    *(language("llama-1b", tokens) for tokens in (16384, 8192, 4096, 2048)),
+    language("llama-3b", 14336, saves=True),
+    lean("llama-3b", 4096),
+    picture("vit-h", 64),
+    picture("llava-3b", 6, SEQ),
+    language("llama-1b", 16384, "keep"),
+    *(language("llama-1b", tokens) for tokens in (32768, 16384, 8192, 4096, 2048)),
     *(language("llama-3b", tokens) for tokens in (65536, 8192, 4096, 2048)),
 ]
 
 
 def main() -> int:
-    parser = campaign.parser(__doc__)
-    parser.add_argument("--model", help="only comparisons with this in their name")
-    parser.add_argument("--tokens", help="only comparisons of so many tokens")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", help="only comparisons with this in their name")
+    arguments.add_argument("--tokens", help="only comparisons of so many tokens")
+    options = arguments.parse_args()
     chosen = [c for c in COMPARISONS if (options.model or "") in c.label and f"{options.tokens or ''}" in c.label]
-    return run_all(campaign.Campaign("fits", options), chosen)
+    return begin("fits", options, chosen)
 
 
 if __name__ == "__main__":

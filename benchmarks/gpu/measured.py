@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import campaign
+import predicted
 
 from sp_lightning.bench import Entry, Setting, compare, entries
 from sp_lightning.bench.figures import Result, Row
 from sp_lightning.config import format_bytes
 from sp_lightning.errors import SuperpipelineError
+from sp_lightning.machine import MACHINES
 
 OURS = "superpipeline"
 TINY = {"llama-1b": "llama-tiny", "llama-3b": "llama-tiny", "llama-8b": "llama-tiny", "vit-h": "vit-tiny"}
-TINY |= {"llava-1b": "llava-tiny"}
+TINY |= {"llava-1b": "llava-tiny", "llava-3b": "llava-tiny"}
+DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may miss what is measured
 
 Bar = Callable[[Result], "Verdict | None"]
 
@@ -42,6 +46,38 @@ class Comparison:
     bars: Sequence[Bar] = ()
 
 
+def parser(description: str) -> argparse.ArgumentParser:
+    """Of a campaign of comparisons."""
+    made = campaign.parser(description)
+    made.add_argument("--predict", metavar="MACHINE", choices=MACHINES, help="run nothing: say what the plan says")
+    return made
+
+
+def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
+    """The campaign, or what the plan says of it."""
+    if options.predict is None:
+        return run_all(campaign.Campaign(name, options), comparisons)
+    for comparison in comparisons:
+        print(comparison.label, *map(_planned_line, _predictions(comparison, options.predict)), sep="\n")
+    return 0
+
+
+def _predictions(comparison: Comparison, machine: str) -> list[predicted.Prediction]:
+    given = {name: value for name, value in comparison.setting.items() if name != "device_memory"}
+    setting = Setting.parse(**given, device="cpu")
+    if setting.inference:
+        return []
+    rows = [entry for entry in comparison.entries if entry.contender == OURS]
+    return [predicted.Prediction.of(entry, setting, MACHINES[machine], "cuda") for entry in rows]
+
+
+def _planned_line(planned: predicted.Prediction) -> str:
+    return (
+        f"    {planned.label:52} {planned.step_s * 1e3:10,.0f} ms  {format_bytes(planned.device_nbytes):>11}  "
+        f"floor/step {planned.floor_s / planned.step_s:.2f}  {planned.binds} binds"
+    )
+
+
 def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
     """Until the time is over; the table comes last. 1 if a bar was missed, or losses differ that must not."""
     lines: list[str] = []
@@ -56,8 +92,11 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
             lines.append(f"{comparison.label}: {result}")
             missed = True
             continue
-        verdicts = [verdict for bar in comparison.bars if (verdict := bar(result)) is not None]
-        run.add({"label": comparison.label, "bars": [vars(v) for v in verdicts], **result.as_dict()})
+        plans = [] if result.setting.inference else predicted.beside(result, _done(result, OURS))
+        found = [bar(result) for bar in comparison.bars] + [held_plans(plans)]
+        verdicts = [verdict for verdict in found if verdict is not None]
+        bars = [vars(verdict) for verdict in verdicts]
+        run.add({"label": comparison.label, "bars": bars, "plans": plans, **result.as_dict()})
         lines += [comparison.label, *map(_line, result.rows), *(f"    {verdict}" for verdict in verdicts)]
         lines += [f"    DIFFERS {words}" for words in result.differences]
         missed |= bool(result.differences) or not all(verdict.reached for verdict in verdicts)
@@ -83,10 +122,11 @@ def _line(row: Row) -> str:
         return f"    {row.entry.label:52} {row.error}"
     device = "-" if row.device_peak is None else format_bytes(row.device_peak)
     merit = "-" if row.merit is None else f"{row.merit:.2f}"
+    flops = "-" if row.flops_per_s is None else f"{row.flops_per_s / 1e12:.3g}"
     host = "-" if row.host_peak is None else format_bytes(row.host_peak)
     return (
         f"    {row.entry.label:52} {row.step_s.median * 1e3:10,.0f} ms  {row.tokens_per_s:10,.0f} tokens/s  "
-        f"{device:>11}  host {host:>11}  floor/step {merit}"
+        f"{flops:>6} TFLOP/s  {device:>11}  host {host:>11}  floor/step {merit}"
     )
 
 
@@ -163,6 +203,17 @@ def merit(least: float) -> Bar:
         return Verdict(f"floor / step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
 
     return bar
+
+
+def held_plans(plans: Sequence[dict[str, Any]]) -> Verdict | None:
+    """The plan of every row is as close as it says to be."""
+    device = max((abs(plan["device_off"]) for plan in plans if plan["device_off"] is not None), default=0.0)
+    step = max((abs(plan["step_off"]) for plan in plans), default=None)
+    if step is None:
+        return None
+    text = f"device peak within {device:.0%}, step within {step:.0%}"
+    bar = f"the plan: device peak within {DEVICE_OFF:.0%}, step within {STEP_OFF:.0%}"
+    return Verdict(bar, text, device <= DEVICE_OFF and step <= STEP_OFF)
 
 
 def _peak(row: Row) -> int:

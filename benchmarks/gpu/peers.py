@@ -3,15 +3,15 @@
     python benchmarks/gpu/peers.py [--minutes 9]
 
 One run each for training and for inference; a peer that can not run is listed with its error. Bars: 3 x the tokens per
-second of FSDP2's offload and of DeepSpeed ZeRO-3's in at most their device memory, 1.5 x accelerate's in inference.
+second of FSDP2's offload and of DeepSpeed ZeRO-3's in at most their device memory, 1.5 x accelerate's in inference,
+where diffusers' group offloading runs beside them.
 """
 
 from __future__ import annotations
 
 import sys
 
-import campaign
-from measured import Comparison, ahead, others, ours, run_all
+from measured import Comparison, ahead, begin, others, ours, parser
 
 TRAINING = {"precision": "bf16-mixed", "optimizer": "adamw", "seq": 2048, "steps": 3, "repetitions": 2}
 INFERENCE = {"precision": "bf16-true", "inference": True, "seq": 2048, "steps": 5, "repetitions": 2}
@@ -26,7 +26,7 @@ def training(model: str, batch: int, *more: str) -> Comparison:
 
 def inference(model: str, batch: int) -> Comparison:
     setting = {**INFERENCE, "model": model, "batch": batch}
-    rows = [*others("plain", "accelerate"), *ours(2, 4)]
+    rows = [*others("plain", "accelerate", "group-offload"), *ours(2, 4)]
     return Comparison(f"{model}, inference, {batch * 2048} tokens", setting, rows, [ahead(["accelerate"], 1.5)])
 
 
@@ -40,8 +40,8 @@ COMPARISONS = [
 
 
 def main() -> int:
-    options = campaign.parser(__doc__).parse_args()
-    return run_all(campaign.Campaign("peers", options), COMPARISONS)
+    options = parser(__doc__).parse_args()
+    return begin("peers", options, COMPARISONS)
 
 
 if __name__ == "__main__":

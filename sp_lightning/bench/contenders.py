@@ -190,6 +190,26 @@ class Accelerate:
         by_hand(work, turns, module, None)
 
 
+class GroupOffload:
+    """diffusers' groups of layers that fetch their weights, one ahead, for inference."""
+
+    # Groups of blocks send away what they share with a head, which then has it nowhere: tied models need leaves.
+    how = "diffusers' apply_group_offloading at leaf level, on a stream where the device has any"
+    needs: tuple[str, ...] = ("diffusers",)
+
+    def run(self, work: Work, turns: Turns) -> None:
+        """With a loop."""
+        if not work.setting.inference:
+            raise UnsupportedError("diffusers' group offloading serves inference only: --inference")
+        from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
+
+        module = work.by_hand()
+        apply_group_offloading(
+            module, onload_device=work.device, offload_type="leaf_level", use_stream=work.device.type != "cpu"
+        )
+        by_hand(work, turns, module, None)
+
+
 CONTENDERS: Mapping[str, Callable[..., Contender]] = {
     "plain": Plain,
     OURS: Superpipeline,
@@ -199,6 +219,7 @@ CONTENDERS: Mapping[str, Callable[..., Contender]] = {
     "superoffload": lambda: DeepSpeed(superoffload=True),
     "torchao": Torchao,
     "accelerate": Accelerate,
+    "group-offload": GroupOffload,
 }
 
 

@@ -11,7 +11,7 @@ from ..errors import OptionError
 
 OURS = "superpipeline"
 TRAINING = ("plain", OURS, "fsdp2", "deepspeed", "torchao")
-INFERENCE = ("plain", OURS, "accelerate")
+INFERENCE = ("plain", OURS, "accelerate", "group-offload")
 ONLY_BY_NAME = ("zero-offload", "superoffload")
 NAMES = tuple(dict.fromkeys((*TRAINING, *INFERENCE, *ONLY_BY_NAME)))
 WINDOWS = (1, 2, 4, "all")

@@ -16,7 +16,7 @@ import torch
 
 from ..host import host_memory, usable_cores
 
-LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "deepspeed", "torchao", "accelerate")
+LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "deepspeed", "torchao", "accelerate", "diffusers")
 
 
 def facts() -> dict[str, Any]:

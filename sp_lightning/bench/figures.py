@@ -12,7 +12,13 @@ from .entries import OURS, Entry
 from .floor import Costs
 from .setting import Setting
 
-STREAMING = {"fsdp2", "deepspeed", "superoffload", "accelerate"}  # peers that bring weights up as they need them
+STREAMING = {
+    "fsdp2",
+    "deepspeed",
+    "superoffload",
+    "accelerate",
+    "group-offload",
+}  # peers that bring weights up as they need them
 
 
 @dataclass(frozen=True)

@@ -337,6 +337,9 @@ def multiplied(module: nn.Module) -> dict[str, int]:
 _LLAMA_1B = Llama(
     hidden=2048, layers=16, heads=32, keys=8, intermediate=8192, vocabulary=128256, tied=True, batch=4, seq=2048
 )
+_LLAMA_3B = Llama(
+    hidden=3072, layers=28, heads=24, keys=8, intermediate=8192, vocabulary=128256, tied=True, batch=4, seq=2048
+)
 _LLAMA_TINY = Llama(hidden=128, layers=4, heads=4, keys=2, intermediate=256, vocabulary=512, tied=True, batch=2, seq=64)
 
 # Widths and depths are those of the models' published config.json files: Llama 3.2 1B and 3B, Llama 3.1 8B, ViT-H/14,
@@ -345,9 +348,7 @@ SHAPES: dict[str, Shape] = {
     "tiny": Toy(width=256, layers=8, vocabulary=1024, batch=4, seq=128),
     "llama-tiny": _LLAMA_TINY,
     "llama-1b": _LLAMA_1B,
-    "llama-3b": Llama(
-        hidden=3072, layers=28, heads=24, keys=8, intermediate=8192, vocabulary=128256, tied=True, batch=4, seq=2048
-    ),
+    "llama-3b": _LLAMA_3B,
     "llama-8b": Llama(
         hidden=4096, layers=32, heads=32, keys=8, intermediate=14336, vocabulary=128256, tied=False, batch=4, seq=2048
     ),
@@ -356,7 +357,10 @@ SHAPES: dict[str, Shape] = {
     "llava-tiny": Llava(
         text=_LLAMA_TINY, hidden=64, layers=4, heads=2, intermediate=128, image=32, patch=8, batch=2, seq=64
     ),
-    "llava-1b": Llava(
-        text=_LLAMA_1B, hidden=1024, layers=24, heads=16, intermediate=4096, image=336, patch=14, batch=4, seq=2048
-    ),
+    **{
+        f"llava-{size}": Llava(
+            text=text, hidden=1024, layers=24, heads=16, intermediate=4096, image=336, patch=14, batch=4, seq=2048
+        )
+        for size, text in (("1b", _LLAMA_1B), ("3b", _LLAMA_3B))
+    },
 }

@@ -14,7 +14,10 @@ SETTING += " time_limit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Defaults that depend on the machine are the library's."""
     add = parser.add_argument
-    add("--model", help="tiny, llama-tiny, llama-1b, llama-3b, llama-8b, vit-tiny, vit-h, llava-tiny or llava-1b")
+    add(
+        "--model",
+        help="tiny, llama-tiny, llama-1b, llama-3b, llama-8b, vit-tiny, vit-h, llava-tiny, llava-1b or llava-3b",
+    )
     add("--batch", type=int, help="sequences, or images")
     add("--seq", type=int, help="tokens of each")
     add("--precision", help="32-true (default), bf16-mixed or bf16-true")
@@ -23,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activations", help="keep (default), recompute, offload or recompute+offload; for peers: recomputed or kept")
     add("--inference", action="store_true", help="forward only")
     add("--windows", default="1,2,4,all", help="units on the device at a time, a row each (default: %(default)s)")
-    add("--contenders", help="among plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao and "
-        "accelerate (default: what there is for training, or for inference)")  # fmt: skip
+    add("--contenders", help="among plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao, "
+        "accelerate and group-offload (default: what there is for training, or for inference)")  # fmt: skip
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of SuperpipelineStrategy")
     add("--steps", type=int, help="of a repetition (default: 5)")
     add("--repetitions", type=int, help="of each contender, interleaved (default: 3)")

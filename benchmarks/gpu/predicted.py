@@ -1,0 +1,69 @@
+"""What the plan says of this strategy's rows: before a run on a known machine, or beside what was measured."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from sp_lightning import plan
+from sp_lightning.bench import Entry, Setting
+from sp_lightning.bench.figures import Result, Row
+from sp_lightning.bench.shapes import build
+from sp_lightning.machine import Machine
+from sp_lightning.planner import RESERVED
+from sp_lightning.units import partition
+
+OPTIMIZERS = {"adamw": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a row."""
+
+    label: str
+    device_nbytes: int  # without what is no tensor's
+    step_s: float
+    floor_s: float
+    binds: str
+
+    @classmethod
+    def of(cls, entry: Entry, setting: Setting, machine: Machine, target: str) -> Prediction:
+        """With the options that the row is run with."""
+        shape = setting.shape
+        options = {"activations": setting.activations, **entry.options}
+        if options["window"] == "all":
+            with torch.device("meta"):
+                options["window"] = len(partition(build(shape)))
+        found = plan(
+            functools.partial(build, shape),
+            shape.inputs(setting.batch, setting.seq, torch.Generator()),
+            precision=setting.precision,
+            optimizer=OPTIMIZERS[setting.optimizer],
+            machine=machine,
+            device=target,
+            loss=lambda module, batch: module(**batch),
+            **options,
+        )
+        nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != RESERVED)
+        return cls(entry.label, nbytes, found.step_s, found.floor_s, found.binds)
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        """With what was measured, and by what share the plan is above it."""
+        step_s = row.step_s.median if row.step_s is not None else None
+        return {
+            **asdict(self),
+            "device_off": self.device_nbytes / row.device_peak - 1 if row.device_peak else None,
+            "step_off": self.step_s / step_s - 1 if step_s else None,
+        }
+
+
+def beside(result: Result, rows: list[Row]) -> list[dict[str, Any]]:
+    """For each of these rows of a training run."""
+    target = torch.device(result.setting.device).type
+    machine = result.machine
+    if result.setting.device_memory is not None:
+        machine = replace(machine, device_nbytes=result.setting.device_memory)
+    return [Prediction.of(row.entry, result.setting, machine, target).beside(row) for row in rows]
