@@ -29,8 +29,8 @@ def python(source):
 
 
 def test_import_takes_under_50_ms_beyond_torch_and_lightning():
-    """Each child forked from a process that has imported those measures a first import, in time of its own CPU; what else the
-    machine does only ever adds to it."""
+    """Each child forked from a process that has imported those measures a first import, in time of its own CPU.
+    What else the machine does only ever adds to it."""
     output = python("""
         import os
         import time
