@@ -25,12 +25,13 @@ from torch import nn
 
 import simgpu
 import sp_lightning
+from sp_lightning.errors import MemoryBudgetError
 
 DEVICE = torch.device("simgpu", 0)
 WIDTH = 256
 UNIT = WIDTH * WIDTH * 4  # bytes
 TIMED = 3  # steps of which the median counts
-AGAIN = 3  # times that auto and the sweep's fastest run, in turn
+TURNS = 3  # times that auto and the sweep's fastest run, one after the other
 
 
 @dataclass(frozen=True)
@@ -139,21 +140,24 @@ def sweep(shape, units):
     found = {}
     for window in range(1, units + 1):
         for transfer in range(1, window + 1):
-            with contextlib.suppress(torch.OutOfMemoryError):
+            with contextlib.suppress(torch.OutOfMemoryError, MemoryBudgetError):
                 found[window, transfer] = run(shape, units, 2, window=window, transfer=transfer)[0]
     return found
 
 
-def compare(shape, units, steps):
+def compare(shape, units, steps, turns=TURNS, enough=None):
     """Auto's step and that of the sizes that were fastest in the sweep, in turn and equally often: the least of many
-    noisy times would be less than what the same sizes take when they run again. Other work only ever adds time."""
+    noisy times would be less than what the same sizes take when they run again. Other work only ever adds time, so
+    the least of each counts; after TURNS it may be ``enough``."""
     found = sweep(shape, units)
     best = min(found, key=found.__getitem__)
     autos, bests = [], []
-    for _ in range(AGAIN):
+    for turn in range(1, turns + 1):
         autos.append(run(shape, units, steps))
         bests.append(run(shape, units, steps, window=best[0], transfer=best[1]))
-    (ms, window, transfer), (best_ms, *_) = min(autos), min(bests)
+        (ms, window, transfer), (best_ms, *_) = min(autos), min(bests)
+        if enough is not None and turn >= TURNS and best_ms / ms >= enough:
+            break
     return {
         "auto": {"window": window, "transfer": transfer, "ms": ms, "all_ms": [auto[0] for auto in autos]},
         "best": {"window": best[0], "transfer": best[1], "ms": best_ms, "all_ms": [one[0] for one in bests]},

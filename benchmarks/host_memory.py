@@ -4,7 +4,7 @@
 
 Each case trains a model of 537 MB of FP32 parameters in a process of its own, with AdamW, and reads the process's
 resident memory: before the model is made, at its highest while the model is made and taken over, and at its highest in
-training. Predicted is what `sp_lightning.host_bytes` says. The memory of the simulated accelerator is this process's,
+training. Predicted is what `sp_lightning.plan` says. The memory of the simulated accelerator is this process's,
 as is that of the CPU, and is added: as much as was allocated there at most.
 """
 
@@ -116,7 +116,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from torch import nn
 
     import sp_lightning
-    from sp_lightning.host_bytes import STATES, UnitHostBytes, host_bytes
 
     if options.device == "simgpu":
         simulate()
@@ -178,20 +177,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
     precision, given = CASES[options.case]
+
+    def make() -> Model:
+        model = Model(options.blocks, options.width)
+        if "frozen" in options.case:
+            model.requires_grad_(False)
+            model.blocks[-1].requires_grad_(True)
+        return model
+
+    batch = torch.randn(BATCH, options.width)
+    settings = {"precision": precision, "machine": "h100", "device": options.device, "window": 2, **given}
+    terms = vars(sp_lightning.plan(make, batch, **settings).host)
     resident = Resident()
     train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts all that it does when first needed
     resident = Resident()
-    model = Model(options.blocks, options.width)
-    if "frozen" in options.case:
-        model.requires_grad_(False)
-        model.blocks[-1].requires_grad_(True)
+    model = make()
     found["made"] = resident.highest_since()
-
-    def travels_as(dtype: torch.dtype) -> torch.dtype:
-        return dtype if precision == "32-true" else torch.bfloat16
-
-    units = [UnitHostBytes.of(block.parameters(), travels_as) for block in model.blocks]
-    terms = vars(host_bytes(units, states=STATES["AdamW"]))
     train(model, sp_lightning.SuperpipelineStrategy(window=2, device=device, **given), Watch())
     found["closed"] = resident.now()
     if options.device != "cuda":

@@ -178,6 +178,7 @@ class Observer:
             floor = f"floor {format_seconds(self._plan.floor_s)}, made of the {self._plan.binds}"
             return f"{format_seconds(self._plan.step_s)} planned for {self._plan.machine.name}, {floor}"
         machine, kinds = glance(self._handle.device.torch_device), ADAMW
+        self._handle.device.reset_memory_peak()  # no bytes of the run's
         states = [state_nbytes(optimizer) for optimizer in optimizers]
         if None not in states:
             kept = sum(nbytes or 0 for nbytes in states) / max(1, self._host_bytes().gradients)

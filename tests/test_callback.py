@@ -218,6 +218,11 @@ def test_a_table_before_and_a_report_after(caplog):
     assert "device peak" in memory and "were to take" in memory and "each step" in sentence
 
 
+def test_what_is_measured_for_the_table_is_not_counted_as_the_run_s():
+    trainer = fit(enable_progress_bar=True, batches=2, accelerator="simgpu")
+    assert trainer.strategy.handle.stats()["device_peak"] < 2**20
+
+
 def planned(**options):
     module = functools.partial(models.ZooModule, CASE, "sgd")
     machine = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)

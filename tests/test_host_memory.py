@@ -238,13 +238,16 @@ def test_thresholds_that_the_user_set_stay(monkeypatch, name):
 @pytest.mark.parametrize(
     "case", ["FP32", "FP32, offloaded", "autocast", "master weights", "frozen but for the last block"]
 )
-def test_a_process_has_as_much_memory_as_predicted(case, device):
+def test_a_process_of_half_a_gigabyte_of_parameters_has_as_much_memory_as_planned(case, device):
     benchmark = Path(__file__).parent.parent / "benchmarks" / "host_memory.py"
     command = [sys.executable, benchmark, "--case", case, "--device", device]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert 0.9 < found["peak"] / sum(found["terms"].values()) < 1.1
     terms = found["terms"]
-    on_device = terms.get("device (here the host)", 0)  # where the way up is tried
-    assert found["taken over at most"] < 1.1 * (terms["weights"] + terms["wire"]) + on_device
+    on_device = terms.pop("device (here the host)")  # measured, not planned
+    assert terms["weights"] > 500e6
+    assert sum(terms.values()) == pytest.approx(found["peak"] - on_device, rel=0.1)
+    assert (
+        found["taken over at most"] < 1.1 * (terms["weights"] + terms["wire"]) + on_device
+    )  # where the way up is tried
