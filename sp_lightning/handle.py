@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -25,7 +26,7 @@ from .compiled import never_compiled
 from .config import Options
 from .device import Device
 from .engine import Engine
-from .errors import DeviceMemoryError, PartitionError, UnsupportedError
+from .errors import DeviceMemoryError, PartitionError, SuperpipelineError, UnsupportedError
 from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .measure import glance
@@ -37,6 +38,7 @@ from .telemetry import Counters, Listener
 from .units import Unit, partition, slots
 
 SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
+BETWEEN_DEVICES = re.compile("(on|at) the same device|expected device|two devices")  # torch's words for tensors on two
 
 log = logging.getLogger(__name__)
 
@@ -132,14 +134,25 @@ class Handle:
             self._register_hosts()
 
     @contextlib.contextmanager
-    def explaining_memory(self) -> Iterator[None]:
-        """Within, the user's code: where the device has no room for what it makes, the error says what would."""
+    def explaining(self) -> Iterator[None]:
+        """Within, the user's code: where it finds no room on the device, or a weight that is not there, an error says
+        what to do."""
         try:
             yield
-        except DeviceMemoryError:
+        except SuperpipelineError:
             raise
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{error}\n{self._full().message()}") from error
+        except RuntimeError as error:
+            if BETWEEN_DEVICES.search(str(error)) is None:
+                raise
+            raise UnsupportedError(
+                f"{error}\nWeights are on the host; on {self.device.torch_device} are those of the unit whose forward "
+                "runs, and any that a function of torch reads inside a step. A copy of a unit, a transform of its "
+                "forward, a custom autograd.Function or a checkpoint that is handed its weights finds them "
+                "on the host: call it inside the forward of the module that owns them. If the plain run raises this as "
+                "well, a tensor was made without a device"
+            ) from error
 
     def _full(self) -> room.Full:
         window = self.engine.window

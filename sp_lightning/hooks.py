@@ -154,7 +154,7 @@ class Steps(Protocol):
 
     def close_scope(self) -> None: ...
 
-    def explaining_memory(self) -> AbstractContextManager[None]: ...
+    def explaining(self) -> AbstractContextManager[None]: ...
 
 
 class Scope(Entry):
@@ -168,7 +168,7 @@ class Scope(Entry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.open_scope(("forward", self.module.training))
         try:
-            with self.steps.explaining_memory():
+            with self.steps.explaining():
                 args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
                 return self.forward(*args, **kwargs)
         finally:

@@ -441,7 +441,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.handle is not None
         self.handle.open_scope(name)
         try:
-            with self.handle.explaining_memory():
+            with self.handle.explaining():
                 yield
         finally:
             self.handle.close_scope()
@@ -449,7 +449,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As the base class does."""
         assert self.handle is not None
-        with self.handle.explaining_memory():
+        with self.handle.explaining():
             return super().backward(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

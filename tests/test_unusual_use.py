@@ -24,6 +24,60 @@ import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedError
 
+# --- Weights where they are not looked for
+
+
+def through_a_function(block, hidden):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x
+
+    return Product.apply(hidden, block.up.weight)
+
+
+def through_a_transform(block, hidden):
+    def loss(weights, x):
+        return torch.func.functional_call(block, weights, (x,)).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(block.named_parameters()), hidden)["up.weight"]
+
+
+WAYS = {
+    "a function": through_a_function,
+    "a transform": through_a_transform,
+    "a copy": lambda block, hidden: copy.deepcopy(block)(hidden),
+    "a checkpoint": lambda block, hidden: checkpoint(nn.functional.linear, hidden, block.up.weight, use_reentrant=True),
+}
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(way):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = blocks()
+
+        def training_step(self, x):
+            return self.net(x).sum() + WAYS[way](self.net.blocks[0], torch.ones(2, models.WIDTH, device=x.device)).sum()
+
+        forward = training_step
+
+    module, (x,) = Outer(), inputs("simgpu", 1)
+    with sp_lightning.stream(module, "simgpu", window=1) as handle:
+        with pytest.raises(UnsupportedError, match="call it inside the forward of the module that owns them"):
+            with handle.explaining():  # as Lightning's backward is
+                module(x).backward()
+        squares(module.net, x).backward()
+
+
 # --- After something went wrong
 
 
@@ -573,12 +627,13 @@ def test_hooks_that_step_an_optimizer_as_soon_as_a_gradient_is_there(device):
             optimizers[p].step()
             p.grad = None
 
-        for p in net.parameters():
-            p.register_post_accumulate_grad_hook(step)
+        hooks = [p.register_post_accumulate_grad_hook(step) for p in net.parameters()]
         for x in inputs(device):
             loss = squares(net, x)
             loss.backward()
             yield loss, dict(net.named_parameters())
+        for hook in hooks:
+            hook.remove()  # it leads to its own weight
 
     check(blocks, run, device)
 
@@ -594,6 +649,7 @@ def test_hooks_on_modules_see_what_they_see_in_the_plain_run(device):
             block.up.register_forward_hook(lambda layer, _, output: output + layer.weight.sum() + layer.bias)
         yield from training()(net, device)
         yield seen
+        seen.clear()  # of what leads to the hooks
 
     check(blocks, run, device)
 
