@@ -21,6 +21,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def at_leaf() -> bool:
+    """Whether it runs hooks of a leaf of the graph: of a parameter."""
+    return type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
+
+
 class Backward:
     """From the first unit that a backward needs to its end; still running after one that failed."""
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import reads
 from .activations import SavedTensors, tensors_in
-from .backward import Backward, in_backward
+from .backward import Backward, at_leaf, in_backward
 from .compiled import never_compiled, not_compiled_itself
 from .config import Options
 from .device import Device
@@ -115,11 +115,19 @@ class Engine:
 
     def apparent_device(self) -> torch.device | None:
         """What ``parameter.device`` tells inside a step: the device on which the plain run has it."""
-        return self.device.torch_device if self._scopes and not self.optimizing else None
+        return self.device.torch_device if self._in_step else None
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What ``parameter.dtype`` tells inside a step."""
-        return self._device_dtype(dtype) if self._scopes and not self.optimizing else dtype
+        return self._device_dtype(dtype) if self._in_step else dtype
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the model's code runs. In a backward, whoever called for it, that is what recomputes and what
+        differentiates, but no hook of a parameter: its gradient is on the host."""
+        if in_backward():
+            return not at_leaf()
+        return self._scopes > 0 and not self.optimizing
 
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
@@ -173,7 +181,7 @@ class Engine:
     @property
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins."""
-        return (self._scopes > 0 or self.backward.running) and not self.optimizing
+        return self._in_step or (self.backward.running and not in_backward() and not self.optimizing)
 
     @property
     def between_steps(self) -> bool:

@@ -604,6 +604,81 @@ def test_nested_checkpoints_over_a_shared_block(device, kind, window):
     check(lambda: kind(models.Block() for _ in range(3)), training(), device, window=window)
 
 
+# --- Weights that are read while backward runs
+
+
+class Rereading(models.Stack):
+    """A checkpointed function reads the weight of a unit that it does not enter."""
+
+    def run(self, x):
+        x = super().run(x)
+        return checkpoint(lambda x: (x @ self.stem.weight @ self.stem.weight.t()).tanh(), x, use_reentrant=False)
+
+
+class RereadingReentrant(models.Stack):
+    def run(self, x):
+        x = super().run(x)
+        return checkpoint(lambda x: (x @ self.stem.weight @ self.stem.weight.t()).tanh(), x, use_reentrant=True)
+
+
+class Scaled(torch.autograd.Function):
+    """Its derivative takes a weight from a layer, and makes a tensor where that weight is."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight = ctx.layer.weight
+        return grad @ weight @ weight.t() + torch.ones(1, device=weight.device), None
+
+
+class Differentiating(models.Stack):
+    def run(self, x):
+        return Scaled.apply(super().run(x), self.stem)
+
+
+class Decaying(models.Stack):
+    """Hooks add a share of each weight to its gradient, before it is summed and after it."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        for p in self.parameters():
+            p.register_hook(lambda grad, p=p: grad + 0.1 * p)
+            p.register_post_accumulate_grad_hook(self.decay)
+
+    @staticmethod
+    @torch.no_grad()
+    def decay(p):
+        p.grad += 0.1 * p
+
+
+@pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
+def test_weights_that_backward_reads_outside_their_unit(device, kind):
+    check(lambda: kind(models.Block() for _ in range(3)), training(), device)
+
+
+@pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
+def test_weights_that_backward_reads_when_an_optimizer_calls_for_it(device, kind):
+    """As Lightning's automatic optimization does: forward and backward run in a closure."""
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for x in inputs(device):
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = squares(net, x)
+                loss.backward()
+                return loss
+
+            yield optimizer.step(closure)
+
+    check(lambda: kind(models.Block() for _ in range(3)), run, device)
+
+
 # --- Hooks on gradients
 
 
