@@ -374,6 +374,21 @@ class _StreamedUnit:
             node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
             node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
         self.depth = 0
+        self._aliases = (
+            0  # tensors over its bytes when its forward was done: those that autograd saved are places there
+        )
+
+    def left(self) -> None:
+        """Its visit is over."""
+        if not self.depth:
+            self._aliases = self._count_aliases()
+
+    def in_use(self) -> bool:
+        """Whether backward made others, which hold the unit on the device: a backward that autograd records does."""
+        return not self.depth and 0 < self._aliases < self._count_aliases()
+
+    def _count_aliases(self) -> int:
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def sizes(self) -> UnitBytes:
         """As the runtime plans with them."""
@@ -493,6 +508,8 @@ class _Rehearsal:
             finally:
                 while len(self._open) > depth:
                     self._open.pop().depth -= 1
+                for unit in units:
+                    unit.left()
 
         return call
 
@@ -551,7 +568,8 @@ class _Rehearsal:
     def _require(self, unit: _StreamedUnit) -> None:
         if not unit.unit.resident and unit is not self._last:
             self._last = unit
-            held = tuple(other.index for other in self._open)
+            referred_to = (other for other in self.units if in_backward() and other.in_use())
+            held = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
             self.tracker.begin(Visit(unit.index, held, in_backward()))
 
     def _term(self) -> str:

@@ -17,10 +17,11 @@ from torch import nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.config import Options
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
 from sp_lightning.machine import GIB, Machine
 from sp_lightning.plan import Choice, Plan, plan, simulate
-from sp_lightning.subject import states_of
+from sp_lightning.subject import Rehearsed, states_of
 
 MACHINE = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=GIB, host_nbytes=64 * GIB)
 
@@ -121,6 +122,22 @@ def test_each_term_is_what_the_model_says():
     assert found.device_terms["kept for backward"] == 4 * kept_by_a_block + 2 * 8 * 256 * 4
     assert "reserve" not in planned(device="cpu").device_terms
     assert found.parameters == found.trained == 6 * block // 4
+
+
+def test_a_backward_that_autograd_records_holds_all_the_units_that_it_read():
+    def penalised(module, x):
+        x = x.requires_grad_()
+        y = module(x).sum()
+        return y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()
+
+    def most_held(loss):
+        visits = (
+            Rehearsed(Stack, torch.zeros(8, 256), "32-true", None, "cpu", loss).needs(Options(), MACHINE).script.visits
+        )
+        return max((visit.held for visit in visits), key=len)
+
+    assert most_held(penalised) == (1, 2, 3, 4, 5)
+    assert most_held(lambda module, x: module(x).sum()) == ()
 
 
 def test_recomputing_keeps_the_inputs_only():
