@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 import sp_lightning
 
 from .common import tiny
-from .common.checkpoints import load, load_tokenizer
+from .common.checkpoints import check_length, load, load_config, load_tokenizer
 from .common.files import read_jsonl
+from .common.packing import check_apart
 from .common.summary import device_peak, line, plain_nbytes
 from .common.text import collate, encode, pack
 
@@ -24,6 +25,7 @@ from .common.text import collate, encode, pack
 def blocks_of_tokens(arguments, checkpoint):
     """The data, packed."""
     tokenizer = load_tokenizer(checkpoint, checkpoint)
+    check_length(arguments.block_size, load_config(checkpoint), checkpoint)
     documents = [encode(record, tokenizer, where) for where, record in read_jsonl(arguments.data)]
     return pack(documents, arguments.block_size, tokenizer.eos_token_id)
 
@@ -61,6 +63,8 @@ def main():
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=128)
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps must be at least 1, got {arguments.steps}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from transformers import AutoModelForCausalLM
 
@@ -75,6 +79,7 @@ def main():
         model = load(AutoModelForCausalLM, checkpoint)
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         with sp_lightning.stream(model, device, window=arguments.window, activations="recompute") as handle:
+            check_apart(model, device)
             train(arguments, model, rows, handle, device)
         if arguments.export is not None:  # the model is plain again, on the host
             model.save_pretrained(arguments.export)

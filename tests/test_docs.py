@@ -41,9 +41,50 @@ def commands() -> list[str]:
     return sorted({line.split("  #")[0].strip() for line in lines} - {""})
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def side(difference: str, sign: str) -> str:
+    """The code before ("-") or after ("+") a difference."""
+    return "".join(line[1:] or line for line in difference.splitlines(True) if line[0] in (" ", "\n", sign))
+
+
+def python(page: pathlib.Path) -> str:
+    """What a page shows, of differences what comes after."""
+    found = BLOCK.findall(page.read_text())
+    return "\n".join(side(text, "+") if name == "diff" else text for name, text in found if name in ("python", "diff"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page, docs_world):
-    exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), docs_world)
+    exec(compile(python(page), str(page), "exec"), docs_world)
+
+
+def test_the_difference_to_a_plain_trainer_is_none_in_the_result(docs_world):
+    (difference,) = blocks(ROOT / "README.md", "diff")
+    plain, streamed = side(difference, "-"), side(difference, "+")
+    assert len(streamed.splitlines()) == 12 and "superpipeline" not in plain
+    results = []
+    for code in (plain, streamed):
+        torch.manual_seed(0)
+        exec(code, world := dict(docs_world))
+        results.append((type(world["trainer"].strategy).__name__, world["trainer"].lightning_module.state_dict()))
+    (_, expected), (name, trained) = results
+    assert name == "SuperpipelineStrategy" and all(torch.equal(trained[key], expected[key]) for key in expected)
+
+
+def test_three_lines_in_a_config_of_another_project_set_the_strategy(docs_world, monkeypatch):
+    """README shows them."""
+    pytest.importorskip("jsonargparse")
+    import yaml
+
+    (lines,) = blocks(ROOT / "README.md", "yaml")
+    config = yaml.safe_load(lines)
+    assert len(lines.splitlines()) == 4  # the first is the one that a config has
+    pathlib.Path("config.yaml").write_text(lines + "  accelerator: cpu\n")
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config", "config.yaml"])
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+    assert vars(cli.trainer.strategy.options).items() >= config["trainer"]["strategy"]["init_args"].items()
 
 
 @pytest.fixture

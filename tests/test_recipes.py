@@ -2,6 +2,7 @@
 wrong with what it was given before it trains on it."""
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 
 import lightning as L
 import pytest
@@ -89,12 +91,37 @@ class Moved(L.Callback):
     on_predict_end = on_train_end
 
 
-@SLOW
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe):
-    through = fit(recipe, PLAIN, "--trainer.callbacks+=test_recipes.Halfway", steps=4, folder="through")
-    resumed = fit(recipe, "--ckpt_path=half.ckpt", steps=4, folder="resumed")
+@pytest.mark.parametrize(
+    "recipe, arguments",
+    [("lora_llm", ["--model.dropout=0.3"]), *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES)],
+)
+def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe, arguments):
+    halfway = "--trainer.callbacks+=test_recipes.Halfway"
+    through = fit(recipe, PLAIN, halfway, *arguments, steps=4, folder="through")
+    resumed = fit(recipe, "--ckpt_path=half.ckpt", *arguments, steps=4, folder="resumed")
     parity.compare(left(through), left(resumed))
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "sp_lightning" in line])
+def test_a_documented_command_runs_for_two_steps(command, capsys):
+    arguments = shlex.split(command)[3:]
+    for recipe, needed in NEEDS.items():
+        if recipe in command:
+            pytest.importorskip(needed)
+    main([*arguments, "--trainer.fast_dev_run=2", *QUIET])
+    assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", capsys.readouterr().out)
+
+
+FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("command", sorted({*FOR_REAL} - {*COMMANDS}))
+def test_a_documented_command_for_real_names_arguments_that_there_are(command, capsys):
+    """It is read, not run: its models are large."""
+    with pytest.raises(SystemExit, match="0"):
+        main([*shlex.split(command)[3:], "--print_config"])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in shlex.split(command) if word.endswith(".jsonl") or word.startswith("meta-"))
 
 
 @SLOW
@@ -121,6 +148,35 @@ def test_a_printed_config_gives_the_same_config(recipe, capsys):
     first = printed(f"examples/{recipe}/config.yaml")
     pathlib.Path("printed.yaml").write_text(first)
     assert "SuperpipelineStrategy" in first and printed("printed.yaml") == first
+
+
+class Held(L.Callback):
+    """What a plain run holds on the device, and what is printed of it."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        from examples.common.summary import averages, plain_nbytes
+
+        figure = plain_nbytes(module, trainer.optimizers, averages(trainer))
+        Held.nbytes = torch.accelerator.memory_allocated(), figure
+
+    on_predict_batch_end = on_train_batch_end
+
+    def on_fit_end(self, trainer, module):
+        from examples.common.summary import averages
+
+        for average in averages(trainer):  # which would stay there
+            average.cpu()
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("recipe", ["finetune_vision", "predict"])
+def test_what_plain_lightning_would_have_needed_is_what_it_holds(recipe):
+    importlib.import_module("simgpu.lightning")
+    plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
+    arguments = ["--trainer.accelerator=simgpu", *plain, "--trainer.callbacks+=test_recipes.Held"]
+    predict(*arguments) if recipe == "predict" else fit(recipe, *arguments)
+    held, figure = Held.nbytes
+    assert figure < held < 1.1 * figure  # tensors begin at multiples of 512 bytes; a batch is there as well
 
 
 def test_every_recipe_has_its_command_in_the_documentation():
@@ -194,6 +250,20 @@ def test_documents_that_share_a_block_do_not_see_each_other(tiny_llm, words):
     torch.testing.assert_close(together[at : at + count], alone[:count])
 
 
+def test_packing_is_tried_on_the_model_and_refused_where_documents_see_each_other():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from examples.common.errors import BadInput
+    from examples.common.packing import check_apart
+
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_attention_heads": 2}
+    model = OPTForCausalLM(OPTConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    said = r"in OPTForCausalLM packed documents see each other: with another one before it, .*; set data.packing=false"
+    with pytest.raises(BadInput, match=said):
+        check_apart(model, torch.device("cpu"))
+    assert model.training
+
+
 def test_packing_keeps_every_token_and_learns_no_document_from_the_one_before():
     from examples.common.text import IGNORED, Document, pack
 
@@ -227,7 +297,38 @@ def test_of_a_prompt_the_completion_is_learned(words):
     assert words.decode([label for label in document.labels if label != IGNORED]) == " 4.</s>"
 
 
+def test_of_a_chat_that_the_assistant_begins_its_first_words_are_learned(words):
+    from examples.common.text import IGNORED, encode
+
+    turns = [{"role": role, "content": role.upper()} for role in ("assistant", "user", "assistant")]
+    document = encode({"messages": turns}, words, "here")
+    learned = [token for token in document.labels if token != IGNORED]
+    assert words.decode(learned) == "<|assistant|>ASSISTANT</s>ASSISTANT</s>"
+
+
+def test_rows_of_which_nothing_is_learned_are_left_out(tiny_llm, caplog):
+    """Their loss would be 0 / 0."""
+    cut_off = {"prompt": "The owl sees " * 40, "completion": "a stone."}
+    data = write("my.jsonl", *[GOOD] * 6, *[cut_off] * 6)
+    arguments = "--data.packing=false", "--data.block_size=32", "--data.batch_size=1"
+    run = fit("finetune_llm", f"--model.name_or_path={tiny_llm}", f"--data.path={data}", *arguments, steps=3)
+    assert "6 of 12 rows of my.jsonl are left out: nothing in them is learned" in caplog.text
+    assert all(tensor.isfinite().all() for tensor in torch.load(last(run), weights_only=True)["state_dict"].values())
+
+
+def test_a_file_as_windows_writes_it_is_read():
+    from examples.common.files import read_jsonl
+
+    pathlib.Path("my.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "\xc3\xbc"}\r\n')
+    assert [record["text"] for _, record in read_jsonl("my.jsonl")] == ["a", "\u00fc"]
+
+
 GOOD = {"text": "The owl sees a stone."}
+DEEP = '{"text": ' + "[" * 100_000
+
+
+def chat(*contents):
+    return {"messages": [{"role": role, "content": content} for role, content in zip("ua" * 9, contents, strict=False)]}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +338,16 @@ GOOD = {"text": "The owl sees a stone."}
         ([GOOD, "[1, 2]"], "bad.jsonl, line 2 is a JSON list, not an object; nothing was trained"),
         ([GOOD, {"txt": "a"}], r"""bad.jsonl, line 2 has the keys \['txt'\]; a record needs "text", or"""),
         ([{"messages": [{"role": "user", "content": "?"}]}], "line 1 is a chat in which the assistant says nothing"),
+        (
+            [{"messages": [{"role": "assistant", "content": None}]}],
+            r"line 1 has the keys \['messages'\]; .* all texts\)",
+        ),
+        ([GOOD, '{"text": "half \\ud83d"}'], r"line 2 holds half of a character: '\\ud83d'; nothing was trained"),
+        ([GOOD, DEEP], "bad.jsonl, line 2 is nested too deeply; nothing was trained"),
+        (
+            [{"text": ""}],
+            "bad.jsonl has nothing to learn: no completion or answer begins within the first data.block_s",
+        ),
         ([""], "bad.jsonl holds no records"),
     ],
 )
@@ -252,14 +363,35 @@ def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_ll
     "argument, said",
     [
         ("--data.path=none.jsonl", r"the data file none.jsonl does not exist \(looked from /"),
+        ("--data.path=.", r"the data file \. is a folder, not a file"),
+        (
+            "--data.block_size=512",
+            "data.block_size=512 is more than the 256 positions of the model of .*; set it to 256",
+        ),
+        ("--data.block_size=1", "data.block_size=1: of fewer than 2 tokens nothing can be predicted"),
+        ("--model.dtype=floaty", "model.dtype=floaty is no type of weights"),
         ("--model.name_or_path=./none", "the tokenizer's directory none does not exist"),
     ],
 )
-def test_a_missing_file_is_named(argument, said):
+def test_an_argument_that_can_not_be_used_is_named(argument, said):
     from examples.common.errors import BadInput
 
     with pytest.raises(BadInput, match=said):
         fit("finetune_llm", argument)
+
+
+def test_what_transformers_can_not_read_is_named():
+    from transformers import AutoConfig
+
+    from examples.common.checkpoints import read
+    from examples.common.errors import BadInput
+
+    pathlib.Path("broken").mkdir()
+    pathlib.Path("broken/config.json").write_text("{")
+    with pytest.raises(
+        BadInput, match=r"the checkpoint directory broken can not be read \(looked from /.*not a valid JSON"
+    ):
+        read(AutoConfig, "broken")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tiny_llm, words):
@@ -270,6 +402,56 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tiny_llm,
     said = rf"the tokenizer of larger has {len(words)} tokens, but the model of {tiny_llm} embeds {len(words) - 1}"
     with pytest.raises(BadInput, match=said):
         fit("finetune_llm", f"--model.name_or_path={tiny_llm}", "--data.tokenizer=larger")
+
+
+def test_a_line_that_is_not_utf8_is_named():
+    from examples.common.errors import BadInput
+    from examples.common.files import read_jsonl
+
+    pathlib.Path("my.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(BadInput, match=r"my.jsonl, line 2 is not UTF-8: byte 14 is 0xe9; nothing was trained"):
+        read_jsonl("my.jsonl")
+
+
+def test_a_chat_template_that_refuses_is_named(words):
+    from examples.common.errors import BadInput
+    from examples.common.text import encode
+
+    words.chat_template = "{{ raise_exception('roles must alternate') }}"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    with pytest.raises(
+        BadInput, match=r"my.jsonl, line 7: the tokenizer's chat template refuses .*roles must alternate"
+    ):
+        encode({"messages": turns}, words, "my.jsonl, line 7")
+
+
+def test_special_tokens_that_only_a_familys_models_with_images_embed_are_no_reason_to_refuse(tiny_llm, words):
+    from examples.common.errors import BadInput
+
+    words.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    words.save_pretrained("larger")
+    arguments = f"--model.name_or_path={tiny_llm}", "--data.tokenizer=larger"
+    fit("finetune_llm", *arguments, f"--data.path={write('good.jsonl', GOOD)}", steps=1)
+    with pytest.raises(
+        BadInput, match=rf"bad.jsonl, line 2 holds the token '<image>' \({len(words) - 1}\), but the mo"
+    ):
+        fit("finetune_llm", *arguments, f"--data.path={write('bad.jsonl', GOOD, {'text': 'an <image>'})}")
+
+
+def test_a_checkpoint_without_some_of_the_weights_is_refused(tiny_llm, words):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from examples.common.errors import BadInput
+
+    AutoModelForCausalLM.from_pretrained(tiny_llm).save_pretrained("less")
+    words.save_pretrained("less")
+    weights = load_file("less/model.safetensors")
+    save_file({n: w for n, w in weights.items() if "layers.2." not in n}, "less/model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        BadInput, match=r"less lacks 9 of the weights of LlamaForCausalLM, which would begin at random: mo"
+    ):
+        fit("finetune_llm", "--model.name_or_path=less")
 
 
 def test_packing_is_refused_for_a_model_that_can_not_tell_documents_apart(tiny_llm, words):
@@ -393,6 +575,15 @@ def test_without_bitsandbytes_a_packed_base_is_an_error_that_says_what_to_instal
         quantized.quantize(torch.nn.Linear(2, 2), 4, leave=None)
 
 
+def test_a_model_in_which_nothing_would_be_packed_is_refused(monkeypatch):
+    from examples.common.errors import BadInput
+    from examples.lora_llm import quantized
+
+    monkeypatch.setattr(quantized, "library", lambda bits: None)
+    with pytest.raises(BadInput, match=r"base_bits=4 packs nn.Linear, of which Sequential has none but its head"):
+        quantized.quantize(torch.nn.Sequential(head := torch.nn.Linear(2, 2)), 4, leave=head)
+
+
 # ---- batch inference
 
 
@@ -420,13 +611,59 @@ def test_a_shorter_prompt_is_answered_as_it_is_alone(tiny_llm):
     assert [answer["answer"] for answer in together] == [answer["answer"] for answer in alone]
 
 
-def test_a_prompt_that_is_none_is_named(tiny_llm):
+def test_a_prompt_beside_a_chat_has_the_tokens_that_it_has_alone(tiny_llm, words):
+    """A template writes the token of the beginning itself; the tokenizer writes it before a text."""
+    from types import SimpleNamespace
+
+    from tokenizers.processors import TemplateProcessing
+
+    from examples.predict.module import PromptData
+
+    words.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    words.save_pretrained("begins")
+    data = PromptData(write("ask.jsonl", chat("?"), {"prompt": "A"}), tokenizer="begins")
+    module = SimpleNamespace(checkpoint=str(tiny_llm), max_new_tokens=1)
+    data.trainer = SimpleNamespace(lightning_module=module)
+    data.setup("predict")
+    (batch,) = data.predict_dataloader()
+    texts = words.batch_decode(batch["input_ids"])
+    assert [text.replace("<pad>", "") for text in texts] == ["<|u|>?</s><|assistant|>", "<s>A"]
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"text": "The cat"}, r"ask.jsonl, line 2 has the keys \['text'\]; a record needs \"prompt\", or"),
+        ({"prompt": ""}, "ask.jsonl, line 2: the prompt has no tokens to continue"),
+        ({"messages": [{"role": "user"}]}, 'ask.jsonl, line 2: "messages" needs a list of'),
+        (
+            {"prompt": "The owl " * 99},
+            r"line 2: a prompt of \d+ tokens and max_new_tokens=16 are more than the 256 posit",
+        ),
+    ],
+)
+def test_a_prompt_that_is_none_is_named(record, said, tiny_llm):
     from examples.common.errors import BadInput
 
-    data = write("ask.jsonl", {"prompt": "The owl"}, {"text": "The cat"})
-    with pytest.raises(BadInput, match=r"ask.jsonl, line 2 has the keys \['text'\]; a record needs \"prompt\", or"):
+    data = write("ask.jsonl", {"prompt": "The owl"}, record)
+    with pytest.raises(BadInput, match=said):
         predict(f"--model.name_or_path={tiny_llm}", f"--data.path={data}")
     assert not pathlib.Path("run/answers.jsonl").exists()
+
+
+def test_a_run_that_fails_leaves_no_half_of_a_file_and_the_answers_before_it(tiny_llm, monkeypatch):
+    from examples.predict.module import Generate
+
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    arguments = f"--model.name_or_path={tiny_llm}", f"--data.path={write('ask.jsonl', {'prompt': 'The owl'})}"
+    before = predict(*arguments)
+    monkeypatch.setattr(Generate, "predict_step", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        predict(*arguments)
+    assert [json.loads(line) for line in pathlib.Path("run/answers.jsonl").read_text().splitlines()] == before
+    assert [path.name for path in pathlib.Path("run").glob("answers*")] == ["answers.jsonl"]
 
 
 # ---- images
@@ -458,6 +695,10 @@ def test_an_exported_classifier_gives_the_averaged_models_logits():
         (lambda path: None, "the image folder images does not exist"),
         (lambda path: path.mkdir(), "images is not a folder of classes, each a folder of images"),
         (lambda path: broken_image(path / "red"), r"images/(red|blue)/0.png is not an image that can be read"),
+        (
+            lambda path: huge_image(path / "red"),
+            r"images/(red|blue)/0.png is not an image that can be read: .* exceeds",
+        ),
     ],
 )
 def test_images_that_can_not_be_read_are_named(make, said):
@@ -472,6 +713,27 @@ def broken_image(folder):
     for place in (folder, folder.with_name("blue")):
         place.mkdir(parents=True)
         (place / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n and then nothing")
+
+
+def huge_image(folder):
+    """One that says so: a bomb that would fill the memory."""
+    broken_image(folder)
+    pixels = (100_000).to_bytes(4, "big")
+    header = b"IHDR" + pixels + pixels + bytes([8, 2, 0, 0, 0])
+    chunks = (
+        len(part[4:]).to_bytes(4, "big") + part + zlib.crc32(part).to_bytes(4, "big") for part in (header, b"IDAT")
+    )
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    for place in (folder, folder.with_name("blue")):
+        (place / "0.png").write_bytes(png)
+
+
+def test_images_that_do_not_fill_a_batch_are_refused():
+    pytest.importorskip("torchvision")
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=r"96 records do not fill one batch of data.batch_size=128"):
+        fit("finetune_vision", "--data.batch_size=128")
 
 
 def test_a_model_that_torchvision_does_not_have_is_refused():
@@ -495,6 +757,22 @@ def test_of_a_frozen_vision_language_model_the_connection_and_a_token_are_traine
     assert trained.keys() == parts | {"token"}
     assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in trained.values())
     parity.compare(left(fit("finetune_vlm", CONNECTION, PLAIN, folder="plain")), left(streamed))
+
+
+def test_the_token_in_front_moves_what_tells_images_and_texts_apart_too(monkeypatch):
+    from types import SimpleNamespace
+
+    from examples.common.text import IGNORED
+    from examples.finetune_vlm.module import FineTuneVLM
+
+    module, seen = FineTuneVLM(train="connection"), {}
+    module.model = lambda **batch: seen.update(batch) or SimpleNamespace(loss=None)
+    monkeypatch.setattr(FineTuneVLM, "trainer", SimpleNamespace(datamodule=SimpleNamespace(filler=9)))
+    texts = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+    module.loss({**{name: torch.tensor([[5, 6]]) for name in texts}, "image_grid_thw": torch.tensor([[1, 4, 4]])})
+    first = {"input_ids": 9, "attention_mask": 1, "labels": IGNORED, "mm_token_type_ids": 0}
+    assert {name: seen[name].tolist() for name in texts} == {name: [[first[name], 5, 6]] for name in texts}
+    assert seen["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
 def test_of_a_record_with_an_image_the_completion_is_learned(tmp_path):
@@ -541,6 +819,20 @@ def test_a_text_file_becomes_a_tokenizer_a_model_and_a_curve():
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_tokenizer_is_made_anew_for_other_texts_or_another_size(tmp_path):
+    from types import SimpleNamespace
+
+    from examples.pretrain_small.module import PretrainData
+
+    def made(text, vocabulary):
+        data = PretrainData(vocabulary)
+        data.trainer = SimpleNamespace(default_root_dir=tmp_path)
+        return data.trained_tokenizer(write("my.jsonl", {"text": text}))
+
+    first = made("one two", 300)
+    assert made("one two", 300) == first and len({first, made("one two", 290), made("three", 300)}) == 3
+
+
 def test_the_learning_rate_follows_the_budget_that_is_spent_first(monkeypatch):
     from lightning.pytorch.callbacks import Timer
 
@@ -579,6 +871,44 @@ def test_experts_that_are_modules_compute_what_fused_ones_do(tiny_mixture):
     assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in state)
 
 
+def test_experts_with_biases_and_another_layout_compute_what_fused_ones_do():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from examples.moe.experts import fused_state, separate
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = GptOssConfig(vocab_size=64, num_hidden_layers=2, head_dim=16, num_local_experts=4, **sizes)
+    model = GptOssForCausalLM._from_config(config, experts_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    tokens, before = torch.arange(48)[None], model.state_dict()
+    expected = model(tokens).logits
+    assert separate(model) == 2 and torch.equal(model(tokens).logits, expected)
+    state = fused_state(model)
+    assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in state)
+
+
+def test_experts_that_compute_something_else_than_is_written_about_them_are_refused(tiny_mixture, monkeypatch):
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from examples.common.errors import BadInput
+    from examples.moe.experts import separate
+
+    monkeypatch.setattr(MixtralExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, dim=-1)[0])
+    with pytest.raises(BadInput, match="MixtralExperts computes something else than its description says"):
+        separate(mixture(tiny_mixture))
+
+
+def test_recipes_that_share_a_folder_make_their_own_tiny_models(monkeypatch, tmp_path):
+    from types import SimpleNamespace
+
+    from examples.finetune_llm.module import FineTuneLLM
+    from examples.moe.module import FineTuneMoE
+
+    monkeypatch.setattr(FineTuneLLM, "trainer", SimpleNamespace(default_root_dir=tmp_path))
+    assert FineTuneLLM().checkpoint != FineTuneMoE().checkpoint
+
+
 def test_only_experts_that_were_routed_to_travel(tiny_mixture):
     from examples.moe.experts import Expert, separate
 
@@ -610,7 +940,7 @@ def test_a_mixture_is_exported_as_transformers_keeps_it(tiny_mixture):
 def test_a_model_without_experts_is_refused(tiny_llm):
     from examples.common.errors import BadInput
 
-    with pytest.raises(BadInput, match="LlamaForCausalLM has no layer whose experts are two tensors"):
+    with pytest.raises(BadInput, match="LlamaForCausalLM has no layer whose experts are a few tensors in a way"):
         fit("moe", f"--model.name_or_path={tiny_llm}")
 
 

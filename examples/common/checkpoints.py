@@ -6,10 +6,12 @@
 2. It is called in ``configure_model``, which the Trainer calls once it knows where weights are to be.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from .errors import BadInput
 from .files import existing, whole
@@ -22,31 +24,77 @@ def found(name_or_path: str, what: str = "the checkpoint directory") -> str:
     return str(existing(path, what)) if looks_like_one or path.exists() else name_or_path
 
 
-def load(auto_class: Any, name_or_path: str, dtype: str = "float32", **options: Any) -> Any:
-    """The model of a checkpoint, on the host, in training mode."""
-    model = auto_class.from_pretrained(found(name_or_path), dtype=dtype, **options)
+def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directory", **options: Any) -> Any:
+    """What a class of transformers reads from there, or an error that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        return auto_class.from_pretrained(found(name_or_path, what), **options)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{what} {name_or_path} can not be read (looked from {Path.cwd()}): {error}") from error
+
+
+def load(
+    auto_class: Any, name_or_path: str, dtype: str = "float32", new_head: bool = False, **options: Any
+) -> torch.nn.Module:
+    """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise BadInput(f"model.dtype={dtype} is no type of weights: float32, bfloat16, float16 or auto")
+    model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
+    if (lacking := sorted(info["missing_keys"])) and not new_head:
+        raise BadInput(
+            f"{name_or_path} lacks {len(lacking)} of the weights of {type(model).__name__}, which would begin at "
+            f"random: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}"
+        )
     return model.train()
+
+
+def load_config(checkpoint: str) -> Any:
+    """What a model's sizes are."""
+    from transformers import AutoConfig
+
+    return read(AutoConfig, checkpoint).get_text_config()
 
 
 def load_tokenizer(name_or_path: str, checkpoint: str) -> Any:
     """A tokenizer whose every token the checkpoint's model has an embedding for."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(found(name_or_path, "the tokenizer's directory"))
-    check_tokenizer(tokenizer, AutoConfig.from_pretrained(found(checkpoint)), name_or_path, checkpoint)
+    tokenizer = read(AutoTokenizer, name_or_path, "the tokenizer's directory")
+    check_tokenizer(tokenizer, load_config(checkpoint), name_or_path, checkpoint)
     return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, config: Any, name: str, checkpoint: str) -> None:
-    """Refuses one that makes tokens for which the model has no embedding."""
-    rows = config.get_text_config().vocab_size
-    if len(tokenizer) > rows:
+    """Refuses one that makes tokens for which the model has no embedding; special ones that no text holds may be
+    more: a tokenizer may serve a family's models with images and those without."""
+    rows = config.vocab_size
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if any(index >= rows and index not in special for index in tokenizer.get_vocab().values()):
         raise BadInput(
             f"the tokenizer of {name} has {len(tokenizer)} tokens, but the model of {checkpoint} embeds {rows}; "
             "use the tokenizer that the model was trained with, or resize the model's embedding first"
         )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"the tokenizer of {name} has no end-of-sequence token, which ends every document")
+
+
+def positions(config: Any) -> float:
+    """How many a model has; one without a table of them, or a limit, takes any."""
+    most = getattr(config, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else math.inf
+
+
+def check_length(length: int, config: Any, checkpoint: str) -> None:
+    """Refuses rows that are longer than the model has positions."""
+    most = positions(config)
+    if length < 2:
+        raise BadInput(f"data.block_size={length}: of fewer than 2 tokens nothing can be predicted")
+    if length > most:
+        raise BadInput(
+            f"data.block_size={length} is more than the {most} positions of the model of {checkpoint}; set it to "
+            f"{most} or less"
+        )
 
 
 class Export(L.Callback):

@@ -10,6 +10,8 @@ from typing import Any
 
 from .errors import BadInput
 
+BOM = b"\xef\xbb\xbf"  # with which some editors begin a file
+
 
 def existing(path: str | Path, what: str) -> Path:
     """The path, if something is there."""
@@ -21,34 +23,46 @@ def existing(path: str | Path, what: str) -> Path:
 
 def read_jsonl(path: str | Path, what: str = "the data file") -> list[tuple[str, dict[str, Any]]]:
     """Each record with the place that an error about it can name; empty lines are passed over."""
-    records = []
-    with existing(path, what).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadInput(
-                    f"{where} is not JSON: {error.msg} at column {error.colno}; nothing was trained"
-                ) from None
-            if not isinstance(record, dict):
-                raise BadInput(f"{where} is a JSON {type(record).__name__}, not an object; nothing was trained")
-            records.append((where, record))
+    path = existing(path, what)
+    if path.is_dir():
+        raise BadInput(f"{what} {path} is a folder, not a file")
+    with path.open("rb") as lines:
+        found = ((f"{path}, line {number}", line) for number, line in enumerate(lines, start=1))
+        records = [(where, read_record(line, where)) for where, line in found if line.strip(b" \t\r\n" + BOM)]
     if not records:
         raise BadInput(f"{path} holds no records")
     return records
 
 
+def read_record(line: bytes, where: str) -> dict[str, Any]:
+    """A line's object, or an error that says where the line is and what is wrong with it."""
+    try:
+        record = json.loads(line.removeprefix(BOM).decode())
+        if b"\\u" in line:  # which can write what no text may hold
+            json.dumps(record, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        reason = f"is not JSON: {error.msg} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}"
+    except UnicodeEncodeError as error:
+        reason = f"holds half of a character: {error.object[error.start : error.end]!a}"
+    except RecursionError:
+        reason = "is nested too deeply"
+    else:
+        if isinstance(record, dict):
+            return record
+        reason = f"is a JSON {type(record).__name__}, not an object"
+    raise BadInput(f"{where} {reason}; nothing was trained")
+
+
 def read_image(path: str) -> Any:
     """The image, or an error that names its file."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError) as error:
+    except Exception as error:  # a decoder may raise anything over bytes that are none of its own
         raise BadInput(f"{path} is not an image that can be read: {error}") from None
 
 

@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from .errors import BadInput
+
 
 class Order(Sampler[int]):
     """A shuffled order that depends on the epoch alone, from any place in it. The Trainer tells the epoch."""
@@ -67,6 +69,8 @@ class Data(L.LightningDataModule):
 
     def train_loader(self, dataset: Any, batch_size: int, **options: Any) -> TrainLoader:
         assert self.trainer is not None
+        if options.get("drop_last") and len(dataset) < batch_size:
+            raise BadInput(f"{len(dataset)} records do not fill one batch of data.batch_size={batch_size}")
         self.made = TrainLoader(self.trainer, dataset, batch_size, **options)
         if self.place is not None:
             self.made.load_state_dict(self.place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -17,12 +17,21 @@ def nbytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def plain_nbytes(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """What a run that does not stream holds on the device at once, beside activations: weights, a gradient for each
-    that is trained, and the optimizer's state."""
+def plain_nbytes(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], averages: Iterable[torch.nn.Module] = ()
+) -> int:
+    """What a run that does not stream holds on the device at once, beside activations: weights and their averages, and
+    if there is an optimizer a gradient for each weight that is trained, and the optimizer's state."""
     states = (state for optimizer in optimizers for state in optimizer.state.values())
-    trained = nbytes(p for p in module.parameters() if p.requires_grad)
-    return nbytes(module.parameters()) + trained + sum(nbytes(state.values()) for state in states)
+    trained = [p for p in module.parameters() if p.requires_grad] if optimizers else []
+    weights = sum(nbytes(holder.parameters()) for holder in (module, *averages))
+    return weights + nbytes(trained) + sum(nbytes(state.values()) for state in states)
+
+
+def averages(trainer: L.Trainer) -> list[torch.nn.Module]:
+    """Copies of the model that callbacks keep."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [held for callback in callbacks for held in vars(callback).values() if isinstance(held, torch.nn.Module)]
 
 
 def device_peak(device: torch.device, handle: Any) -> int | None:
@@ -67,7 +76,8 @@ class Summary(L.Callback):
         step_ms = 1e3 * self.batches_per_step * sum(timed) / max(len(timed), 1)
         peak = device_peak(trainer.strategy.root_device, getattr(trainer.strategy, "handle", None))
         loss = trainer.callback_metrics.get("loss")
-        print(line(None if loss is None else float(loss), peak, plain_nbytes(module, trainer.optimizers), step_ms))
+        plain = plain_nbytes(module, trainer.optimizers, averages(trainer))
+        print(line(None if loss is None else float(loss), peak, plain, step_ms))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer)

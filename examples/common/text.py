@@ -7,11 +7,12 @@ A record is one of
                                                            what the assistant says is learned
 
 Packing puts several documents into one block. Each begins at position 0 again, by which transformers' models tell them
-apart: they do not attend to each other. Everything is read and checked before the first step.
+apart (packing.py holds them to it). Everything is read and checked before the first step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from . import tiny
-from .checkpoints import load_tokenizer
+from .checkpoints import check_length, load_config, load_tokenizer
 from .errors import BadInput
 from .files import read_jsonl
 from .loading import Data, TrainLoader
 
+logger = logging.getLogger(__name__)
 IGNORED = -100  # a label that no loss counts
 
 
@@ -49,31 +51,46 @@ def encode(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
     if _is_chat(record.get("messages")):
         return _encode_chat(record["messages"], tokenizer, where)
     raise BadInput(
-        f'{where} has the keys {sorted(record)}; a record needs "text", or "prompt" and "completion" (texts), or '
-        '"messages" (a list of {"role": ..., "content": ...}); nothing was trained'
+        f'{where} has the keys {sorted(record)}; a record needs "text", or "prompt" and "completion" (all texts), or '
+        '"messages" (a list of {"role": ..., "content": ...}, all texts); nothing was trained'
     )
 
 
 def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages)
-    )
+    return isinstance(messages, list) and bool(messages) and all(map(_is_turn, messages))
+
+
+def _is_turn(message: Any) -> bool:
+    """What a template writes of a turn: its text, or the calls of tools that it makes instead."""
+    said = isinstance(message, dict) and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
+    return said and isinstance(message.get("role"), str)
+
+
+def templated(messages: list[dict[str, Any]], tokenizer: Any, where: str, answer: bool) -> list[int]:
+    """The tokens of a chat; for an answer, up to where the assistant begins."""
+    if not _is_chat(messages):
+        raise BadInput(f'{where}: "messages" needs a list of {{"role": ..., "content": ...}}, all texts')
+    if not tokenizer.chat_template:
+        raise BadInput(f"{where} is a chat, and the tokenizer has no chat template; give it one, or use prompts")
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer, return_dict=False))
+    except Exception as error:  # a template may refuse with any error; it says what it does not like
+        raise BadInput(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
 
 
 def _encode_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
-    if not tokenizer.chat_template:
-        raise BadInput(f"{where} is a chat, and the tokenizer has no chat template; give it one, or use prompts")
     tokens: list[int] = []
     labels: list[int] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         for until, learned in ((messages[:index], False), (messages[: index + 1], True)):
-            now = tokenizer.apply_chat_template(until, add_generation_prompt=not learned, return_dict=False)
+            now = templated(until, tokenizer, where, not learned) if until else []
             if now[: len(tokens)] != tokens:
-                raise BadInput(f"{where}: the chat template changes earlier turns when later ones are added")
+                raise BadInput(
+                    f"{where}: the chat template changes earlier turns when later ones are added, so what the "
+                    "assistant said can not be told apart; make a record of each turn"
+                )
             labels += now[len(tokens) :] if learned else [IGNORED] * (len(now) - len(tokens))
             tokens = now
     if not tokens:
@@ -162,21 +179,45 @@ class TextData(Data):
         assert self.trainer is not None
         checkpoint = self.trainer.lightning_module.checkpoint
         self.tokenizer = load_tokenizer(self.tokenizer_name or checkpoint, checkpoint)
+        config = load_config(checkpoint)
+        check_length(self.block_size, config, checkpoint)
+        self.embedded = config.vocab_size
         val_path = self.val_path if self.path else self.made_up("val", 40)
         self.train_rows = self.rows(self.path or self.made_up("train", 400))
         self.val_rows = self.rows(val_path) if val_path else []
 
     def made_up(self, name: str, count: int) -> str:
         """Data for a run that was given none."""
-        path = tiny.place(self.trainer) / f"{name}.jsonl"
+        path = tiny.place(self.trainer) / f"sums-{name}.jsonl"
         return str(tiny.made(path, lambda part: tiny.write_jsonl(part, tiny.chats(count, seed=count))))
 
     def rows(self, path: str) -> list[Row]:
-        """What a file holds, in blocks."""
-        documents = [encode(record, self.tokenizer, where) for where, record in read_jsonl(path)]
+        """What a file holds, in blocks of which something is learned: the loss of another would be 0 / 0."""
+        documents = [self.document(record, where) for where, record in read_jsonl(path)]
         filler = self.tokenizer.pad_token_id
         filler = self.tokenizer.eos_token_id if filler is None else filler
-        return (pack if self.packing else pad)(documents, self.block_size, filler)
+        rows = (pack if self.packing else pad)(documents, self.block_size, filler)
+        learned = [row for row in rows if any(label != IGNORED for label in row["labels"][1:])]
+        if not learned:
+            raise BadInput(
+                f"{path} has nothing to learn: no completion or answer begins within the first "
+                f"data.block_size={self.block_size} tokens of its record; nothing was trained"
+            )
+        if len(learned) < len(rows):
+            logger.warning(
+                "%d of %d rows of %s are left out: nothing in them is learned (data.block_size=%d cuts it off, or they "
+                "hold a part of a long prompt)",
+                *(len(rows) - len(learned), len(rows), path, self.block_size),
+            )
+        return learned
+
+    def document(self, record: dict[str, Any], where: str) -> Document:
+        """A record's, of tokens that the model embeds."""
+        document = encode(record, self.tokenizer, where)
+        if (last := max(document.tokens)) >= self.embedded:
+            token = self.tokenizer.convert_ids_to_tokens(last)
+            raise BadInput(f"{where} holds the token {token!r} ({last}), but the model embeds {self.embedded}")
+        return document
 
     def train_dataloader(self) -> TrainLoader:
         return self.train_loader(self.train_rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers)

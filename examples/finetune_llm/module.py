@@ -1,6 +1,5 @@
 """Fine-tune any causal language model of transformers, all of its weights."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import lightning as L
 import torch
 
 from ..common import checkpoints, tiny
-from ..common.errors import BadInput
+from ..common.packing import check_apart
 from ..common.schedule import warmup_then_cosine
 
 
@@ -39,21 +38,18 @@ class FineTuneLLM(L.LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.model: Any = None
+        self.apart = False  # packed documents were seen not to see each other
 
     make_tiny = staticmethod(tiny.language_model)
 
     @property
     def checkpoint(self) -> str:
         """Where the model is read from, by a name that transformers knows."""
-        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "llm", self.make_tiny))
+        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / self.make_tiny.__name__, self.make_tiny))
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = self.load()
-            base = (
-                self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            )  # under adapters
-            self.takes_positions = "position_ids" in inspect.signature(base.forward).parameters
 
     def load(self) -> Any:
         """The model, from its checkpoint."""
@@ -63,11 +59,9 @@ class FineTuneLLM(L.LightningModule):
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Of the next tokens. With a cache the model would take positions that begin again for one long document."""
-        if "position_ids" in batch and not self.takes_positions:
-            raise BadInput(
-                f"{type(self.model).__name__} takes no position_ids, so packed documents would see each other: "
-                "set data.packing=false"
-            )
+        if "position_ids" in batch and not self.apart:
+            check_apart(self.model, self.device)
+            self.apart = True
         return self.model(**batch, use_cache=False).loss
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:

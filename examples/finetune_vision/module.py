@@ -77,6 +77,7 @@ class FineTuneVision(L.LightningModule):
             id2label=names,
             label2id={name: index for index, name in names.items()},
             ignore_mismatched_sizes=True,
+            new_head=True,
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class ImageData(Data):
     def made_up(self, name: str, count: int) -> str:
         """Images for a run that was given none."""
         assert self.trainer is not None
-        path = tiny.place(self.trainer) / name
+        path = tiny.place(self.trainer) / f"squares-{name}"
         return str(tiny.made(path, lambda part: tiny.image_folder(part, count)))
 
     def folder(self, path: str, training: bool) -> Any:

@@ -91,7 +91,11 @@ class FineTuneVLM(L.LightningModule):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         if self.what == "connection":
             front = {"input_ids": self.trainer.datamodule.filler, "attention_mask": 1, "labels": IGNORED}
-            batch = {**batch, **{name: nn.functional.pad(batch[name], (1, 0), value=v) for name, v in front.items()}}
+            shape = batch["input_ids"].shape  # also of what tells images and texts apart
+            batch = {
+                name: nn.functional.pad(value, (1, 0), value=front.get(name, 0)) if value.shape == shape else value
+                for name, value in batch.items()
+            }
         return self.model(**batch, use_cache=False).loss
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
@@ -148,12 +152,12 @@ class CaptionData(Data):
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
-        from transformers import AutoConfig, AutoProcessor
+        from transformers import AutoProcessor
 
-        checkpoint = checkpoints.found(self.trainer.lightning_module.checkpoint)
-        self.processor = AutoProcessor.from_pretrained(checkpoint)
+        checkpoint = self.trainer.lightning_module.checkpoint
+        self.processor = checkpoints.read(AutoProcessor, checkpoint)
         tokenizer = self.processor.tokenizer
-        checkpoints.check_tokenizer(tokenizer, AutoConfig.from_pretrained(checkpoint), checkpoint, checkpoint)
+        checkpoints.check_tokenizer(tokenizer, checkpoints.load_config(checkpoint), checkpoint, checkpoint)
         tokenizer.padding_side = "right"
         self.filler = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         val_path = self.val_path if self.path else self.made_up("val", 4)
@@ -163,7 +167,7 @@ class CaptionData(Data):
     def made_up(self, name: str, count: int) -> str:
         """Images and questions for a run that was given none."""
         assert self.trainer is not None
-        folder = tiny.made(tiny.place(self.trainer) / name, lambda part: tiny.captions(part, count))
+        folder = tiny.made(tiny.place(self.trainer) / f"captions-{name}", lambda part: tiny.captions(part, count))
         return str(folder / "captions.jsonl")
 
     def records(self, path: str) -> list[dict[str, str]]:

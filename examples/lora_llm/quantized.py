@@ -62,7 +62,13 @@ class QuantizedLinear(nn.Linear):
 def quantize(model: nn.Module, bits: int, leave: nn.Module | None) -> None:
     """Packs every linear layer but one (the head), one at a time."""
     library(bits)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not leave:
-                setattr(parent, name, QuantizedLinear(child, bits))
+    plain = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child is not leave
+    ]
+    if not plain:
+        raise BadInput(f"base_bits={bits} packs nn.Linear, of which {type(model).__name__} has none but its head")
+    for parent, name, child in plain:
+        setattr(parent, name, QuantizedLinear(child, bits))

@@ -20,7 +20,8 @@ class FineTuneMoE(FineTuneLLM):
         model = super().load()
         if not separate(model):
             raise BadInput(
-                f"{type(model).__name__} has no layer whose experts are two tensors gate_up_proj and down_proj; "
+                f"{type(model).__name__} has no layer whose experts are a few tensors in a way that transformers "
+                "describes (use_experts_implementation); "
                 "examples/finetune_llm trains models without experts"
             )
         return model

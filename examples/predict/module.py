@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from ..common import tiny
-from ..common.checkpoints import load_tokenizer
+from ..common.checkpoints import load_config, load_tokenizer, positions
 from ..common.errors import BadInput
 from ..common.files import read_jsonl, whole
+from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
 
 
@@ -80,13 +82,22 @@ class PromptData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
-        checkpoint = self.trainer.lightning_module.checkpoint
+        module = self.trainer.lightning_module
+        checkpoint = module.checkpoint
         self.tokenizer = load_tokenizer(self.tokenizer_name or checkpoint, checkpoint)
+        most = positions(load_config(checkpoint))
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        records = read_jsonl(self.path or self.made_up())
-        self.records = [{**record, "text": self.text(record, where)} for where, record in records]
+        self.records = []
+        for where, record in read_jsonl(self.path or self.made_up()):
+            tokens = self.tokens(record, where)
+            if len(tokens) + module.max_new_tokens > most:
+                raise BadInput(
+                    f"{where}: a prompt of {len(tokens)} tokens and max_new_tokens={module.max_new_tokens} are more "
+                    f"than the {most} positions of the model of {checkpoint}"
+                )
+            self.records.append({"record": record, "tokens": tokens})
 
     def made_up(self) -> str:
         """Prompts for a run that was given none."""
@@ -95,23 +106,20 @@ class PromptData(L.LightningDataModule):
             tiny.made(tiny.place(self.trainer) / "prompts.jsonl", lambda part: tiny.write_jsonl(part, questions))
         )
 
-    def text(self, record: dict[str, Any], where: str) -> str:
+    def tokens(self, record: dict[str, Any], where: str) -> list[int]:
         """What the model is to continue."""
-        if isinstance(record.get("prompt"), str):
-            return record["prompt"]
-        if isinstance(record.get("messages"), list) and self.tokenizer.chat_template:
-            return self.tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
-        raise BadInput(
-            f'{where} has the keys {sorted(record)}; a record needs "prompt", or "messages" for a tokenizer with a '
-            "chat template"
-        )
+        if "messages" in record:
+            return templated(record["messages"], self.tokenizer, where, answer=True)
+        if not isinstance(record.get("prompt"), str):
+            raise BadInput(f'{where} has the keys {sorted(record)}; a record needs "prompt", or "messages" (texts)')
+        tokens = self.tokenizer(record["prompt"])["input_ids"]
+        if not tokens:
+            raise BadInput(f"{where}: the prompt has no tokens to continue")
+        return tokens
 
     def collate(self, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        # A template writes the special tokens itself.
-        texts, special = [record["text"] for record in records], "messages" not in records[0]
-        tokens = self.tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=special)
-        kept = [{key: value for key, value in record.items() if key != "text"} for record in records]
-        return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "records": kept}
+        tokens = self.tokenizer.pad({"input_ids": [record["tokens"] for record in records]}, return_tensors="pt")
+        return {**tokens, "records": [record["record"] for record in records]}
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.records, batch_size=self.batch_size, collate_fn=self.collate)
@@ -122,6 +130,7 @@ class Answers(L.Callback):
 
     def __init__(self, file: str) -> None:
         self.file = file
+        self.writing: Any = None
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.writing = whole(Path(trainer.default_root_dir) / self.file)
@@ -133,3 +142,9 @@ class Answers(L.Callback):
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.out.close()
         self.writing.__exit__(None, None, None)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self.writing is not None:
+            self.out.close()
+            with contextlib.suppress(type(exception)):
+                self.writing.__exit__(type(exception), exception, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
+from ..common.checkpoints import read
 from ..common.files import existing, read_jsonl, whole
 from ..common.schedule import adamw, scheduled
 from ..common.text import TextData
@@ -88,14 +90,19 @@ class PretrainData(TextData):
 
         assert self.trainer is not None
         path = self.as_jsonl(self.path or self.made_up("train", 600))
-        folder = Path(self.trainer.default_root_dir) / "tokenizer"
-        if self.tokenizer_name is None:
-            texts = (json.dumps(record, ensure_ascii=False) for _, record in read_jsonl(path))
-            tiny.made(folder, lambda part: tiny.tokenizer(texts, self.vocabulary).save_pretrained(part))
-        self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_name or str(folder))
+        self.tokenizer = read(AutoTokenizer, self.tokenizer_name or self.trained_tokenizer(path), "the tokenizer")
+        self.embedded = len(self.tokenizer)
         val_path = self.val_path if self.path else self.made_up("val", 100)
         self.train_rows = self.rows(path)
         self.val_rows = self.rows(self.as_jsonl(val_path)) if val_path else []
+
+    def trained_tokenizer(self, path: str) -> str:
+        """Where the one of these texts is: made once for the same texts and size, so that a resumed run has it too."""
+        assert self.trainer is not None
+        texts = [json.dumps(record, ensure_ascii=False) for _, record in read_jsonl(path)]
+        name = hashlib.sha256("\n".join([str(self.vocabulary), *texts]).encode()).hexdigest()[:8]
+        folder = Path(self.trainer.default_root_dir) / f"tokenizer-{name}"
+        return str(tiny.made(folder, lambda part: tiny.tokenizer(texts, self.vocabulary).save_pretrained(part)))
 
     def as_jsonl(self, path: str) -> str:
         """A plain text file's paragraphs, as records."""
@@ -110,7 +117,7 @@ class PretrainData(TextData):
 
     def made_up(self, name: str, count: int) -> str:
         """Data for a run that was given none."""
-        path = tiny.place(self.trainer) / f"{name}.jsonl"
+        path = tiny.place(self.trainer) / f"sentences-{name}.jsonl"
         records = [{"text": sentence} for sentence in tiny.sentences(count, seed=count)]
         return str(tiny.made(path, lambda part: tiny.write_jsonl(part, records)))
 
