@@ -40,7 +40,8 @@ def load(
     """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadInput(f"model.dtype={dtype} is no type of weights: float32, bfloat16, float16 or auto")
-    model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
+    with torch.device("cpu"):  # wherever a plain strategy wants what is made
+        model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
     if (lacking := sorted(info["missing_keys"])) and not new_head:
         raise BadInput(
             f"{name_or_path} lacks {len(lacking)} of the weights of {type(model).__name__}, which would begin at "
