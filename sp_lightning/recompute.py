@@ -6,8 +6,9 @@ run is the first one and leaves no trace:
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
    is: buffers, plain attributes, lists and dicts that modules keep, objects that were passed (a cache, say), Python's
        and NumPy's random states, weights that the unit writes itself.
-2. Tensors are not copied, except buffers and weights that were written: what forward changes in place inside of tensors
-   that were passed to it can not be taken back, and is an error.
+2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
+   known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
+   where it did. What a copy can not stand for, or a forward changes that did not before, is an error.
 3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
    saves other tensors than the first time.
 """
@@ -45,6 +46,7 @@ class Recompute:
         self._offload = offload
         self._anchor = torch.empty(0, device=device.torch_device)  # tells the checkpoint whose random state to keep
         self._written = written
+        self._leaves_alone: set[str] = set()  # units of which Rule 2 is known
 
     def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[OnHost]]:
         """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
@@ -53,7 +55,9 @@ class Recompute:
         through.
         """
         before = _Before(root, args, kwargs, self._written)
-        stowed = before.stow(self._offload) if self._offload is not None else []
+        known = name in self._leaves_alone
+        twins = {} if known else _twins((args, kwargs))
+        stowed = before.stow(self._offload) if self._offload is not None and known else []
         versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
         first = [(args, kwargs)]  # not kept by the closure any longer than it runs
 
@@ -65,11 +69,19 @@ class Recompute:
             return self._written.recording(before.weights), before
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
-        if any(tensor._version != version for tensor, version in versions):
+        changed = {id(tensor) for tensor, version in versions if tensor._version != version}
+        if not changed <= twins.keys():
+            self._leaves_alone.discard(name)
             raise ExactnessError(
                 f"{name} changes a tensor that is passed to it in place, so its forward can not run again; "
                 "use activations='keep' or 'offload'"
             )
+        if changed:
+            before.replace({key: twins[key] for key in changed})
+        else:
+            self._leaves_alone.add(name)
+        if self._offload is not None and not known:
+            stowed = before.stow(self._offload)
         return output, stowed
 
 
@@ -112,6 +124,12 @@ class _Before:
         ]
         self._now: list[Callable[[], None]] = []
         self._offload: Offload | None = None
+        self._changes = False  # forward changes its arguments
+
+    def replace(self, twins: dict[int, Tensor]) -> None:
+        """Arguments that the first run changed are these."""
+        self._arguments = _mapped(self._arguments, lambda value: twins.get(id(value), value))
+        self._changes = True
 
     def stow(self, offload: Offload) -> list[OnHost]:
         """Sends the arguments that gradients flow through to the host: each unit has its own."""
@@ -130,6 +148,8 @@ class _Before:
         arguments = self._arguments
         if self._offload is not None:
             arguments = _mapped(arguments, self._back)
+        if self._changes:
+            arguments = _mapped(arguments, lambda value: value.clone() if isinstance(value, Tensor) else value)
         return _copied(arguments, {})
 
     def _back(self, value: Any) -> Any:
@@ -223,6 +243,20 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def _twins(arguments: Any) -> dict[int, Tensor]:
+    """Copies that are to a kernel what the tensors are, by their ids; of what nothing else that is passed aliases."""
+    tensors = {id(tensor): tensor for tensor in tensors_in(arguments) if not tensor.is_inference()}
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors.values() if tensor.layout is torch.strided]
+    return {
+        key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for key, tensor in tensors.items()
+        if tensor.layout is torch.strided
+        and storages.count(tensor.untyped_storage()._cdata) == 1
+        and tensor.storage_offset() == 0  # aligned as whatever is allocated
+        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    }
 
 
 def _holds_parameters(value: Any) -> bool:

@@ -5,9 +5,13 @@ import threading
 import types
 
 import pytest
+import torch
 from side_by_side import check, training
+from torch import nn
 
 import models
+import sp_lightning
+from sp_lightning.errors import ExactnessError
 
 
 def block_that_keeps(value):
@@ -78,3 +82,60 @@ def test_what_can_not_be_copied_keeps_nothing_else_from_being_put_back(device):
             return x + self.seen.count * self.down(self.up(self.norm(x)).relu())
 
     check(models.stack_of(Counting), training(), device, activations="recompute")
+
+
+class Flooding(models.Block):
+    """Changes what is passed to it, as a dropout does that comes first."""
+
+    def forward(self, x, scale=None):
+        x = nn.functional.dropout(x, 0.3, self.training, inplace=True)
+        x.mul_(1.5 if scale is None else scale)
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_block_that_changes_its_input_in_place_runs_again_with_what_it_was(device, activations, window):
+    check(models.stack_of(Flooding), training(steps=3), device, activations=activations, window=window)
+
+
+class FloodingStack(nn.Module):
+    """Three of them, each handed what a copy can not stand for."""
+
+    def __init__(self, passed):
+        super().__init__()
+        self.blocks = nn.ModuleList(Flooding() for _ in range(3))
+        self.passed = passed
+
+    def forward(self, x):
+        x = x.repeat(3, 1).relu()
+        for block in self.blocks:
+            x = block(x, x[:, :1]) if self.passed == "twice" else block(x[1:])
+        return x
+
+
+@pytest.mark.parametrize("passed", ["twice", "in part"])
+def test_a_change_in_place_that_no_copy_can_stand_for_is_an_error(passed, device):
+    net, x = FloodingStack(passed), torch.ones(2, models.WIDTH, device=device)
+    with sp_lightning.stream(net, device, window=1, activations="recompute", units=["Flooding"]):
+        with pytest.raises(ExactnessError, match="changes a tensor that is passed to it in place"):
+            net(x)
+
+
+def test_a_change_in_place_that_begins_later_is_an_error_once(device):
+    class Late(models.Block):
+        changes = False
+
+        def forward(self, x):
+            return super().forward(x.mul_(2) if self.changes else x)
+
+    net, x = models.stack_of(Late)(), torch.ones(2, models.FEATURES, device=device)
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        net(x).sum().backward()
+        Late.changes = True
+        with pytest.raises(ExactnessError, match="changes a tensor that is passed to it in place"):
+            net(x)
+        for _ in net.blocks[1:]:
+            with pytest.raises(ExactnessError):
+                net(x)
+        net(x).sum().backward()
