@@ -1,13 +1,16 @@
-"""What recording costs: the same training steps with the recorder on and off, in turn, in one run.
+"""What telemetry costs: the same training steps with it on and off, in turn, in one run; and what it takes by itself.
 
     python benchmarks/telemetry.py [--device cpu | cuda | simgpu] [--units 8] [--width 512] [--rounds 8] [--json FILE]
 
-A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. Printed are the medians of a step's time and of the time that
-all of the process's threads spent on a core, which other processes disturb less; off, on, and what lies between as a
-share of the step. "host us per unit" is that difference for each unit and step, reading included.
+A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. On is as the callback has it on, for a progress bar and for a
+logger that is served every 50 steps. Printed are the medians of a step's time and of the time that all of the process's
+threads spent on a core, which other processes disturb less; off, on, and what lies between as a share of the step. As
+such differences drown in the noise of a machine, all that is called while it is on is timed, too: how often in a step,
+how long each time, and what that is of a step. That has the clock's own time in it, so it is at most as much.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
@@ -18,7 +21,11 @@ import torch
 from torch import nn
 
 import sp_lightning
+from sp_lightning.observer import Observer
+from sp_lightning.recorder import Recorder
 
+CALLS = ("begin_pass", "work", "waiting", "left", "idle", "host_waited", "step_may_begin", "stepped")  # of a listener
+LOG_EVERY = 50  # steps, as Lightning does
 STEPS = 4  # in a round: the recorder reads two steps late
 
 
@@ -37,32 +44,116 @@ def step(module, optimizer, x):
     optimizer.zero_grad()
 
 
-def timed(module, optimizer, x):
+class Clocked:
+    """Counts calls, and the seconds that they take."""
+
+    def __init__(self):
+        self.calls, self.seconds, self._inside = 0, 0.0, False
+
+    def __call__(self, call, *arguments, **named):
+        if self._inside:  # one of its own calls another
+            return call(*arguments, **named)
+        self._inside, begin = True, time.perf_counter()
+        try:
+            return call(*arguments, **named)
+        finally:
+            self.seconds += time.perf_counter() - begin
+            self.calls += 1
+            self._inside = False
+
+
+class Within:
+    """A context manager whose both ends are clocked."""
+
+    def __init__(self, clocked, context):
+        self._clocked, self._context = clocked, context
+
+    def __enter__(self):
+        return self._clocked(self._context.__enter__)
+
+    def __exit__(self, *exception):
+        return self._clocked(self._context.__exit__, *exception)
+
+
+def clocked_recorder(device, clocked):
+    """A recorder all of whose calls are clocked."""
+    recorder = Recorder(device)
+
+    def clock(call):
+        def called(*arguments, **named):
+            result = clocked(call, *arguments, **named)
+            return Within(clocked, result) if hasattr(result, "__enter__") else result
+
+        return called
+
+    for name in CALLS:
+        setattr(recorder, name, clock(getattr(recorder, name)))
+    return recorder
+
+
+def timed(run):
     """Wall and core seconds of a step."""
     wall, core = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
-        step(module, optimizer, x)
+        run()
     return (time.perf_counter() - wall) / STEPS, (time.process_time() - core) / STEPS
 
 
+def told(observer):
+    """What the callback asks for after a step, for a progress bar."""
+    observer.update()
+    observer.stall_share()
+    observer.device_peak()
+
+
+class Turns:
+    """Steps of one kind after the other."""
+
+    def __init__(self, handle, run):
+        self.handle, self.run, self.own, self.units = handle, run, Clocked(), []
+
+    def off(self):
+        self.run()
+        return timed(self.run)
+
+    def on(self):
+        with contextlib.closing(Observer(self.handle)) as observer:
+            self.run()
+            found = timed(lambda: (self.run(), told(observer)))
+            observer.figures()
+            return found
+
+    def clocked(self):
+        """Calls and seconds of a step, with its share of what a logger gets."""
+        record = self.handle.record
+        self.handle.record = lambda: record(clocked_recorder(self.handle.device, self.own))
+        with contextlib.closing(Observer(self.handle)) as observer:
+            self.handle.record = record
+            self.run()
+            calls, seconds = self.own.calls, self.own.seconds
+            timed(lambda: (self.run(), self.own(told, observer)))
+            begin = time.perf_counter()
+            observer.figures()
+            logged = (time.perf_counter() - begin) / LOG_EVERY
+            self.units += [unit.forward_s + unit.backward_s for unit in observer.times().values()]
+        return (self.own.calls - calls) / STEPS, (self.own.seconds - seconds) / STEPS + logged
+
+
 def measure(arguments):
+    """Medians over the rounds; off, on, clocked, and back: what drifts, drifts for all."""
     torch.manual_seed(0)
     module = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.units)))
     x = torch.randn(arguments.batch, arguments.width, device=arguments.device)
-    times = {"off": [], "on": []}
     with sp_lightning.stream(module, arguments.device, window=2, units=["Block"]) as handle:
         optimizer = torch.optim.SGD(module.parameters(), 1e-4)
-        for _ in range(2):
-            timed(module, optimizer, x)
-        for index in range(2 * arguments.rounds):
-            # Off, on, on, off: what drifts, drifts for both.
-            name = ("off", "on", "on", "off")[index % 4]
-            if name == "on":
-                handle.record()
-            step(module, optimizer, x)
-            times[name].append(timed(module, optimizer, x))
-            handle.stop_recording()
-    return {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+        turns = Turns(handle, lambda: step(module, optimizer, x))
+        rows = {"off": [], "on": [], "clocked": []}
+        timed(turns.run)
+        for index in range(3 * arguments.rounds):
+            name = ("off", "on", "clocked", "clocked", "on", "off")[index % 6]
+            rows[name].append(getattr(turns, name)())
+    medians = {name: [statistics.median(column) for column in zip(*row, strict=True)] for name, row in rows.items()}
+    return {**medians, "unit_s": statistics.median(turns.units)}
 
 
 def main():
@@ -82,7 +173,10 @@ def main():
     (wall_off, core_off), (wall_on, core_on) = found["off"], found["on"]
     print(f"step        off {wall_off * 1e3:8.2f} ms   on {wall_on * 1e3:8.2f} ms   {(wall_on / wall_off - 1):+.2%}")
     print(f"core time   off {core_off * 1e3:8.2f} ms   on {core_on * 1e3:8.2f} ms   {(core_on / core_off - 1):+.2%}")
-    print(f"host us per unit {(core_on - core_off) / arguments.units * 1e6:.0f}")
+    calls, seconds = found["clocked"]
+    each = f"{calls:.0f} calls of {seconds / calls * 1e6:.1f} us"
+    print(f"by itself   {each}: {seconds * 1e3:.2f} ms, {seconds / wall_off:.2%} of a step")
+    print(f"a unit computes {found['unit_s'] * 1e3:.1f} ms, and telling costs {seconds / arguments.units * 1e6:.0f} us")
     if arguments.json:
         facts = {"torch": torch.__version__, "device": arguments.device, "units": arguments.units}
         arguments.json.write_text(json.dumps({**facts, **found}, indent=1))

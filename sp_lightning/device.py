@@ -360,7 +360,7 @@ class Device:
 
     def memory_peak(self) -> int:
         """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
-        return self._streamed_peak if self.is_host else torch.accelerator.max_memory_allocated(self.torch_device)
+        return self._streamed_peak if self.is_host else self._allocated("peak")
 
     def lockable(self, most: int, block: int = 64 << 20) -> int | None:
         """How much of so many bytes could be page-locked, tried block by block; None where nothing is page-locked."""
@@ -394,8 +394,11 @@ class Device:
         """Bytes in use now; asked at every visit, and ten times cheaper without the other figures."""
         if self.is_host:
             return self._streamed_nbytes
+        return self._allocated("current")
+
+    def _allocated(self, when: str) -> int:
         figures = torch._C._accelerator_getDeviceStats(self.torch_device.index)
-        return int(figures["allocated_bytes"]["all"]["current"])
+        return int(figures["allocated_bytes"]["all"][when])
 
     def memory_capacity(self) -> int:
         """Bytes that this process has or could have."""

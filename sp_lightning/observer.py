@@ -20,7 +20,7 @@ from .host import peak_memory, usable_cores
 from .host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from .machine import Machine
 from .measure import glance
-from .recorder import KEPT, RecordedStep
+from .recorder import KEPT, RecordedStep, UnitTimes
 from .room import least_s
 from .spans import Lane
 from .timeline import Timeline, in_words
@@ -135,10 +135,14 @@ class Observer:
         """Bytes."""
         return self._handle.device.memory_peak()
 
+    def times(self) -> dict[str, UnitTimes]:
+        """Of each unit."""
+        return self._recorder.times()
+
     def floor_s(self) -> float | None:
         """The floor of the recorded steps."""
-        times = self._recorder.times()
-        return measured_floor(times.values(), self._setting().window, self._resident()).seconds if times else None
+        times, window = self.times(), self._handle.engine.window.schedule.window
+        return measured_floor(times.values(), window, self._resident()).seconds if times else None
 
     # ---- when it begins and ends
 
@@ -237,7 +241,7 @@ class Observer:
         """The typical step; None before one was read that counts."""
         if not self._last:
             return None
-        return measured(self._last, self._recorder.times(), self._setting(), self._resident())
+        return measured(self._last, self.times(), self._setting(), self._resident())
 
     def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
         """These steps, with the floor."""

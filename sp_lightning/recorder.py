@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import defaultdict, deque
@@ -88,7 +89,16 @@ class RecordedStep:
 
     def causes(self) -> dict[str, float]:
         """Its seconds by what they went to."""
+        return self._causes
+
+    @functools.cached_property  # a step is asked as long as it is one of the last
+    def _causes(self) -> dict[str, float]:
         return causes(self.spans, self.start, self.end)
+
+    @functools.cached_property
+    def of_units(self) -> dict[str, dict[str, float]]:
+        """What it spent on each unit."""
+        return _sums(self)
 
 
 class _Entry:
@@ -294,7 +304,7 @@ def unit_times(steps: Sequence[RecordedStep]) -> dict[str, UnitTimes]:
     names = dict.fromkeys(s.unit for step in steps for s in step.spans if s.unit and s.phase != "activations")
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
     for step in steps:
-        for name, sums in _sums(step).items():
+        for name, sums in step.of_units.items():
             for what, value in sums.items():
                 samples[name][what].append(value)
         for span in step.of("up"):

@@ -26,7 +26,7 @@ LONG = {  # for users with time; what else runs each of them
     "python benchmarks/race_deletions.py": "test_package.py compares its result with the code",
     "python benchmarks/models.py": "test_families.py",
     "python -m sp_lightning bench": "test_bench.py, at the tiniest size",
-    "python benchmarks/telemetry.py --width 64 --units 24 --batch 8 --rounds 40": "test_recorder.py, without timing it",
+    "python benchmarks/telemetry.py --width 256 --rounds 30": "test_recorder.py, without timing it",
 }
 
 
