@@ -6,6 +6,9 @@ Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' 
 10. Compute alone is units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which
 nothing can hide. "one after the other" is the same engine made to wait after each submission, with
 ``optimizer_overlap=False``.
+
+Then the same with a step on the host of 40 ms, which takes longer than all else: best possible is then the steps of all
+units but the first in place of compute. "step not held" is without steps that run on beside the next forward.
 """
 
 import argparse
@@ -29,12 +32,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 import simgpu.lightning
-import sp_lightning
 from sp_lightning.gradients import Downlink
 from sp_lightning.store import UnitStore
+from sp_lightning.strategy import SuperpipelineStrategy
 
 MS = 1000  # microseconds
 UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10
+LONG_STEP = 40
 WIDTH = 64
 
 
@@ -85,13 +89,13 @@ class Stack(L.LightningModule):
 
 
 @contextlib.contextmanager
-def sleeping_optimizer():
+def sleeping_optimizer(milliseconds):
     """SGD that takes its time for each parameter, of which a unit has one."""
     module = import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
     plain = module.sgd
 
     def sgd(params, *args, **kwargs):
-        time.sleep(len(params) * STEP / 1000)
+        time.sleep(len(params) * milliseconds / 1000)
         plain(params, *args, **kwargs)
 
     module.sgd = sgd
@@ -122,11 +126,26 @@ def waiting():
         UnitStore.load, Downlink._send = load, send
 
 
-def step_ms(units, window, steps, overlap, clip=None):
+@contextlib.contextmanager
+def holding_nothing():
+    """Steps are done when they return."""
+    may_hold, SuperpipelineStrategy._may_hold = SuperpipelineStrategy._may_hold, lambda _: False
+    try:
+        yield
+    finally:
+        SuperpipelineStrategy._may_hold = may_hold
+
+
+def best_ms(units, optimizer_ms):
+    """What can not be hidden: compute or the optimizer, and the first unit's gradient, step and way up."""
+    return max(units * (FORWARD + BACKWARD), (units - 1) * optimizer_ms) + DOWN + optimizer_ms + UP
+
+
+def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP):
     """The median time from one step's begin to the next one's, warm."""
     simgpu.config.h2d_us, simgpu.config.d2h_us = UP * MS, DOWN * MS
     module = Stack(units)
-    strategy = sp_lightning.SuperpipelineStrategy(
+    strategy = SuperpipelineStrategy(
         window=window, units=["Block"], device=torch.device("simgpu", 0), optimizer_overlap=overlap
     )
     trainer = L.Trainer(
@@ -140,7 +159,7 @@ def step_ms(units, window, steps, overlap, clip=None):
         enable_model_summary=False,
     )
     data = TensorDataset(torch.randn(steps + 3, 4, WIDTH))
-    with sleeping_optimizer():
+    with sleeping_optimizer(optimizer_ms):
         trainer.fit(module, DataLoader(data, batch_size=None))
     simgpu.config.h2d_us = simgpu.config.d2h_us = 0
     times = [later - earlier for earlier, later in zip(module.starts[2:], module.starts[3:], strict=False)]
@@ -159,18 +178,25 @@ def main():
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
 
+    setting = arguments.units, arguments.window, arguments.steps
     compute = arguments.units * (FORWARD + BACKWARD)
-    best = compute + DOWN + STEP + UP
-    overlapped = step_ms(arguments.units, arguments.window, arguments.steps, overlap=True)
-    clipped = step_ms(arguments.units, arguments.window, arguments.steps, overlap=True, clip=1.0)
-    after = step_ms(arguments.units, arguments.window, arguments.steps, overlap=False, clip=1.0)
+    best, long_best = best_ms(arguments.units, STEP), best_ms(arguments.units, LONG_STEP)
+    overlapped = step_ms(*setting)
+    clipped = step_ms(*setting, clip=1.0)
+    after = step_ms(*setting, overlap=False, clip=1.0)
     with waiting():
-        serial = step_ms(arguments.units, arguments.window, arguments.steps, overlap=False)
+        serial = step_ms(*setting, overlap=False)
+    long = step_ms(*setting, optimizer_ms=LONG_STEP)
+    with holding_nothing():
+        long_after = step_ms(*setting, optimizer_ms=LONG_STEP)
     print(f"compute {compute} ms, best possible {best} ms")
     print(f"overlapped          {overlapped:7.0f} ms   {overlapped / best:.2f} x best")
     print(f"with clipping       {clipped:7.0f} ms   {clipped / best:.2f} x best")
     print(f"  step not held     {after:7.0f} ms   {after / clipped:.2f} x held")
     print(f"one after the other {serial:7.0f} ms   {serial / overlapped:.2f} x overlapped")
+    print(f"host step {LONG_STEP} ms, best possible {long_best} ms")
+    print(f"overlapped          {long:7.0f} ms   {long / long_best:.2f} x best")
+    print(f"  step not held     {long_after:7.0f} ms   {long_after / long:.2f} x held")
     if arguments.json:
         facts = {"torch": torch.__version__, "units": arguments.units, "window": arguments.window}
         rows = {
@@ -180,6 +206,9 @@ def main():
             "clipped_ms": clipped,
             "clipped_not_held_ms": after,
             "serial_ms": serial,
+            "long_best_ms": long_best,
+            "long_overlapped_ms": long,
+            "long_not_held_ms": long_after,
         }
         arguments.json.write_text(json.dumps({**facts, **rows}, indent=1))
 

@@ -13,20 +13,30 @@ from dataclasses import replace
 
 from sp_lightning.machine import GIB, MACHINES, Machine
 from sp_lightning.schedule import Schedule
-from sp_lightning.simulation import Simulation, simulate
+from sp_lightning.simulation import Floor, Simulation, UnitCost, simulate
 from sp_lightning.workloads import WORKLOADS, Part, Workload
 
 WINDOW = 3
 HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 copy that travels, FP32 gradient
 MARGIN = 1.2
 ROWS = 8
+CHOICES = (  # what, k', parts of a unit
+    ("as it is", 1, 1),
+    ("two units exchanged at a time", 2, 1),
+    ("each unit cut in 2", 1, 2),
+    ("each unit cut in 8", 1, 8),
+)
 
 
-def step(workload: Workload, machine: Machine, tokens: int, into_forward: bool) -> Simulation:
+def step(workload: Workload, machine: Machine, tokens: int, runs_on: bool = True) -> Simulation:
     """One step with recompute, weights and gradients in bf16 on their way."""
-    units = workload.units(tokens)
-    schedule = Schedule([unit.up_nbytes for unit in units], WINDOW)
-    return simulate(units, schedule, machine, activations="recompute", steps_into_forward=into_forward)
+    return simulated(workload.units(tokens), machine, runs_on=runs_on)
+
+
+def simulated(units: list[UnitCost], machine: Machine, transfer: int = 1, runs_on: bool = True) -> Simulation:
+    """One step over these units."""
+    schedule = Schedule([unit.up_nbytes for unit in units], WINDOW, transfer)
+    return simulate(units, schedule, machine, activations="recompute", steps_into_forward=runs_on)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -44,7 +54,7 @@ def by_machine(cell) -> str:
 def sizes(workload: Workload, machine: Machine) -> str:
     """Tokens and seconds of a step, and the memory it takes."""
     tokens = workload.tokens(machine, WINDOW, True, False, MARGIN)
-    result = step(workload, machine, tokens, False)
+    result = step(workload, machine, tokens)
     host = workload.parameters * HOST_BYTES
     return (
         f"{tokens / 1e3:.1f}k, {result.step_s:.1f} s, {_fits(result.peak_nbytes, machine.device_nbytes)}, "
@@ -57,25 +67,64 @@ def _fits(nbytes: float, there: int) -> str:
     return text if nbytes <= there else f"**{text}**"
 
 
-def merits(margin: float, hidden_in_forward: bool, into_forward: bool):
+def merits(margin: float, hidden_in_forward: bool, runs_on: bool = True):
     """Cells with floor / step, and bound / step."""
 
     def cell(workload: Workload, machine: Machine) -> str:
         tokens = workload.tokens(machine, WINDOW, True, hidden_in_forward, margin)
-        result = step(workload, machine, tokens, into_forward)
+        result = step(workload, machine, tokens, runs_on)
         return f"{result.merit:.3f} ({result.floor.bound / result.step_s:.2f})"
 
     return cell
 
 
 def chains(margin: float):
-    """Cells with what binds, floor / step, and the longest chain / step."""
+    """Cells with what binds, floor / step, and the most that the longest chain allows."""
 
     def cell(workload: Workload, machine: Machine) -> str:
-        result = step(workload, machine, workload.tokens(machine, WINDOW, True, True, margin), True)
-        return f"{result.floor.binds} {result.merit:.3f} ({result.floor.chain / result.step_s:.3f})"
+        result = step(workload, machine, workload.tokens(machine, WINDOW, True, True, margin))
+        return f"{result.floor.binds} {result.merit:.3f} ({most(result.floor, result.floor):.3f})"
 
     return cell
+
+
+def most(floor: Floor, chained: Floor) -> float:
+    """What floor / step can not exceed: no step is shorter than its chain."""
+    return min(1.0, floor.seconds / chained.chain)
+
+
+def in_parts(units: list[UnitCost], count: int) -> list[UnitCost]:
+    """Each unit cut into so many."""
+    return [part for unit in units for part in itertools.repeat(_part(unit, count), count)]
+
+
+def _part(unit: UnitCost, count: int) -> UnitCost:
+    return replace(
+        unit,
+        up_nbytes=unit.up_nbytes // count,
+        down_nbytes=unit.down_nbytes // count,
+        parameters=unit.parameters // count,
+        forward_flops=unit.forward_flops / count,
+        backward_flops=unit.backward_flops / count,
+    )
+
+
+def choices(workload: Workload) -> str:
+    """Floor / step, and the most that the longest chain allows, for what a schedule may choose."""
+    rows: dict[str, list[str]] = {}
+    names = [name for name, machine in MACHINES.items() if _binds(workload, machine) == "optimizer"]
+    for machine in map(MACHINES.__getitem__, names):
+        units = workload.units(workload.tokens(machine, WINDOW, True, True, MARGIN / 2))
+        floor = simulated(units, machine).floor
+        for what, transfer, count in CHOICES:
+            result = simulated(in_parts(units, count), machine, transfer)
+            cell = f"{floor.seconds / result.step_s:.3f} ({most(floor, result.floor):.3f})"
+            rows.setdefault(what, []).append(cell)
+    return table(["", *names], [[what, *cells] for what, cells in rows.items()])
+
+
+def _binds(workload: Workload, machine: Machine) -> str:
+    return step(workload, machine, workload.tokens(machine, WINDOW, True, True, MARGIN / 2)).floor.binds
 
 
 def in_rows(part: Part) -> list[Part]:
@@ -102,15 +151,15 @@ def places(workload: Workload) -> Iterator[tuple[str, list[Part]]]:
 
 
 def placement() -> str:
-    """Seconds of a step, and the device's peak, for each place; as the runtime is, and with steps into forward."""
+    """Seconds of a step, and the device's peak, for each place."""
     columns = list(itertools.product(("llama3-8b", "qwen3-14b", "llama3-70b"), ("rtx4090", "h100")))
     rows: dict[str, list[str]] = {}
     for name, machine_name in columns:
         workload, machine = WORKLOADS[name], MACHINES[machine_name]
         for place, parts in places(workload):
             placed = replace(workload, parts=tuple(parts))
-            compute = step(placed, machine, workload.tokens(machine, WINDOW, True, False, MARGIN), False)
-            optimizer = step(placed, machine, workload.tokens(machine, WINDOW, True, True, MARGIN / 2), True)
+            compute = step(placed, machine, workload.tokens(machine, WINDOW, True, False, MARGIN))
+            optimizer = step(placed, machine, workload.tokens(machine, WINDOW, True, True, MARGIN / 2))
             cell = f"{compute.step_s:.2f} s, {optimizer.step_s:.2f} s, {compute.peak_nbytes / GIB:.1f} GiB"
             rows.setdefault(place, []).append(cell)
     return table(["", *map(", ".join, columns)], [[place, *cells] for place, cells in rows.items()])
@@ -121,26 +170,28 @@ def report() -> str:
     sections = {
         f"1. Compute takes {MARGIN} times what hides behind it; the optimizer hides behind backward": (
             "floor / step (bound / step).",
-            by_machine(merits(MARGIN, False, False)),
+            by_machine(merits(MARGIN, False)),
         ),
         "Its size": (
             "Tokens in a step, its time, GiB on the device, GiB on the host; what does not fit is bold.",
             by_machine(sizes),
         ),
         f"2. Compute takes {MARGIN} times what hides behind it; the optimizer hides behind forward too": (
-            "floor / step (bound / step) as the runtime is:",
+            "floor / step (bound / step):",
+            by_machine(merits(MARGIN, True)),
+            "Where the step may not run on beside the next forward:",
             by_machine(merits(MARGIN, True, False)),
-            "With steps into forward:",
-            by_machine(merits(MARGIN, True, True)),
         ),
         "3. Half of those tokens: the link or the optimizer binds": (
-            "floor / step (bound / step) as the runtime is:",
-            by_machine(merits(MARGIN / 2, True, False)),
-            "With steps into forward: what binds, floor / step (chain / step):",
+            "What binds, floor / step (what it can be at most: floor / chain):",
             by_machine(chains(MARGIN / 2)),
+            "Where the step may not run on beside the next forward, floor / step (bound / step):",
+            by_machine(merits(MARGIN / 2, True, False)),
+            "The UNet where the optimizer binds, by what a schedule may choose, floor / step (floor / chain):",
+            choices(WORKLOADS["sdxl"]),
         ),
         "4. Where the embedding and the head are": (
-            "Step at the tokens of 1 as the runtime is, step at those of 3 with steps into forward, device peak at 1.",
+            "Step at the tokens of 1, step at those of 3, device peak at 1.",
             placement(),
         ),
     }

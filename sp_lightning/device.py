@@ -42,6 +42,9 @@ class _IdleEvent:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def query(self) -> bool:
+        return True
+
 
 class _HostMoment:
     """A moment of an idle stream: now."""

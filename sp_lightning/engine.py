@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from .gradients import Downlink, Gradients
 from .held import HeldStep
 from .offload import Offload, OnHost
 from .optimizer import Group
-from .parameters import quietly, true_device
+from .parameters import quietly, true_device, true_grad
 from .recompute import Recompute, Written
 from .store import Residency, UnitStore
 from .telemetry import Counters
@@ -409,26 +409,32 @@ class Engine:
         """Whether a step of an optimizer is under way."""
         return self._held is not None
 
-    def prepare(self, step: HeldStep) -> list[Group]:
-        """Finds what can be held of this step (held.py); raises Unholdable."""
+    def any_left(self, groups: Sequence[Group]) -> bool:
+        """Whether any parameter of ours is to be stepped."""
+        with quietly():
+            params = (param for group in groups for param in group["params"])
+            return any(self.owner(param) is not None and true_grad(param) is not None for param in params)
+
+    def hold(
+        self, step: HeldStep, groups: Sequence[Group], stepped: Collection[int] = ()
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """This step of these groups runs on while the next forward begins; gives groups and state of what has to be
+        stepped at once. The parameters with these ids are stepped already. Raises Unholdable."""
         resident = (unit.index for unit in self.units if unit.unit.resident)  # part of it may be needed first of all
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
+        stores = [self.units[index].store for index in order]
         with quietly():
-            return step.prepare([self.units[index].store for index in order], self._store_of, self.downlink.is_own)
+            rest = step.prepare(groups, stores, self._store_of, self.downlink.is_own)
+            for store in stores:
+                store.suspect(stepped)  # no fill reads it: all have ended since the last backward and scope (Rule 4)
+            self.counters.held_steps += 1
+            self._held = step
+            reads.hold(self.finish_steps)
+            return rest, step.begin(self.counters.listener, self._step_ended)
 
     def _store_of(self, parameter: Tensor) -> UnitStore | None:
         unit = self._by_parameter.get(id(parameter))
         return None if unit is None else unit.store
-
-    def hold(self, step: HeldStep, groups: list[Group]) -> tuple[list[Group], Any]:
-        """This prepared step runs on while the next forward begins; gives what has to be stepped at once."""
-        for unit in self.units:
-            unit.store.suspect()  # no fill reads it: all have ended since the last backward and scope (Rule 4)
-        self.counters.held_steps += 1
-        self._held = step
-        reads.hold(self.finish_steps)
-        with quietly():
-            return groups, step.begin(self.counters.listener, self._step_ended)
 
     def finish_steps(self) -> None:
         """No step is under way any more."""

@@ -43,7 +43,7 @@ from .overlap import HostThread, StepAhead
 from .parameters import set_true_grad, true_dtype, true_grad
 from .store import UnitStore
 from .telemetry import Counters
-from .transfer import Copies
+from .transfer import Arrival, Copies
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
@@ -168,7 +168,22 @@ class Landing:
     packing: Packing  # freed early, its memory would be given away while it is read
     host: list[tuple[Tensor, Tensor, Tensor | None]]  # a parameter, where its gradient lands, and is widened
     stream: Any  # on which the packed buffer was made: its memory is given out there again
-    done: Any
+    done: Arrival
+
+    def has_arrived(self) -> bool:
+        """Whether ``land`` would not wait."""
+        return self.done.query()
+
+    def wait(self) -> None:
+        """The gradients are on the host."""
+        self.done.synchronize()
+
+    def land(self) -> list[Tensor]:
+        """They are accumulated; tells whose they were."""
+        self.wait()
+        for parameter, grad, room in self.host:
+            _accumulate(parameter, grad, room)
+        return [parameter for parameter, *_ in self.host]
 
 
 class Downlink:
@@ -219,7 +234,7 @@ class Downlink:
                 under_way, self._under_way = self._under_way, []
                 for landing in under_way:
                     with self.counters.stall("gradients"):
-                        self._land(landing)
+                        landing.land()
             finally:
                 self._landing = False
 
@@ -244,14 +259,6 @@ class Downlink:
         from_slab = 0 if slab is None else slab.references(index, true_grad(parameter))
         return _references(_known(true_grad(parameter))) == _own_references(from_slab)
 
-    @staticmethod
-    def _land(landing: Landing) -> list[Tensor]:
-        """Waits for gradients and accumulates them; tells whose they were."""
-        landing.done.synchronize()
-        for parameter, grad, room in landing.host:
-            _accumulate(parameter, grad, room)
-        return [parameter for parameter, *_ in landing.host]
-
     # ---- taken
 
     def _take(self, store: UnitStore, indices: list[int], grads: Gradients, final: bool) -> None:
@@ -266,8 +273,8 @@ class Downlink:
         landing = self._send(store, taken, packing)
         landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
         if self.ahead is not None and final and not self._under_way:
-            timed = self.counters.listener.work("optimizer", store.unit.name, "step")
-            self.ahead.submit(lambda: self._land(landing), timed, store.convert)
+            timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
+            self.ahead.submit(landing, timed, store.convert)
         else:
             self._under_way.append(landing)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -361,17 +361,24 @@ class Handle:
         return len(own) > ours or len(of_all) > 1
 
     @contextlib.contextmanager
-    def stepping_ahead(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def stepping_ahead(
+        self, optimizer: torch.optim.Optimizer, may_hold: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
-        units are stepped while backward still runs. Where the optimizer does not step each parameter by itself,
-        nothing is different."""
+        units are stepped while backward still runs, and what is left then as by ``holding``. Where the optimizer does
+        not step each parameter by itself, nothing is different."""
         self._prepare(optimizer)
         step = self._steps[optimizer]
         if step is None:
             yield
             return
-        self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread)
-        step.rest = ahead.rest
+        self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
+
+        def rest() -> tuple[list[Group], dict[Any, Any]]:
+            groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
+            return groups, ahead.state
+
+        step.rest = rest
         try:
             yield
         except BaseException:
@@ -392,24 +399,28 @@ class Handle:
         if step is None:
             yield
             return
-
-        def rest() -> tuple[list[Group], Any]:
-            self.engine.finish_steps()
-            held = HeldStep(optimizer, step, self._thread)
-            try:
-                groups = self.engine.prepare(held) if may_hold() else None
-            except Unholdable as reason:
-                self._say_not_held(str(reason))
-                groups = None
-            if groups is None:
-                return optimizer.param_groups, optimizer.state
-            return self.engine.hold(held, groups)
-
-        step.rest = rest
+        step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
         try:
             yield
         finally:
             step.rest = None
+
+    def _rest(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: ShadowStep,
+        groups: list[Group],
+        stepped: Collection[int],
+        may_hold: Callable[[], bool],
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
+        self.engine.finish_steps()
+        if self.engine.any_left(groups) and may_hold():
+            try:
+                return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
+            except Unholdable as reason:
+                self._say_not_held(str(reason))
+        return groups, optimizer.state
 
     def _say_not_held(self, reason: str) -> None:
         if reason and reason not in self._said:

@@ -1,4 +1,5 @@
-"""A step that is held: it runs on the host thread, unit by unit, while the next forward begins.
+"""A step that is held: it runs on the host thread, unit by unit, while the next forward begins. Of a step that began
+beside backward (overlap.py) it is what was left at backward's end.
 
 1. It is held as a whole, or not at all, and only where nothing but the parameters themselves and ``optimizer.state``
    leads to what it writes: where somebody else refers to a weight's bytes, to a gradient or to state, it is not.
@@ -21,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -117,12 +118,13 @@ class HeldUnit:
 
 
 class HeldStep:
-    """One step of an optimizer, on its way."""
+    """One step of an optimizer, on its way; of some parameters it is done already."""
 
-    def __init__(self, optimizer: Optimizer, step: ShadowStep, thread: HostThread) -> None:
+    def __init__(self, optimizer: Optimizer, step: ShadowStep, thread: HostThread, stepped: int = 0) -> None:
         self._optimizer = optimizer
         self._step = step
         self._thread = thread
+        self._stepped = stepped
         self._shadow: Any = None
         self._units: dict[UnitStore, HeldUnit] = {}
         self._state: Any = None
@@ -131,8 +133,8 @@ class HeldStep:
         self._ended: Callable[[], None] = lambda: None
         self._lock = threading.RLock()  # of those who wait
 
-    def prepare(self, order: Iterable[UnitStore], owner: Owner, is_own: IsOwn) -> list[Group]:
-        """Finds what can be held, in this order of units; gives the groups of what has to be stepped at once.
+    def prepare(self, groups: Sequence[Group], order: Iterable[UnitStore], owner: Owner, is_own: IsOwn) -> list[Group]:
+        """Finds what of these groups can be held, in this order of units; gives what of them has to be stepped at once.
 
         Changes nothing. Raises Unholdable where Rule 1 or 4 forbids it. ``is_own`` tells whether nobody but the
         parameter refers to its gradient.
@@ -141,7 +143,7 @@ class HeldStep:
             raise Unholdable("somebody else refers to the optimizer's state")
         units = {store: HeldUnit() for store in order}
         rest: list[Group] = []
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(groups):
             if group.get("differentiable"):
                 raise Unholdable("the optimizer is differentiable")
             options = {key: _as_it_is(value) for key, value in group.items() if key != "params"}
@@ -236,8 +238,8 @@ class HeldStep:
         unit.stepped = True
 
     def _say_partly_stepped(self) -> None:
-        stepped = sum(unit.count for unit in self._units.values() if unit.stepped)
-        count = sum(unit.count for unit in self._units.values())
+        stepped = self._stepped + sum(unit.count for unit in self._units.values() if unit.stepped)
+        count = self._stepped + sum(unit.count for unit in self._units.values())
         log.error(
             "superpipeline: the optimizer's step failed when it had stepped %d of %d parameters; the weights are not "
             "those of one step",

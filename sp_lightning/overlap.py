@@ -2,30 +2,34 @@
 
 1. What is stepped ahead is final: its gradients came out of the outermost backward of the last micro-batch, and nothing
    between that backward and the step may look at gradients or parameters (the strategy knows).
-2. One thread does it, in the order of arrival: it waits for a unit's gradients, accumulates them into ``.grad`` and
-   steps the unit's parameters with the optimizer's own code and state. ``optimizer.step()`` then steps the rest.
+2. One thread does it: it waits for a unit's gradients, accumulates them into ``.grad`` and steps the unit's parameters
+   with the optimizer's own code and state. ``optimizer.step()`` then steps the rest.
 3. Who asks for a gradient waits for the thread. So does the step, and an error of the thread is raised there.
-4. The order in which state is created is not that of the parameters; it is put right when the step ends.
-5. What a thread has of its own and results depend on is the caller's: whether denormal numbers are flushed to zero, and
+4. Where the step may run on (held.py), nobody waits for what the thread did not come to by the time at which the last
+   gradients arrive: they are accumulated, and the rest is left to the step. Of what has arrived the thread takes the
+   newest, also between the parts of a unit: what is left is what the next forward needs last.
+5. The order in which state is created is not that of the parameters; it is put right when the step ends.
+6. What a thread has of its own and results depend on is the caller's: whether denormal numbers are flushed to zero, and
    how many threads share an operator, which decides where its vectorized loops end.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .optimizer import Group, ShadowStep
+from .simulation import PARTS
 
-Arrive = Callable[[], Sequence[Tensor]]  # waits for gradients, accumulates them, and tells whose they were
 _thread = threading.local()
 _HALF = float("0.5")  # which no compiler sees
 
@@ -46,7 +50,7 @@ class HostThread:
         return getattr(_thread, "steps_ahead", False)
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Does this after all that was submitted before, as the caller would (Rule 5)."""
+        """Does this after all that was submitted before, as the caller would (Rule 6)."""
         return self._pool.submit(_as_here(work))
 
     def close(self) -> None:
@@ -72,60 +76,169 @@ def _flushes_denormals() -> bool:
     return sys.float_info.min * _HALF == 0.0
 
 
-class StepAhead:
-    """One step of an optimizer, of which parameters whose gradients arrive are stepped at once."""
+class Arriving(Protocol):
+    """Gradients of a unit on their way to the host."""
 
-    def __init__(self, optimizer: Optimizer, step: ShadowStep, thread: HostThread) -> None:
+    def has_arrived(self) -> bool:
+        """Whether they are there."""
+
+    def wait(self) -> None:
+        """They are."""
+
+    def land(self) -> Sequence[Tensor]:
+        """Waits for them, accumulates them, and tells whose they were."""
+
+
+class _Unit:
+    """What is stepped of one unit, part by part (Rule 4)."""
+
+    def __init__(
+        self,
+        number: int,
+        gradients: Arriving,
+        timed: Callable[[], AbstractContextManager[None]],
+        then: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.gradients = gradients
+        self.timed = timed
+        self.then = then
+        self._landed = False
+        self._left: list[Tensor] = []  # of its parameters, to be stepped
+        self._part = 0  # elements of a part, at least
+
+    def has_arrived(self) -> bool:
+        """Whether it can be stepped now."""
+        return self._landed or self.gradients.has_arrived()
+
+    def land(self) -> None:
+        """Its gradients are there. Safe twice."""
+        if not self._landed:
+            self._landed = True
+            self._left = list(self.gradients.land())
+            self._part = sum(param.numel() for param in self._left) // PARTS
+
+    def next_part(self) -> list[Tensor]:
+        """The parameters to be stepped next."""
+        part: list[Tensor] = []
+        while self._left and sum(param.numel() for param in part) < max(self._part, 1):
+            part.append(self._left.pop(0))
+        return part
+
+    @property
+    def done(self) -> bool:
+        """Whether no parameter is left."""
+        return self._landed and not self._left
+
+
+class StepAhead:
+    """One step of an optimizer, of which parameters whose gradients arrive are stepped at once.
+
+    ``may_leave`` tells whether the step may run on: what the thread does not come to is left (Rule 4).
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, step: ShadowStep, thread: HostThread, may_leave: Callable[[], bool] = lambda: False
+    ) -> None:
         self._optimizer = optimizer
         self._step = step
         self._thread = thread
+        self._may_leave = may_leave
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._under_way: list[Future[None]] = []
-        self._known = len(optimizer.state)
+        self._units: list[_Unit] = []  # that are not stepped and not being stepped, oldest first
+        self._numbers = itertools.count()  # of units
+        self._leaving = False  # what is left of a unit is not taken up again
+        self._lock = threading.Lock()  # of all these
+        self._known: int | None = None  # how many parameters had state when the first unit was submitted
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
+        self.state: Any = None  # the optimizer's; it may be held back by the time at which it is sorted
 
-    def submit(self, arrive: Arrive, timed: AbstractContextManager[None], then: Callable[[], None]) -> None:
+    def submit(
+        self, gradients: Arriving, timed: Callable[[], AbstractContextManager[None]], then: Callable[[], None]
+    ) -> None:
         """Gradients are under way whose parameters can be stepped when they arrive, and ``then`` has to do with what
-        they are by then; both within ``timed``."""
-        self._under_way.append(self._thread.submit(lambda: self._arrived(arrive, timed, then)))
+        they are by then; both within what ``timed`` gives."""
+        if self._known is None:
+            self._known = len(self._optimizer.state)
+        with self._lock:
+            self._units.append(_Unit(next(self._numbers), gradients, timed, then))
+            self._under_way.append(self._thread.submit(self._step_next))
 
-    def rest(self) -> tuple[list[Group], Any]:
+    def rest(self) -> list[Group]:
         """What the optimizer's own step has to do: all but what was stepped ahead, before backward returned."""
         groups = self._optimizer.param_groups
-        rest = [{**group, "params": [p for p in group["params"] if id(p) not in self.stepped]} for group in groups]
-        return rest, self._optimizer.state
+        return [{**group, "params": [p for p in group["params"] if id(p) not in self.stepped]} for group in groups]
 
     def finish(self) -> None:
-        """All that was submitted is stepped (Rule 3)."""
+        """All that was submitted is stepped (Rule 3), or left (Rule 4)."""
         if HostThread.is_current():
             return
+        if self._units and self._may_leave():
+            self._leave()
         for work in self._under_way:
             work.exception()  # waits for each before the first error is raised
-        under_way, self._under_way = self._under_way, []
+        with self._lock:
+            under_way, self._under_way = self._under_way, []
+            self._leaving = False
         for work in under_way:
             work.result()
 
     def sort_state(self) -> None:
-        """State that the step made is in the order in which the optimizer's own would have made it (Rule 4)."""
-        state: dict[Any, Any] = self._optimizer.state
+        """State that the step made is in the order in which the optimizer's own would have made it (Rule 5)."""
+        if self._known is None:
+            return
+        state: dict[Any, Any] = self._optimizer.state if self.state is None else self.state
         made = list(state)[self._known :]
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         order = {id(param): i for i, param in enumerate(params)}
         for param in sorted(made, key=lambda param: order.get(id(param), len(order))):
             state[param] = state.pop(param)
+        self.state = None
 
-    def _arrived(self, arrive: Arrive, timed: AbstractContextManager[None], then: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        self._failed = True
+    def _leave(self) -> None:
+        """Rule 4. The thread goes on with the newest meanwhile, and ends with a part of it."""
+        for unit in self._units[-1:]:
+            unit.gradients.wait()
+        with self._lock:
+            self._leaving = True
+        with torch._C.DisableTorchFunctionSubclass():
+            while (oldest := self._take(lambda _: 0)) is not None:
+                oldest.land()
+        with self._lock:
+            if not self._units:  # else some were submitted meanwhile
+                self._under_way = [work for work in self._under_way if not work.cancel()]
+
+    def _take(self, which: Callable[[list[_Unit]], int]) -> _Unit | None:
+        with self._lock:
+            return self._units.pop(which(self._units)) if self._units else None
+
+    def _step_next(self) -> None:
+        """Steps what is the next unit to be done, and parts of others."""
+        while not self._failed and (unit := self._take(_newest_that_arrived)) is not None:
+            self._failed = True
+            self._step_part(unit)
+            self._failed = False
+            with self._lock:
+                if unit.done or self._leaving:
+                    return
+                self._units.insert(sum(other.number < unit.number for other in self._units), unit)
+
+    def _step_part(self, unit: _Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # host parameters are meant (reads.py)
-            params = [param for param in arrive() if id(param) in self._group_of]
+            unit.land()
+            params = [param for param in unit.next_part() if id(param) in self._group_of]
             groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param in params:
                 groups[self._group_of[id(param)]]["params"].append(param)
-            with timed:
+            with unit.timed():
                 self._step.step_groups(self._optimizer, groups)
-                then()
+                if unit.done:
+                    unit.then()
         self.stepped.update(map(id, params))
-        self._failed = False
+
+
+def _newest_that_arrived(units: list[_Unit]) -> int:
+    """Rule 4; the oldest where none has."""
+    return next((index for index in reversed(range(len(units))) if units[index].has_arrived()), 0)

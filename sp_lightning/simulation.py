@@ -38,7 +38,7 @@ LaneName = Literal["up", "compute", "down", "optimizer"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # what waits for a lane
 
-PIECES = 8  # of a unit's step: about its parameters
+PARTS = 4  # of a unit's step, between which the host turns to what is more urgent
 STEPS = 4  # that are run: the first ones fill the pipeline, the time between the last two counts
 
 
@@ -412,9 +412,9 @@ class _Host:
             self._landing, self._packed_nbytes = None, 0
 
     def _step(self, index: int, after: list[_Task | None]) -> None:
-        pieces = PIECES if self._into_forward else 1
-        work = _step_s(self._units[index], self._machine) / pieces
-        for _ in range(pieces):
+        parts = PARTS if self._into_forward else 1
+        work = _step_s(self._units[index], self._machine) / parts
+        for _ in range(parts):
             self._stepped[index] = self._issue("optimizer", index, work, after)
             after = [self._stepped[index]]
 

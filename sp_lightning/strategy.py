@@ -113,8 +113,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             keeps the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
             "recompute+offload" moves the inputs and runs forward again.
         optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
-            nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook. With
-            those, step while the next forward begins, where no hook of yours is called between the two.
+            nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook. What is
+            left then, and with those all, is stepped while the next forward begins, where no hook of yours is called
+            between the two.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: faster, but not the bits of the default loop.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
@@ -392,7 +393,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if not automatic:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         ahead = self._may_step_ahead(optimizer)
-        with self.handle.stepping_ahead(optimizer) if ahead else self.handle.holding(optimizer, self._may_hold):
+        overlapping = self.handle.stepping_ahead if ahead else self.handle.holding
+        with overlapping(optimizer, self._may_hold):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:

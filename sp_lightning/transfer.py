@@ -35,6 +35,9 @@ class Arrival(Protocol):
     def synchronize(self) -> None:
         """The host bytes may be written (copied up) or read (copied down)."""
 
+    def query(self) -> bool:
+        """Whether they may be now."""
+
 
 class Staged:
     """The arrival of a copy that a thread makes (Rule 2)."""
@@ -48,6 +51,9 @@ class Staged:
 
     def synchronize(self) -> None:
         self.on_host.result()
+
+    def query(self) -> bool:
+        return self.on_host.done()
 
     def fail(self, error: BaseException) -> None:
         """Who waits is told."""

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import weakref
 
 import lightning as L
@@ -22,6 +23,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.optimizer import Optimizer
+from sp_lightning.overlap import StepAhead
 
 TRUE_DATA = torch.Tensor.data.__get__
 
@@ -37,23 +39,46 @@ def step(net, optimizer, x):
 
 
 class Gate:
-    """The host thread does not begin until somebody waits, or for a while at most."""
+    """The host thread does not go on until this is open."""
 
-    def __init__(self, handle, opens_after=0.05):
+    def __init__(self, handle):
         self.event = threading.Event()
         handle._thread.submit(lambda: self.event.wait(60))
-        threading.Timer(opens_after, self.event.set).start()
+
+    def open(self, after=0.05):
+        threading.Timer(after, self.event.set).start()
 
 
 class Held:
     """A net whose last step is held at the gate."""
 
-    def __init__(self, handle, net, optimizer, opens_after=0.05):
+    def __init__(self, handle, net, optimizer, opens_after):
         self.handle, self.net, self.optimizer = handle, net, optimizer
-        self.gate = Gate(handle, opens_after)
-        with handle.holding(optimizer, lambda: True):
-            optimizer.step()
-        assert handle.engine.holding
+        self.opens_after = opens_after
+
+    def after_backward(self, x, before):
+        """All of it."""
+        squares(self.net, x).backward()
+        before(self.net, self.optimizer)
+        with self.handle.holding(self.optimizer, lambda: True):
+            self.gate = Gate(self.handle)
+            self.gate.open(self.opens_after)
+            self.optimizer.step()
+
+    def beside_backward(self, x, before):
+        """What was not stepped when backward came to the second block."""
+
+        def stop(_):
+            self.handle._thread.submit(lambda: None).result()
+            self.gate = Gate(self.handle)
+
+        hook = self.net.blocks[1].register_forward_hook(lambda *args: args[2].register_hook(stop) and None)
+        with self.handle.stepping_ahead(self.optimizer, lambda: True):
+            squares(self.net, x).backward()
+            hook.remove()
+            before(self.net, self.optimizer)
+            self.gate.open(self.opens_after)
+            self.optimizer.step()
 
     @property
     def is_under_way(self):
@@ -69,8 +94,8 @@ def plain(make_optimizer=adamw, steps=2):
     return net, optimizer
 
 
-@pytest.fixture
-def hold(device):
+@pytest.fixture(params=[Held.after_backward, Held.beside_backward], ids=["after backward", "beside backward"])
+def hold(device, request):
     """Makes the same with a step that is held; everything is closed at the end."""
     handles = []
 
@@ -84,9 +109,10 @@ def hold(device):
         for _ in range(steps - 1):
             step(net, optimizer, x)
         optimizer.zero_grad()
-        squares(net, x).backward()
-        before(net, optimizer)
-        return Held(handle, net, optimizer, opens_after)
+        held = Held(handle, net, optimizer, opens_after)
+        request.param(held, x, before)
+        assert held.is_under_way
+        return held
 
     yield make
     for handle in handles:
@@ -257,7 +283,7 @@ def test_a_backward_that_comes_again_accumulates_after_it(device):
         next(net.parameters()).register_hook(lambda grad: grad)  # autograd accumulates it
         loss = net(x).square().sum()
         loss.backward(retain_graph=True)
-        Gate(handle)
+        Gate(handle).open()
         with handle.holding(optimizer, lambda: True):
             optimizer.step()
         loss.backward()
@@ -456,7 +482,7 @@ def test_an_error_of_the_thread_is_raised_once_by_who_waits_first(look, hold, mo
     held.gate.event.set()
     with pytest.raises(ValueError, match="the optimizer failed"):
         {
-            "a weight": lambda: held.net.blocks[3].up.weight.sum(),
+            "a weight": lambda: held.net.blocks[1].up.weight.sum(),
             "the state": lambda: held.optimizer.state,
             "close": held.handle.close,
             "a forward": lambda: held.net(next(inputs(held.handle.device.torch_device))),
@@ -574,16 +600,25 @@ def several(net):
 
 CLIP = {"gradient_clip_val": 0.05}
 SETTINGS = [
-    (adamw, CLIP, 2),
-    (momentum, CLIP, 2),
-    (several, CLIP, 2),
-    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), CLIP, 3),  # has no state to be made
-    (adamw, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, 2),
-    (adamw, {**CLIP, "accumulate_grad_batches": 3, "max_steps": 4, "max_epochs": 4}, 1),
-    (groups_with_a_scheduler, CLIP, 2),
-    (tensor_rate, CLIP, 2),
-    (adamw, {**CLIP, "precision": "bf16-mixed"}, 2),
+    (adamw, {}, 2),
+    (momentum, {}, 2),
+    (several, {}, 2),
+    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), {}, 3),  # has no state to be made
+    (adamw, {"accumulate_grad_batches": 3, "max_steps": 4, "max_epochs": 4}, 1),
+    (groups_with_a_scheduler, {}, 2),
+    (tensor_rate, {}, 2),
+    (adamw, {"precision": "bf16-mixed"}, 2),
 ]
+
+
+@pytest.fixture(params=["after backward", "beside backward"])
+def clip(request, monkeypatch):
+    """Settings of a Trainer whose steps wait for all gradients, or begin beside backward and are not done then."""
+    if request.param == "after backward":
+        return CLIP
+    step_next = StepAhead._step_next
+    monkeypatch.setattr(StepAhead, "_step_next", lambda self: step_next(self) or time.sleep(0.05))
+    return {}
 
 
 def compare_fits(device, make=Net, options=None, **settings):
@@ -600,14 +635,19 @@ def compare_fits(device, make=Net, options=None, **settings):
 
 
 @pytest.mark.parametrize("make_optimizer, settings, held", SETTINGS)
-def test_the_bits_are_the_plain_runs(make_optimizer, settings, held, device):
-    stats = compare_fits(device, functools.partial(Net, make_optimizer), **settings)
-    assert stats["held_steps"] == held
+def test_the_bits_are_the_plain_runs(make_optimizer, settings, held, device, clip):
+    stats = compare_fits(device, functools.partial(Net, make_optimizer), **settings, **clip)
+    assert stats["held_steps"] == held and (stats["stepped_ahead"] > 0) is not bool(clip)
+
+
+def test_the_bits_are_the_plain_runs_with_gradients_clipped_by_value(device):
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    assert compare_fits(device, **clip)["held_steps"] == 2
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations, device):
-    assert compare_fits(device, options={"activations": activations, "window": 1}, **CLIP)["held_steps"] == 2
+def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations, device, clip):
+    assert compare_fits(device, options={"activations": activations, "window": 1}, **clip)["held_steps"] == 2
 
 
 class Overflows(Net):
@@ -678,14 +718,14 @@ class KeepsTheState(Net):
 @pytest.mark.parametrize(
     "kind, held", [(LooksAtTheEnd, 0), (LooksWhereThereIsNoHook, 2), (LooksInTheStep, 2), (KeepsTheState, 0)]
 )
-def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, device):
-    stats = compare_fits(device, functools.partial(kind, groups_with_a_scheduler), **CLIP)
+def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, device, clip):
+    stats = compare_fits(device, functools.partial(kind, groups_with_a_scheduler), **clip)
     assert stats["held_steps"] == held
 
 
-def test_an_average_of_the_weights_is_that_of_a_plain_fit(device, caplog):
+def test_an_average_of_the_weights_is_that_of_a_plain_fit(device, clip, caplog):
     def settings():
-        return {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)], **CLIP}
+        return {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)], **clip}
 
     expected = fit(Net, None, device, **settings())
     with caplog.at_level(logging.INFO, "sp_lightning"):
@@ -705,15 +745,15 @@ class Validated(Net):
 
 
 @pytest.mark.parametrize("interval, held", [(2, 1), (1, 0)])
-def test_validation_in_the_middle_sees_finished_weights(interval, held, device):
-    assert compare_fits(device, Validated, val_check_interval=interval, **CLIP)["held_steps"] == held
+def test_validation_in_the_middle_sees_finished_weights(interval, held, device, clip):
+    assert compare_fits(device, Validated, val_check_interval=interval, **clip)["held_steps"] == held
 
 
-def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, tmp_path):
+def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, clip, tmp_path):
     def settings(name):
         every = {"every_n_train_steps": 1, "save_top_k": -1}
         checkpoints = L.pytorch.callbacks.ModelCheckpoint(tmp_path / name, "{step}", **every)
-        return {"callbacks": [checkpoints], "enable_checkpointing": True, **CLIP}
+        return {"callbacks": [checkpoints], "enable_checkpointing": True, **clip}
 
     def streaming():
         return sp_lightning.SuperpipelineStrategy(window=2, device=device)
@@ -726,7 +766,7 @@ def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, 
         for key in ("state_dict", "optimizer_states"):
             assert_equal(one[key], other[key])
     resumed = [
-        fit(Net, strategy, device, tmp_path / "held" / "step=2.ckpt", **CLIP) for strategy in (streaming(), None)
+        fit(Net, strategy, device, tmp_path / "held" / "step=2.ckpt", **clip) for strategy in (streaming(), None)
     ]
     assert_equal(*(module.state_dict() for module in resumed))
 
@@ -746,11 +786,11 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_fit_that_fails_leaves_finished_weights(device):
+def test_a_fit_that_fails_leaves_finished_weights(device, clip):
     def weights(strategy):
         failed = []
         with pytest.raises(ValueError, match="this batch"):
-            fit(lambda: failed.append(Fails()) or failed[0], strategy, device, **CLIP)
+            fit(lambda: failed.append(Fails()) or failed[0], strategy, device, **clip)
         return failed[0].state_dict()
 
     assert_equal(weights(sp_lightning.SuperpipelineStrategy(window=2, device=device)), weights(None))
@@ -771,17 +811,19 @@ class LooksAtAnyTime(L.Callback):
         (KeepsTheState, [], "somebody else refers to the optimizer's state"),
     ],
 )
-def test_why_a_step_is_not_held_is_said_once(module, callbacks, reason, caplog):
+def test_why_a_step_is_not_held_is_said_once(module, callbacks, reason, clip, caplog):
     device = torch.device("cpu")
     with caplog.at_level(logging.INFO, "sp_lightning"):
-        fit(module, sp_lightning.SuperpipelineStrategy(window=2), device, callbacks=callbacks, **CLIP)
+        fit(module, sp_lightning.SuperpipelineStrategy(window=2), device, callbacks=callbacks, **clip)
     assert sum(reason in record.getMessage() for record in caplog.records) == 1
 
 
-def test_where_the_optimizer_overlaps_backward_nothing_is_held(device):
-    stats = compare_fits(device)
-    assert stats["held_steps"] == 0 and stats["stepped_ahead"] > 0
+def test_what_is_held_is_what_was_not_stepped_beside_backward(hold, request):
+    stats = hold().handle.stats()
+    beside = request.node.callspec.params["hold"] is Held.beside_backward
+    ahead = 2 * 6 if beside else 0  # the parameters of two blocks
+    assert (stats["held_steps"], stats["stepped_ahead"]) == (1, ahead)
 
 
-def test_switched_off_nothing_is_held(device):
-    assert compare_fits(device, options={"optimizer_overlap": False}, **CLIP)["held_steps"] == 0
+def test_switched_off_nothing_is_held(device, clip):
+    assert compare_fits(device, options={"optimizer_overlap": False}, **clip)["held_steps"] == 0

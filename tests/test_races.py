@@ -474,13 +474,14 @@ def test_the_optimizer_waits_for_what_is_stepped_ahead():
             assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
-def test_an_error_of_the_thread_that_steps_ahead_is_raised(monkeypatch):
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_error_of_the_thread_that_steps_ahead_is_raised(leaves, monkeypatch):
     net = blocks()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         x = models.vectors(0)[0].to(DEVICE)
         optimizer = stepping(net, handle, x)
         monkeypatch.setattr(torch.optim.SGD, "_init_group", interrupt)
-        with pytest.raises(Interruption), handle.stepping_ahead(optimizer):
+        with pytest.raises(Interruption), handle.stepping_ahead(optimizer, lambda: leaves):
             optimizer.zero_grad()
             squares(net, x).backward()
 
@@ -501,12 +502,40 @@ def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
         assert all(torch.equal(torch.Tensor.data.__get__(p), q) for p, q in zip(net.parameters(), after, strict=True))
 
 
-def test_a_wait_that_was_interrupted_can_be_taken_up_again():
+class Arriving:
+    """Gradients of nothing, on their way for a while."""
+
+    def __init__(self, name, landed, seconds=0.0):
+        self.name = name
+        self.landed = landed
+        self.at = time.monotonic() + seconds
+
+    def has_arrived(self):
+        return time.monotonic() >= self.at
+
+    def wait(self):
+        time.sleep(max(0, self.at - time.monotonic()))
+
+    def land(self):
+        self.wait()
+        self.landed.append(self.name)
+        return []
+
+    def submit(self, ahead):
+        ahead.submit(self, contextlib.nullcontext, lambda: None)
+
+
+@pytest.fixture
+def ahead():
     optimizer = make_optimizer(blocks())
     thread = overlap.HostThread()
-    ahead = overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
+    yield overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
+    thread.close()
+
+
+def test_a_wait_that_was_interrupted_can_be_taken_up_again(ahead):
     arrived = []
-    ahead.submit(lambda: time.sleep(0.5) or arrived.append(True) or [], contextlib.nullcontext(), lambda: None)
+    Arriving("unit", arrived, 0.5).submit(ahead)
     main = threading.main_thread().ident
     threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -514,7 +543,29 @@ def test_a_wait_that_was_interrupted_can_be_taken_up_again():
     assert not arrived
     ahead.finish()
     assert arrived
-    thread.close()
+
+
+def test_of_what_has_arrived_the_newest_is_stepped_first(ahead):
+    landed = []
+    for name, seconds in [("busy", 0.2), ("old", 0), ("new", 0), ("on its way", 0.5)]:
+        Arriving(name, landed, seconds).submit(ahead)
+        time.sleep(0.05)
+    ahead.finish()
+    assert landed == ["busy", "new", "old", "on its way"]
+
+
+def test_units_are_stepped_while_the_last_gradients_are_on_their_way():
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        optimizer = stepping(net, handle, x)
+        before = handle.stats()["stepped_ahead"]
+        slow(d2h=SLOW_US)
+        optimizer.zero_grad()
+        with handle.stepping_ahead(optimizer, lambda: True):
+            squares(net, x).backward()
+            optimizer.step()
+        assert handle.stats()["stepped_ahead"] - before >= 20  # of 28: but for one unit, if the host is slow
 
 
 # --- What is read of a recording
