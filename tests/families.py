@@ -511,8 +511,216 @@ def diffusion_families() -> Iterator[Family]:
     yield family("unet", UNet, "skips from down to up, no module list of blocks alone")
 
 
+# --- Further families of both libraries, picked for what few others do
+
+
+def unlabelled_video(index: int) -> dict[str, Any]:
+    return {"pixel_values": noise(index, 4, 3, IMAGE, IMAGE)}
+
+
+def large_picture(index: int) -> dict[str, Any]:
+    return {"pixel_values": noise(index, 3, 64, 64)}
+
+
+def waveform(index: int) -> dict[str, Any]:
+    return {"input_values": noise(index, 1, 64)}
+
+
+def long_text(index: int) -> dict[str, Any]:
+    return {"input_ids": ids(index, 64)}
+
+
+def latent_text(index: int) -> dict[str, Any]:
+    return {"inputs": ids(index, 16)}
+
+
+def spectrum_and_caption(index: int) -> dict[str, Any]:
+    return {"input_ids": ids(index), "input_features": noise(index, 1, 128, 8)}
+
+
+def picture_and_queries(index: int) -> dict[str, Any]:
+    queries = torch.randint(3, VOCABULARY - 1, (2 * BATCH, LENGTH), generator=generator(index))
+    return {**picture(index), "input_ids": queries, "attention_mask": torch.ones_like(queries)}
+
+
+def picture_and_points(index: int) -> dict[str, Any]:
+    return {**picture(index), "input_points": torch.rand(BATCH, 1, 2, 2, generator=generator(index)) * IMAGE}
+
+
+def speech_and_speaker(index: int) -> dict[str, Any]:
+    return {"input_ids": ids(index), "decoder_input_values": noise(index, 8, 8), "speaker_embeddings": noise(index, 8)}
+
+
+def moves(index: int) -> dict[str, Any]:
+    sizes = {"states": 5, "actions": 3, "rewards": 1, "returns_to_go": 1}
+    seen = {name: noise(index + 100 * i, 4, size) for i, (name, size) in enumerate(sizes.items())}
+    return {**seen, "timesteps": torch.arange(4).expand(BATCH, 4), "attention_mask": torch.ones(BATCH, 4)}
+
+
+def series(index: int) -> dict[str, Any]:
+    return {
+        "past_values": noise(index, 13).abs() + 1,
+        "past_time_features": noise(index + 100, 13, 2),
+        "past_observed_mask": torch.ones(BATCH, 13),
+        "future_values": noise(index + 200, 4).abs() + 1,
+        "future_time_features": noise(index + 300, 4, 2),
+    }
+
+
+NARROW = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "use_cache": False}
+T5_LIKE = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+SPEECH = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+SPEECH |= {"conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2}
+SPEECH |= {"vocab_size": VOCABULARY, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+SPEECH |= {"mask_time_prob": 0.0}
+SERIES = {"prediction_length": 4, "context_length": 8, "num_time_features": 2, "lags_sequence": [1, 2, 3, 4, 5]}
+SERIES |= {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in
+           {"layers": 2, "attention_heads": 2, "ffn_dim": 24}.items()}  # fmt: skip
+VOICE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "flow_size": 16}
+VOICE |= {"spectrogram_bins": 9, "upsample_initial_channel": 16, "upsample_rates": [4, 2]}
+VOICE |= {"upsample_kernel_sizes": [8, 4], "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 2]]}
+VOICE |= {"prior_encoder_num_flows": 2, "prior_encoder_num_wavenet_layers": 2, "duration_predictor_num_flows": 2}
+VOICE |= {"posterior_encoder_num_wavenet_layers": 2, "depth_separable_num_layers": 2}
+SOUNDS = {"spec_size": 32, "window_size": 4, "patch_size": 2, "patch_stride": [2, 2], "patch_embeds_hidden_size": 16}
+SOUNDS |= {"num_mel_bins": 8, "hidden_size": 32, "depths": [1, 1], "num_attention_heads": [2, 2], "projection_dim": 16}
+SPEAKING = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in
+            {"layers": 2, "attention_heads": 4, "ffn_dim": 48}.items()}  # fmt: skip
+SPEAKING |= {"speech_decoder_prenet_units": 16, "speech_decoder_postnet_units": 16, "speaker_embedding_dim": 8}
+SPEAKING |= {"vocab_size": VOCABULARY, "hidden_size": 32, "num_mel_bins": 8, "num_conv_pos_embedding_groups": 2}
+SPEAKING |= {"num_conv_pos_embeddings": 4, "speech_decoder_postnet_layers": 2}
+DETECTION = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+DETECTION |= {"out_features": ["stage2", "stage3", "stage4"], "model_type": "rt_detr_resnet"}
+EXPERTS_ALONE = {"experts_implementation": "eager", "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+
+
+def further_language_families() -> Iterator[tuple[str, str, Callable[[int], Any], str, dict[str, Any]]]:
+    """The classes' name and suffix, batches, what is special, settings."""
+    mobile = {"embedding_size": 16, "true_hidden_size": 16, "intra_bottleneck_size": 16}
+    mobile |= {"num_feedforward_networks": 2}
+    yield "MobileBert", "ForMaskedLM", text, "a head that joins a tied weight and its own", {**TEXT_ENCODER, **mobile}
+    rwkv = {"attention_hidden_size": 32, "intermediate_size": 48, "context_length": 32}
+    yield "Rwkv", "ForCausalLM", text, "mixed over time, rescaled for evaluation", {**NARROW, **rwkv}
+    mamba = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}
+    yield "Mamba2", "ForCausalLM", text, "state space in chunks", {**NARROW, **mamba}
+    griffin = {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 48, "lru_width": 32}
+    griffin |= {"attention_window_size": 8}
+    yield "RecurrentGemma", "ForCausalLM", text, "linear recurrences by turns with attention", {**NARROW, **griffin}
+    zamba = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2}
+    zamba |= {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_attention_heads": 4}
+    zamba |= {"num_key_value_heads": 4, "intermediate_size": 48, "pad_token_id": 0}
+    yield "Zamba", "ForCausalLM", text, "one attention block in several layers", {**NARROW, **zamba}
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
+    linear |= {"shared_expert_intermediate_size": 16, "use_cache": False}
+    yield "Qwen3Next", "ForCausalLM", text, "linear attention, experts", {**TEXT_ENCODER, **EXPERTS_ALONE, **linear}
+    sinks = {"num_local_experts": 4, "use_cache": False}
+    yield "GptOss", "ForCausalLM", text, "attention sinks, experts with biases", {
+        **TEXT_ENCODER, **EXPERTS_ALONE, **sinks
+    }  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "n_head": 4, "d_inner": 48}
+    yield "XLNet", "LMHeadModel", text, "relative positions as raw parameters", {**sizes, "n_layer": 3}
+    pooled = {"d_head": 8, "block_sizes": [1, 2], "num_decoder_layers": 1}
+    yield "Funnel", "ForMaskedLM", text, "pooled between blocks, skips to the end", {**sizes, **pooled}
+    yield "Longformer", "ForMaskedLM", text, "local and global attention", {**TEXT_ENCODER, "attention_window": 4}
+    sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 64}
+    yield "BigBird", "ForMaskedLM", long_text, "blocks of attention drawn by NumPy", {**TEXT_ENCODER, **sparse}
+    hashed = {"num_hash_buckets": 16, "num_hash_functions": 4, "local_transformer_stride": 4}
+    hashed |= {"downsampling_rate": 4, "upsampling_kernel_size": 2}
+    yield "Canine", "ForSequenceClassification", text, "hashed embeddings, one layer twice", {**TEXT_ENCODER, **hashed}
+    ngrams = {name: SEQ2SEQ[name] for name in SEQ2SEQ if name.endswith("ffn_dim") or name == "vocab_size"}
+    ngrams |= {f"num_{part}_{what}": size for part in ("encoder", "decoder") for what, size in
+               {"layers": 2, "attention_heads": 4}.items()}  # fmt: skip
+    ngrams |= {"hidden_size": 32, "max_position_embeddings": 64, "ngram": 2, "use_cache": False}
+    yield "ProphetNet", "ForConditionalGeneration", two_texts, "several streams over the same layers", ngrams
+    switch = {**T5_LIKE, "vocab_size": VOCABULARY, "num_experts": 4, "num_sparse_encoder_layers": 1}
+    switch |= {"num_sparse_decoder_layers": 1, "decoder_start_token_id": 0, "use_cache": False}
+    yield "SwitchTransformers", "ForConditionalGeneration", two_texts, "one expert for each token", switch
+    latents = {"vocab_size": VOCABULARY, "d_latents": 16, "d_model": 32, "num_latents": 4, "num_blocks": 2}
+    latents |= {"num_self_attends_per_block": 2, "num_self_attention_heads": 2, "num_cross_attention_heads": 2}
+    latents |= {"qk_channels": 16, "v_channels": 16, "max_position_embeddings": 16}
+    yield "Perceiver", "ForMaskedLM", latent_text, "latents as raw parameters, blocks again and again", latents
+
+
+def further_other_families() -> Iterator[tuple[str, str, Callable[[int], Any], str, dict[str, Any]]]:
+    """Of sound, series, pictures and games."""
+    yield "Informer", "ForPrediction", series, "a series, queries drawn at random", {**SERIES, "d_model": 16}
+    decisions = {"state_dim": 5, "act_dim": 3, "hidden_size": 32, "max_ep_len": 20, "n_layer": 3, "n_head": 4}
+    yield "DecisionTransformer", "Model", moves, "states, actions and rewards", {**decisions, "n_positions": 64}
+    yield "Hubert", "ForCTC", sound, "layers skipped at random", {**SPEECH, "layerdrop": 0.3}
+    buckets = {"num_buckets": 8, "max_bucket_distance": 16, "layerdrop": 0.0}
+    yield "WavLM", "ForCTC", sound, "relative positions of the first layer used by all", {**SPEECH, **buckets}
+    codes = {"num_filters": 4, "hidden_size": 16, "codebook_size": 16, "codebook_dim": 16, "num_residual_layers": 1}
+    codes |= {"upsampling_ratios": [4, 2], "num_lstm_layers": 1, "target_bandwidths": [1.5], "sampling_rate": 1600}
+    yield "Encodec", "Model", waveform, "LSTM, weight norm, codebooks", codes
+    yield "Vits", "Model", text, "flows, weight norm, noise in forward", {**VOICE, "vocab_size": VOCABULARY}
+    yield "SpeechT5", "ForTextToSpeech", speech_and_speaker, "nets before and behind shared layers", SPEAKING
+    texts = {**TEXT_ENCODER, "projection_dim": 16}
+    sounds = {"text_config": texts, "audio_config": {**SOUNDS, "num_hidden_layers": 2, "enable_fusion": False}}
+    yield "Clap", "Model", spectrum_and_caption, "two towers, batch norm first", {**sounds, "projection_dim": 16}
+    boxes = {"text_config": {**TEXT_ENCODER, "max_position_embeddings": 16}, "vision_config": VISION}
+    yield "OwlViT", "ForObjectDetection", picture_and_queries, "boxes from two towers", {**boxes, "projection_dim": 32}
+    tower = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": IMAGE, "mlp_dim": 24}
+    tower |= {"patch_size": 4, "output_channels": 16, "window_size": 4, "global_attn_indexes": [1], "num_pos_feats": 8}
+    prompts = {"hidden_size": 16, "image_size": IMAGE, "patch_size": 4, "mask_input_channels": 8}
+    masks = {"hidden_size": 16, "mlp_dim": 24, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+    sam = {"vision_config": tower, "prompt_encoder_config": prompts, "mask_decoder_config": masks}
+    yield "Sam", "Model", picture_and_points, "positions shared by tower and prompts", sam
+    beit = {**VISION, "use_shared_relative_position_bias": True, "drop_path_rate": 0.3}
+    yield "Beit", "ForImageClassification", picture, "relative positions shared, paths dropped", beit
+    levit = {"image_size": 64, "hidden_sizes": [16, 32, 48], "num_attention_heads": [2] * 3, "depths": [1] * 3}
+    yield "Levit", "ForImageClassification", large_picture, "batch norm in attention", {**levit, "key_dim": [8] * 3}
+    segments = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]}
+    segments |= {"patch_sizes": [3, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+    segments |= {"decoder_hidden_size": 16, "num_labels": 3}
+    yield "Segformer", "ForSemanticSegmentation", picture, "stages read by the head", segments
+    detection = {"backbone_config": DETECTION, "encoder_hidden_dim": 16, "encoder_in_channels": [8, 16, 16]}
+    detection |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_layers": 2, "num_queries": 5}
+    detection |= {"decoder_in_channels": [16] * 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    detection |= {"num_labels": 3, "num_denoising": 0}
+    yield "RTDetr", "ForObjectDetection", large_picture, "box heads shared with decoder layers", detection
+    tubelets = {"image_size": IMAGE, "num_frames": 4, "tubelet_size": 2, "patch_size": 8}
+    videos = {name: VISION[name] for name in VISION if name.endswith(("_size", "_layers", "_heads"))}
+    yield "VideoMAE", "ForVideoClassification", unlabelled_video, "tubes of pixels", {**videos, **tubelets}
+
+
+def further_families() -> Iterator[Family]:
+    for source in (further_language_families, further_other_families):
+        for stem, suffix, batch, special, settings in source():
+            make = transformer(stem + suffix, f"{stem}Config", **settings)
+            case = models.Case(stem.lower(), make, batch, spread, predictions, tags=frozenset({"transformers"}))
+            yield Family(case, special)
+    for name, net, batch, special in (
+        ("tv_retinanet", retinanet, boxed_pictures, "one head over all levels of a pyramid"),
+        ("tv_mvit", multiscale, positional((3, 4, IMAGE, IMAGE)), "pooled queries and keys, a video"),
+    ):
+        yield Family(models.Case(name, net, batch, spread, predictions, tags=frozenset({"torchvision"})), special)
+
+
+def retinanet() -> nn.Module:
+    from torchvision.models.detection import RetinaNet
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.backbone_utils import mobilenet_backbone
+
+    backbone = mobilenet_backbone(
+        backbone_name="mobilenet_v3_large", weights=None, fpn=True, trainable_layers=6, norm_layer=nn.BatchNorm2d
+    )
+    anchors = AnchorGenerator(((32, 64, 128),) * 3, ((0.5, 1.0, 2.0),) * 3)
+    return RetinaNet(backbone, num_classes=3, min_size=IMAGE, max_size=IMAGE, anchor_generator=anchors)
+
+
+def multiscale() -> nn.Module:
+    from torchvision.models.video.mvit import MSBlockConfig, MViT
+
+    same, half = [1, 1, 1], [1, 2, 2]
+    blocks = [
+        MSBlockConfig(1, 16, 16, [3, 3, 3], [3, 3, 3], same, half),
+        MSBlockConfig(2, 16, 32, [3, 3, 3], [3, 3, 3], half, same),
+    ]
+    return MViT((IMAGE, IMAGE), 4, blocks, True, False, True, True, num_classes=5)
+
+
 FAMILIES: dict[str, Family] = {
     family.case.name: family
-    for source in (transformers_families, torchvision_families, diffusion_families)
+    for source in (transformers_families, torchvision_families, diffusion_families, further_families)
     for family in source()
 }

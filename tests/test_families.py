@@ -43,6 +43,13 @@ def test_it_trains_as_in_a_plain_run_and_streams(name, accelerator, options):
     assert telemetry["fetches"] > telemetry["units"]
 
 
+@pytest.mark.parametrize(
+    "page, said", [("README.md", "{} [model families]"), ("docs/exactness.md", "[{} model families]")]
+)
+def test_a_page_says_how_many_families_there_are(page, said):
+    assert said.format(len(FAMILIES)) in (ROOT / page).read_text()
+
+
 @pytest.mark.slow
 def test_the_documented_table_is_what_the_command_prints_without_training():
     path = ROOT / "benchmarks" / "models.py"
