@@ -23,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .errors import UnsupportedError
+
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
 _device: Any = torch.Tensor.device
 _dtype: Any = torch.Tensor.dtype
 _grad: Any = torch.Tensor.grad
 _grad_fn: Any = torch.Tensor.grad_fn
+_requires_grad: Any = torch.Tensor.requires_grad
 
 
 class Keeper(Protocol):
@@ -176,6 +179,22 @@ class DeviceParameter(nn.Parameter):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         return True
+
+    @property
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
+        if requires_grad != self.requires_grad:
+            raise UnsupportedError(
+                f"requires_grad of a weight was set to {requires_grad} inside its unit's forward, which began with "
+                f"{not requires_grad}; set it before the step"
+            )
+        return self
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         return self.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

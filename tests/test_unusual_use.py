@@ -78,6 +78,34 @@ def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(
         squares(module.net, x).backward()
 
 
+class Freezing(models.Block):
+    """Sets ``requires_grad`` of its own weight; first to what it is."""
+
+    way, to = "method", True
+
+    def forward(self, x):
+        self.up.weight.requires_grad_(True).requires_grad = True
+        if self.way == "method":
+            self.up.weight.requires_grad_(self.to)
+        else:
+            self.up.weight.requires_grad = self.to
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["method", "attribute"])
+def test_a_weight_that_is_frozen_inside_its_forward_is_an_error_and_one_that_stays_as_it_is_is_none(device, way):
+    check(models.stack_of(Freezing), training(), device)
+    net, (x,) = models.stack_of(Freezing)(), inputs(device, 1)
+    net.blocks[1].to, net.blocks[1].way = False, way
+    with sp_lightning.stream(net, device, window=1):
+        with pytest.raises(
+            UnsupportedError, match="requires_grad of a weight was set to False inside its unit's forward"
+        ):
+            net(x)
+        net.blocks[1].to = True
+        squares(net, x).backward()
+
+
 # --- After something went wrong
 
 
