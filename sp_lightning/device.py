@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .config import HostMemory, format_bytes
-from .errors import HostMemoryError, OptionError, UnsupportedError
+from .errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from .host import host_memory, lock_limit
 from .layout import aligned
 from .slabs import PageLock, Slabs
@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 STAGING_NBYTES = 16 << 20  # long enough for the link to reach its speed
 STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
+
+
+class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
+    """The device ran out of memory in the model's own code; torch's message, and what would make room."""
 
 
 class _IdleEvent:

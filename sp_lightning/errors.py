@@ -5,8 +5,6 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
-import torch
-
 
 class SuperpipelineError(Exception):
     """Everything that this package raises on purpose."""
@@ -33,10 +31,6 @@ class PartitionError(SuperpipelineError, ValueError):
 
 class MemoryBudgetError(SuperpipelineError, RuntimeError):
     """What must be on the device at once does not fit into the memory budget."""
-
-
-class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
-    """The device ran out of memory in the model's own code; torch's message, and what would make room."""
 
 
 class HostMemoryError(SuperpipelineError, RuntimeError):

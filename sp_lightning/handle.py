@@ -24,9 +24,9 @@ from . import malloc, reads, room, scaler
 from .autotune import UnitBytes
 from .compiled import never_compiled
 from .config import Options
-from .device import Device
+from .device import Device, DeviceMemoryError
 from .engine import Engine
-from .errors import DeviceMemoryError, PartitionError, SuperpipelineError, UnsupportedError
+from .errors import PartitionError, SuperpipelineError, UnsupportedError
 from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .measure import glance

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import sp_lightning
 from sp_lightning.autotune import Memory, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
-from sp_lightning.errors import DeviceMemoryError
+from sp_lightning.device import DeviceMemoryError
 from sp_lightning.machine import Machine
 from sp_lightning.recorder import UnitTimes
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sp_lightning import errors
+from sp_lightning.device import DeviceMemoryError
 
 
 def test_an_option_error_names_argument_found_and_allowed():
@@ -29,7 +30,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
     [
         (errors.PartitionError, ValueError),
         (errors.MemoryBudgetError, RuntimeError),
-        (errors.DeviceMemoryError, torch.OutOfMemoryError),
+        (DeviceMemoryError, torch.OutOfMemoryError),
         (errors.UnsupportedError, RuntimeError),
         (errors.ExactnessError, RuntimeError),
         (errors.TraceError, ValueError),
