@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ class _Numbers:
     """The values of storages that are known, on the CPU."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._known: dict[int, torch.UntypedStorage] = {}  # by storages, as long as those are there
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its values, if they are known."""
@@ -84,7 +85,7 @@ class _Numbers:
         if known is None:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(known[1], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return empty.set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether they are known."""
@@ -101,8 +102,10 @@ class _Numbers:
     def learn(self, tensor: Tensor, values: Tensor) -> None:
         """These are the values of a tensor that has its storage to itself."""
         if is_small(tensor) and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            self._known[storage._cdata] = storage, torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            storage, key = tensor.untyped_storage(), tensor.untyped_storage()._cdata
+            if key not in self._known:
+                weakref.finalize(storage, self._known.pop, key, None).atexit = False
+            self._known[key] = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             mine = self.of(tensor)
             assert mine is not None
             mine.copy_(values)
