@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -105,7 +104,7 @@ def test_the_step_takes_the_planned_time_when_the_link_dominates(window, activat
             optimizer.step()
             seconds.append(time.perf_counter() - start)
             simgpu.config.h2d_gbps, simgpu.config.d2h_gbps = up / 1e9, down / 1e9  # after the first
-    assert found.step_s == pytest.approx(statistics.median(seconds[2:]), rel=0.15)
+    assert found.step_s == pytest.approx(min(seconds[2:]), rel=0.15)  # what else the machine does only adds to it
 
 
 # What it says
