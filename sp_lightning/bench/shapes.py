@@ -170,8 +170,8 @@ class Llama:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vit:
-    """A classifier of images."""
+class _Tower:
+    """A transformer over the patches of an image."""
 
     hidden: int
     layers: int
@@ -179,6 +179,32 @@ class Vit:
     intermediate: int
     image: int
     patch: int
+
+    @property
+    def patches(self) -> int:
+        """Of an image."""
+        return (self.image // self.patch) ** 2
+
+    def settings(self) -> dict[str, int]:
+        """As transformers names them."""
+        return {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.intermediate,
+            "image_size": self.image,
+            "patch_size": self.patch,
+        }
+
+    def noise(self, batch: int, generator: torch.Generator) -> Tensor:
+        """So many images of it."""
+        return torch.randn(batch, 3, self.image, self.image, generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vit(_Tower):
+    """A classifier of images."""
+
     batch: int
     blocks: tuple[str, ...] = ("ViTLayer",)
     needs: tuple[str, ...] = ("transformers",)
@@ -186,7 +212,7 @@ class Vit:
     @property
     def seq(self) -> int:
         """Patches, and one token for the class."""
-        return (self.image // self.patch) ** 2 + 1
+        return self.patches + 1
 
     def check(self, seq: int) -> None:
         """The model's own."""
@@ -197,21 +223,13 @@ class Vit:
         """transformers' model."""
         from transformers import ViTConfig, ViTForImageClassification
 
-        config = ViTConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.intermediate,
-            image_size=self.image,
-            patch_size=self.patch,
-            num_labels=LABELS,  # type: ignore[call-arg]  # of every config
-        )
+        config = ViTConfig(**self.settings(), num_labels=LABELS)  # type: ignore[arg-type, call-arg]  # of every config
         return _WithLoss(ViTForImageClassification(config))
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
         """Noise, and a class for each."""
         return {
-            "pixel_values": torch.randn(batch, 3, self.image, self.image, generator=generator),
+            "pixel_values": self.noise(batch, generator),
             "labels": torch.randint(LABELS, (batch,), generator=generator),
         }
 
@@ -221,25 +239,14 @@ class Vit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llava:
+class Llava(_Tower):
     """A vision tower whose patches are tokens of a decoder."""
 
     text: Llama
-    hidden: int  # of the tower, as the following
-    layers: int
-    heads: int
-    intermediate: int
-    image: int
-    patch: int
     batch: int
     seq: int  # of the decoder: patches and text
     blocks: tuple[str, ...] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
     needs: tuple[str, ...] = ("transformers",)
-
-    @property
-    def patches(self) -> int:
-        """Of an image."""
-        return (self.image // self.patch) ** 2
 
     def check(self, seq: int) -> None:
         """An image and some text."""
@@ -250,16 +257,8 @@ class Llava:
         """transformers' model; the tower is trained too."""
         from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
-        vision = CLIPVisionConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            intermediate_size=self.intermediate,
-            image_size=self.image,
-            patch_size=self.patch,
-        )
         config = LlavaConfig(
-            vision_config=vision,
+            vision_config=CLIPVisionConfig(**self.settings()),  # type: ignore[arg-type]
             text_config=self.text.config(),
             image_token_index=self.text.vocabulary - 1,
             vision_feature_layer=-1,  # all of the tower is trained
@@ -273,8 +272,7 @@ class Llava:
         labels = tokens.clone()
         tokens[:, : self.patches] = self.text.vocabulary - 1
         labels[:, : self.patches] = -100
-        pixels = torch.randn(batch, 3, self.image, self.image, generator=generator)
-        return {"input_ids": tokens, "pixel_values": pixels, "labels": labels}
+        return {"input_ids": tokens, "pixel_values": self.noise(batch, generator), "labels": labels}
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
         """The tower meets patches and a class, the projector patches, the decoder all."""
