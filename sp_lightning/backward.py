@@ -4,6 +4,8 @@
    one that uses a weight detached, too, does. If another one comes back all the same, that is an error.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
+3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
+   steps after: its gradients may be dropped, or others added. So nothing is stepped ahead in it.
 """
 
 from __future__ import annotations

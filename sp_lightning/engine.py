@@ -347,7 +347,7 @@ class Engine:
                 )
             if in_backward():
                 self._in_backward_from_here()
-                self.backward.came_to(unit, self.downlink.ahead is not None)
+                self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
             elif not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
@@ -377,7 +377,8 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with quietly():
             self._in_backward_from_here()
-            return self.downlink.receive(unit.store, node, grads, self.backward.completed(unit))
+            final = self.backward.completed(unit) and not self._scopes
+            return self.downlink.receive(unit.store, node, grads, final)
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""

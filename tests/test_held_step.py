@@ -723,6 +723,21 @@ def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, dev
     assert stats["held_steps"] == held
 
 
+class GoesBackInTheStep(Net):
+    """For the gradient of an input, as adversarial training does; that of the weights is left behind."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        squares(self.net, x).backward()
+        return super().training_step((batch[0] + x.grad.sign() * 0.1, batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("accumulate, held", [(1, 2), (3, 1)])
+def test_a_backward_inside_the_training_step_steps_nothing(accumulate, held, device, clip):
+    settings = {"accumulate_grad_batches": accumulate, "max_epochs": 4, **clip}
+    assert compare_fits(device, GoesBackInTheStep, **settings)["held_steps"] == held
+
+
 def test_an_average_of_the_weights_is_that_of_a_plain_fit(device, clip, caplog):
     def settings():
         return {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)], **clip}
