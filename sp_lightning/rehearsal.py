@@ -365,6 +365,7 @@ class _StreamedUnit:
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)
         self.flat = torch.empty(self.nbytes, dtype=torch.uint8)
         storage = self.flat.untyped_storage()
+        self._address = storage._cdata
         self.outputs = [Layout.view(storage, place) for place in self.layout.fields]
         with torch.no_grad():
             for output, (_, value) in zip(self.outputs, described, strict=True):
@@ -388,7 +389,7 @@ class _StreamedUnit:
         return not self.depth and 0 < self._aliases < self._count_aliases()
 
     def _count_aliases(self) -> int:
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self._address))
 
     def sizes(self) -> UnitBytes:
         """As the runtime plans with them."""
