@@ -67,6 +67,11 @@ class MappedCheckpointIO(TorchCheckpointIO):
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
             os.replace(part, path)
+        except (OSError, RuntimeError) as error:
+            reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the system's
+            if not isinstance(reason, OSError):
+                raise
+            raise OSError(reason.errno, f"{reason.strerror}; what was there before is whole", path) from error
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(part)
