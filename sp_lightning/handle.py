@@ -360,6 +360,11 @@ class Handle:
         ours = 0 if self._steps[optimizer] is None else 1
         return len(own) > ours or len(of_all) > 1
 
+    @property
+    def _shares_cores(self) -> bool:
+        """Whether units compute where optimizers step, on all cores (overlap.py, Rule 7)."""
+        return self.device.is_host and torch.get_num_threads() > 1
+
     @contextlib.contextmanager
     def stepping_ahead(
         self, optimizer: torch.optim.Optimizer, may_hold: Callable[[], bool] = lambda: False
@@ -369,7 +374,7 @@ class Handle:
         not step each parameter by itself, nothing is different."""
         self._prepare(optimizer)
         step = self._steps[optimizer]
-        if step is None:
+        if step is None or self._shares_cores:
             yield
             return
         self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
@@ -396,7 +401,7 @@ class Handle:
         may, and where nobody could see that it is not done."""
         self._prepare(optimizer)
         step = self._steps[optimizer]
-        if step is None:
+        if step is None or self._shares_cores:
             yield
             return
         step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)

@@ -11,6 +11,8 @@
 5. The order in which state is created is not that of the parameters; it is put right when the step ends.
 6. What a thread has of its own and results depend on is the caller's: whether denormal numbers are flushed to zero, and
    how many threads share an operator, which decides where its vectorized loops end.
+7. Where the CPU computes with several threads, nothing is done beside anything else: threads of both sides would wait
+   for each other's on cores that one side can fill alone.
 """
 
 from __future__ import annotations

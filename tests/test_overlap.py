@@ -218,3 +218,11 @@ def test_the_host_thread_computes_as_its_caller_does():
     thread.submit(see).result()
     thread.close()
     assert seen == [(False, count), (True, count + 1), (False, count)]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_beside_a_cpu_that_computes_with_several_threads_nothing_is_stepped(clip, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    module = module_of()
+    assert fit(module, gradient_clip_val=clip) == [0] * 4
+    assert module.trainer.strategy.handle.stats()["held_steps"] == 0
