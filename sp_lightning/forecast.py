@@ -91,8 +91,9 @@ class Plan:
 
     @property
     def floor_s(self) -> float:
-        """What the step has to do at least."""
-        return self.simulation.floor.seconds
+        """What the step has to do at least. The way of the first unit, which the floor counts apart, may run beside the
+        steps of others where the optimizer binds: it is not shown as more than the step."""
+        return min(self.simulation.floor.seconds, self.step_s)
 
     @property
     def binds(self) -> str:

@@ -169,6 +169,7 @@ class _Planner:
             Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
             machine or self.machine,
             optimizer_overlap=self.options.optimizer_overlap,
+            steps_into_forward=self.options.optimizer_overlap,
             works=needs.works,
         )
 
