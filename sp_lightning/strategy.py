@@ -430,6 +430,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         assert self.handle is not None
         if self.handle.has_other_step_hooks(optimizer):
             return "there are step hooks beside ours"
+        if _steps_otherwise(optimizer):
+            return "somebody replaced the optimizer's step"
         return None
 
     def _may_hold(self) -> bool:
@@ -485,6 +487,14 @@ def _size_so_far(path: str) -> int:
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{path}.part")
     return 0
+
+
+def _steps_otherwise(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` is not that of its class, which a scheduler wraps to count: it may run backward by itself,
+    and change gradients before it steps."""
+    step = vars(optimizer).get("step")
+    counts = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not counts
 
 
 def _who_looks(module: LightningModule) -> str | None:

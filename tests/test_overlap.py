@@ -107,6 +107,23 @@ class SeesGradients(L.Callback):
         assert all(p.grad is not None for p in module.parameters())
 
 
+class ClipsInTheStep(models.ZooModule):
+    """After the backward that it runs by itself."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        step = optimizer.step
+
+        def clipped(closure):
+            loss = closure()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+            step()
+            return loss
+
+        optimizer.step = clipped
+        return optimizer
+
+
 class HookedOptimizer(models.ZooModule):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -122,6 +139,7 @@ class HookedOptimizer(models.ZooModule):
         (ClipsItself, [], {}, "overrides configure_gradient_clipping"),
         (StepsItself, [], {}, "overrides optimizer_step"),
         (BackwardItself, [], {}, "overrides backward"),
+        (ClipsInTheStep, [], {}, "somebody replaced the optimizer's step"),
         (HookedOptimizer, [], {}, "step hooks beside ours"),
         (models.ZooModule, [SeesGradients()], {}, "SeesGradients overrides on_before_optimizer_step"),
         (models.ZooModule, [], {"gradient_clip_val": 0.5}, "gradients are clipped"),
