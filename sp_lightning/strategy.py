@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -97,6 +97,8 @@ LOOK_AT_NO_WEIGHTS = frozenset(  # between a step and the next; a subclass may d
 )
 CALLBACKS_BETWEEN = ("on_after_backward", "on_before_optimizer_step")
 BETWEEN_BACKWARD_AND_STEP = (*CALLBACKS_BETWEEN, "backward", "configure_gradient_clipping", "optimizer_step")
+STRATEGY_BETWEEN = ("backward", "post_backward")
+PLUGIN_BETWEEN = (*STRATEGY_BETWEEN, "optimizer_step", "clip_gradients", "_clip_gradients", "_after_closure")
 
 
 class SuperpipelineStrategy(SingleDeviceStrategy):
@@ -427,6 +429,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             for hook in CALLBACKS_BETWEEN:
                 if is_overridden(hook, callback, Callback):
                     return f"{type(callback).__name__} overrides {hook}"
+        for part, methods in ((self, STRATEGY_BETWEEN), (self.precision_plugin, PLUGIN_BETWEEN)):
+            if (overrides := _overrides(part, methods)) is not None:
+                return overrides
         assert self.handle is not None
         if self.handle.has_other_step_hooks(optimizer):
             return "there are step hooks beside ours"
@@ -487,6 +492,14 @@ def _size_so_far(path: str) -> int:
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{path}.part")
     return 0
+
+
+def _overrides(part: object, methods: Iterable[str]) -> str | None:
+    """Which of these is neither Lightning's nor ours, of its class or of the object itself."""
+    ours = ("lightning", __package__)
+    places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in ours)]
+    method = next((method for place in places for method in methods if method in vars(place)), None)
+    return None if method is None else f"{type(part).__name__} overrides {method}"
 
 
 def _steps_otherwise(optimizer: Optimizer) -> bool:

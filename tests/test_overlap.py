@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 
 import models
 import parity
@@ -31,9 +32,9 @@ class Watched(L.Callback):
         self.counts.append(stats["stepped_ahead"])
 
 
-def fit(module, callbacks=(), options=None, **trainer):
+def fit(module, callbacks=(), options=None, kind=sp_lightning.SuperpipelineStrategy, **trainer):
     watched = Watched()
-    strategy = sp_lightning.SuperpipelineStrategy(window=2, **(options or {}))
+    strategy = kind(window=2, **(options or {}))
     arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -124,6 +125,23 @@ class ClipsInTheStep(models.ZooModule):
         return optimizer
 
 
+class DoublesGradients:
+    """A part of the Trainer that does more between backward and step than Lightning's own."""
+
+    def post_backward(self, closure_loss, module=None):
+        for parameter in (module or self.lightning_module).parameters():
+            parameter.grad = parameter.grad * 2
+        return super().post_backward(*(arg for arg in (closure_loss, module) if arg is not None))
+
+
+class Doubling(DoublesGradients, sp_lightning.SuperpipelineStrategy):
+    pass
+
+
+class DoublingPrecision(DoublesGradients, Precision):
+    pass
+
+
 class HookedOptimizer(models.ZooModule):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -143,6 +161,8 @@ class HookedOptimizer(models.ZooModule):
         (HookedOptimizer, [], {}, "step hooks beside ours"),
         (models.ZooModule, [SeesGradients()], {}, "SeesGradients overrides on_before_optimizer_step"),
         (models.ZooModule, [], {"gradient_clip_val": 0.5}, "gradients are clipped"),
+        (models.ZooModule, [], {"kind": Doubling}, "Doubling overrides post_backward"),
+        (models.ZooModule, [], {"plugins": [DoublingPrecision()]}, "DoublingPrecision overrides post_backward"),
     ],
 )
 def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(kind, callbacks, trainer, reason, caplog):
