@@ -319,9 +319,9 @@ class UnitStore:
         return [index for index, (now, then) in enumerate(pairs) if now != then]
 
     def convert(self) -> None:
-        """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it."""
+        """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it, when no
+        fill reads: the gradients that it was stepped with came after all of them."""
         if self._wire_places:
-            self.settle()
             self._fill_wire()
             self._converted = self._stamp()
 
