@@ -32,7 +32,8 @@ CLOCK = Machine("milliseconds", 1e3, 1e3, 1e3, 1.0, 1e3, 0, 0, optimizer_bytes_p
 
 
 def simulated(units, machine, title, **options):
-    result = simulate(units, Schedule([unit.up_nbytes for unit in units], WINDOW), machine, **options)
+    schedule = Schedule([unit.up_nbytes for unit in units], WINDOW)
+    result = simulate(units, schedule, machine, steps_into_forward=True, **options)
     return timeline.simulated(result, title)
 
 
@@ -45,7 +46,6 @@ def of_the_benchmark():
 
 
 def measured(directory):
-    overlap.STEP = STEP
     simgpu.config.h2d_us, simgpu.config.d2h_us = overlap.UP * overlap.MS, overlap.DOWN * overlap.MS
     strategy = sp_lightning.SuperpipelineStrategy(window=WINDOW, units=["Block"], device=torch.device("simgpu", 0))
     callback = sp_lightning.SuperpipelineCallback(timeline=directory, timeline_steps=range(4, 7))
@@ -55,7 +55,7 @@ def measured(directory):
         "enable_model_summary": False,
     }
     trainer = Trainer(accelerator="simgpu", strategy=strategy, max_epochs=1, callbacks=[callback], **quiet)
-    with overlap.sleeping_optimizer():
+    with overlap.sleeping_optimizer(STEP):
         trainer.fit(overlap.Stack(UNITS), DataLoader(TensorDataset(torch.randn(10, 4, overlap.WIDTH)), batch_size=None))
     return dataclasses.replace(timeline.load(directory / "trace.json"), title="Eight units")
 
