@@ -149,7 +149,12 @@ class _Before:
         if self._offload is not None:
             arguments = _mapped(arguments, self._back)
         if self._changes:
-            arguments = _mapped(arguments, lambda value: value.clone() if isinstance(value, Tensor) else value)
+            clones: dict[int, Tensor] = {}  # what is passed twice is one tensor again
+
+            def cloned(value: Any) -> Any:
+                return clones.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
+
+            arguments = _mapped(arguments, cloned)
         return _copied(arguments, {})
 
     def _back(self, value: Any) -> Any:
@@ -247,12 +252,21 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _twins(arguments: Any) -> dict[int, Tensor]:
     """Copies that are to a kernel what the tensors are, by their ids; of what nothing else that is passed aliases."""
-    tensors = {id(tensor): tensor for tensor in tensors_in(arguments) if not tensor.is_inference()}
+    passed: dict[int, Tensor] = {}
+    inside: dict[int, Tensor] = {}  # of objects, where nothing can stand for them
+
+    def look(value: Any) -> Any:
+        (passed if isinstance(value, Tensor) else inside).update((id(tensor), tensor) for tensor in tensors_in(value))
+
+    _mapped(arguments, look)
+    tensors = passed | inside
     storages = [tensor.untyped_storage()._cdata for tensor in tensors.values() if tensor.layout is torch.strided]
     return {
         key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for key, tensor in tensors.items()
-        if tensor.layout is torch.strided
+        for key, tensor in passed.items()
+        if key not in inside
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
         and storages.count(tensor.untyped_storage()._cdata) == 1
         and tensor.storage_offset() == 0  # aligned as whatever is allocated
         and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())

@@ -88,6 +88,7 @@ class Flooding(models.Block):
     """Changes what is passed to it, as a dropout does that comes first."""
 
     def forward(self, x, scale=None):
+        x = getattr(x, "x", x)
         x = nn.functional.dropout(x, 0.3, self.training, inplace=True)
         x.mul_(1.5 if scale is None else scale)
         return x + self.down(self.up(self.norm(x)).relu())
@@ -97,6 +98,26 @@ class Flooding(models.Block):
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_block_that_changes_its_input_in_place_runs_again_with_what_it_was(device, activations, window):
     check(models.stack_of(Flooding), training(steps=3), device, activations=activations, window=window)
+
+
+class Twice(models.Block):
+    def forward(self, x, same):
+        return x.mul_(2).relu() + self.down(self.up(self.norm(same)).relu())
+
+
+class TwiceStack(models.Stack):
+    def run(self, x):
+        for block in self.blocks:
+            x = x.clone()
+            x = block(x, x)
+        return x
+
+
+def test_what_is_changed_in_place_and_passed_twice_is_one_tensor_again(device):
+    def make():
+        return TwiceStack(Twice() for _ in range(3))
+
+    check(make, training(steps=3), device, activations="recompute", units=["Twice"])
 
 
 class FloodingStack(nn.Module):
@@ -110,11 +131,14 @@ class FloodingStack(nn.Module):
     def forward(self, x):
         x = x.repeat(3, 1).relu()
         for block in self.blocks:
-            x = block(x, x[:, :1]) if self.passed == "twice" else block(x[1:])
+            if self.passed == "inside":
+                x = block(types.SimpleNamespace(x=x))
+            else:
+                x = block(x, x[:, :1]) if self.passed == "twice" else block(x[1:])
         return x
 
 
-@pytest.mark.parametrize("passed", ["twice", "in part"])
+@pytest.mark.parametrize("passed", ["twice", "in part", "inside"])
 def test_a_change_in_place_that_no_copy_can_stand_for_is_an_error(passed, device):
     net, x = FloodingStack(passed), torch.ones(2, models.WIDTH, device=device)
     with sp_lightning.stream(net, device, window=1, activations="recompute", units=["Flooding"]):
