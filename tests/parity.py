@@ -6,9 +6,9 @@ races. `pairwise` covers the pairs of a product of settings with few rows.
 
 How a run is observed without changing it:
 
-1. Nothing is a callback or an override in the module. A strategy may keep to a slower order when user code could look
-   at a parameter or a gradient, and that order is not the one to test. Only `see="backward"` adds a callback, which
-   asks for exactly that order.
+1. Nothing is a callback or an override in the module, or comes between backward and the step. A strategy may keep to
+   a slower order when user code could look at a parameter or a gradient, and that order is not the one to test. Only
+   `see="backward"` adds a callback, which asks for exactly that order.
 2. Values are cloned where they are, in the order of the current stream, and go to the CPU after the fit. A copy to the
    host during the fit would make the host wait, and stand in for a wait that the strategy forgot.
 3. Gradients and parameters of a batch are read as late as they live: before the next backward or `zero_grad`. By then
@@ -187,7 +187,7 @@ class Observer:
             (strategy, "on_train_end"): functools.partial(self.see_train_end, strategy),
             (torch.autograd, "backward"): self.see_backward,
             (torch.autograd, "grad"): self.see_backward,
-            (strategy, "backward"): self.see_change,
+            (type(strategy), "backward"): self.see_change,  # in front of the object's it would count as an override
             (torch.optim.Optimizer, "zero_grad"): self.see_change,
             (torch.nn.Module, "zero_grad"): self.see_change,
         }

@@ -1,6 +1,7 @@
 """The harness catches wrong runs, each by name, and finds nothing wrong with right ones."""
 
 import itertools
+import logging
 import math
 
 import lightning as L
@@ -212,6 +213,15 @@ def test_observing_adds_no_callback():
     assert Callbacks.seen == []
     run(Callbacks, see="backward")
     assert Callbacks.seen == [parity.GradientsAfterBackward]
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_observing_leaves_the_order_in_which_units_are_stepped(accelerator, caplog):
+    """Else the comparison would be with an order that users do not get."""
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        telemetry = parity.check(TRAITS, {"window": 1}, accelerator=accelerator)
+    assert telemetry["stepped_ahead"] > 0
+    assert "the optimizer steps after backward" not in caplog.text
 
 
 def test_observing_leaves_torch_as_it_was():
