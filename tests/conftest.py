@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.abc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it; tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}  # of tools that may run beside the suite
 
