@@ -53,6 +53,20 @@ class SavedWeight:
         self.memory = unit.store.memory
         self.content = unit.store.content if self.index in unit.store.autocast else None
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this tensor, which begins where that did, would be saved as the same."""
+        store, binding = self.unit.store, self.unit.binding
+        return (
+            self.memory is store.memory
+            and self.dtype is tensor.dtype
+            and self.shape == tensor.shape
+            and self.stride == tensor.stride()
+            and self.build == binding.build
+            and self.host_version == store.version(self.index)
+            and self.device_version == binding.outputs[self.index]._version
+            and (self.content is None or self.content is store.content)
+        )
+
     def tensor(self) -> Tensor:
         """The same view of the unit's buffer, which must be resident."""
         empty = torch.empty(0, dtype=self.dtype, device=self.unit.store.storage.device)
@@ -75,6 +89,16 @@ class SavedWeight:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{store.names[self.index]} is at version {host}; expected version {self.host_version} instead"
             )
+
+
+def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
+    """Its place. Whole weights are saved again and again: where nothing changed, as the same object."""
+    before = unit.store.saved.get(tensor.storage_offset())
+    if before is not None and before.is_of(tensor):
+        return before
+    made = SavedWeight(unit, tensor)
+    unit.store.keep_saved(made.index, made.offset, made)
+    return made
 
 
 class Kept:
@@ -147,7 +171,7 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._owner(tensor.untyped_storage()._cdata)
         if unit is not None:
-            return SavedWeight(unit, tensor)
+            return saved_weight(unit, tensor)
         packed = self._offload.pack(tensor)
         return Kept(tensor) if packed is tensor else packed
 
@@ -164,7 +188,7 @@ class SavedTensors:
     def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
         def pack(tensor: Tensor) -> Any:
             unit = self._owner(tensor.untyped_storage()._cdata)
-            return unit and SavedWeight(unit, tensor), outer_pack(tensor)
+            return unit and saved_weight(unit, tensor), outer_pack(tensor)
 
         def unpack(pair: Any) -> Tensor:
             saved, packed = pair

@@ -202,7 +202,7 @@ class Binding:
 
     def _references(self) -> int:
         """From Python, and from C++, to the stand-ins themselves."""
-        return sum(map(sys.getrefcount, self.outputs)) + sum(output._use_count() for output in self.outputs)
+        return sum(map(sys.getrefcount, self.outputs)) + sum(map(Tensor._use_count, self.outputs))
 
     def _check_recorded(self, index: int) -> None:
         output, name = self.outputs[index], self.store.names[index]

@@ -310,7 +310,7 @@ class Device:
             return self._ring().up.up(copies, around, moved, after)
         if after is not None:
             after.wait(self.up)
-        with self.up, torch.no_grad(), around:
+        with self.up, around:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
             for one, other in moved:
@@ -322,7 +322,7 @@ class Device:
         """Starts copies of bytes to the host, on the down stream."""
         if not all(self._by_itself(target) for target, _ in copies):
             return self._ring().down.down(copies, around)
-        with self.down, torch.no_grad(), around:
+        with self.down, around:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
             arrival: Arrival = self.down.record_event()

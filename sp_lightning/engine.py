@@ -84,6 +84,7 @@ class Engine:
         self._attending = False
         self._told = False
         self._closed = False
+        self._backed: StreamedUnit | None = None  # that backward needed last, if its gradients are not complete
         self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
@@ -339,6 +340,9 @@ class Engine:
 
     def require(self, unit: StreamedUnit) -> None:
         """The unit is resident, and the caller's stream is ordered after its bytes."""
+        if unit is self._backed and unit.store.residency is Residency.DEVICE and in_backward():
+            unit.store.wait_load()  # asked for each tensor that it saved
+            return
         with quietly():
             if self._closed:
                 raise UnsupportedError(
@@ -354,6 +358,7 @@ class Engine:
                 self.window.require(unit)
             if not unit.binding.bound:
                 unit.binding.refresh()
+            self._backed = unit if in_backward() else None
 
     def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """These parameters were, or are about to be, written by an optimizer or someone like it; of those with these
@@ -377,12 +382,14 @@ class Engine:
         """All uses of the unit's weights in this backward are done."""
         with quietly():
             self._in_backward_from_here()
+            self._backed = None
             final = self.backward.completed(unit) and not self._scopes
             return self.downlink.receive(unit.store, node, grads, final)
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        self.finish_steps()
+        if self._held is not None:
+            self.finish_steps()
         if not self.downlink.idle:
             with quietly():
                 self.downlink.finish()
@@ -394,6 +401,7 @@ class Engine:
 
     def _backward_done(self) -> None:
         with quietly():
+            self._backed = None
             self.backward.end()
             self.wire.backward_done()
             self.counters.listener.idle()
@@ -476,6 +484,7 @@ class Engine:
                 self.saved.pop()
             self._open.pop().visits = 0
         self.backward.running = False
+        self._backed = None
         self.counters.listener.idle()
         self.downlink.drop()
         for unit in self.units:

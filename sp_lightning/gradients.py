@@ -131,6 +131,7 @@ class Packing:
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
         self._runs = list(_runs(places, layout))
+        self.copies: Copies = ()  # what brings them to the host: as few as can be
         self._parts = list(_parts_of_one_type([field.dtype for field in layout.fields]))
 
     def pack(self, grads: list[Tensor]) -> None:
@@ -138,15 +139,9 @@ class Packing:
         self._device.claim(self._storage, self._size)
         if not self._views:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
+            self.copies = [(host[to : to + n], self._flat[at : at + n]) for host, to, at, n in self._runs]
         for part in self._parts:  # a call with several types would copy one by one
             torch._foreach_copy_(self._views[part], grads[part])
-
-    def copies(self) -> Copies:
-        """What brings them to the host: as few copies as can be."""
-        return [
-            (host[offset : offset + nbytes], self._flat[source : source + nbytes])
-            for host, offset, source, nbytes in self._runs
-        ]
 
     def free(self) -> None:
         """Gives the device memory back, on the current stream."""
@@ -205,10 +200,11 @@ class Downlink:
             return self._differentiable(store, grads)
         taken: list[int] = []
         returned: list[int] = []
+        leaves = node.next_functions
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            fate = _fate(store.params[index], node.next_functions[index][0], grad)
+            fate = _fate(store.params[index], leaves[index][0], grad)
             if fate is Fate.TAKE:
                 taken.append(index)
             elif fate is Fate.RETURN:
@@ -284,7 +280,7 @@ class Downlink:
         down, compute = self.device.down, self.device.compute
         down.wait_event(compute.record_event())
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
-        done = self.device.send_down(packing.copies(), under_way)
+        done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
         self._last = Landing(packing, [], compute, done)
         return self._last

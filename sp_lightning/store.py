@@ -97,6 +97,7 @@ class UnitStore:
         self._suspect = True
         self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
         self.content, self.memory = object(), object()
+        self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
         self._own_references = self._references()
 
     def _lay_out_wire(self) -> None:
@@ -134,7 +135,13 @@ class UnitStore:
         return self._references() > self._own_references
 
     def _references(self) -> int:
+        self.saved.clear()
         return sys.getrefcount(self.memory)
+
+    def keep_saved(self, index: int, first: int, saved: Any) -> None:
+        """For the next time; nothing of a part of a weight, of which there may be many."""
+        if first * self.layout.fields[index].dtype.itemsize == self._offsets[index]:
+            self.saved[first] = saved
 
     @property
     def host_nbytes(self) -> int:
@@ -158,6 +165,7 @@ class UnitStore:
     def release(self, kept: bool = False) -> None:
         """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes
         that somebody keeps a reference to: they are left to them."""
+        self.saved.clear()
         for parameter in self.params:
             unwatch(parameter)
         if self.residency is Residency.DEVICE and not kept:
@@ -308,7 +316,7 @@ class UnitStore:
     # ---- details
 
     def _current_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.params]
+        return list(map(Tensor.data_ptr, self.params))
 
     def _moved(self) -> list[int]:
         """Parameters whose data the user replaced: their bytes are no longer in the slab."""

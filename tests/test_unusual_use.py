@@ -402,6 +402,23 @@ def test_backward_of_a_graph_from_before_the_optimizers_step_is_the_plain_error(
         squares(net, next(batches)).backward()
 
 
+@pytest.mark.parametrize("window", [1, 6])
+def test_of_two_graphs_only_the_one_from_before_a_write_is_refused(device, window):
+    def run(net, device):
+        older, newer = (squares(net, x) for x in inputs(device, 2))  # which save the same weights
+        (older + newer).backward()
+        yield kept([p.grad for p in net.parameters()])
+        before = squares(net, next(inputs(device)))
+        halve(net.blocks[1].up.weight)
+        squares(net, next(inputs(device))).backward()
+        yield kept([p.grad for p in net.parameters()])
+        with pytest.raises(RuntimeError, match=CHANGED):
+            before.backward()
+        net.zero_grad()
+
+    check(blocks, run, device, window=window)
+
+
 def streaming(net, device, streamed=True, **options):
     """Streams, or moves, the module."""
     if streamed:
