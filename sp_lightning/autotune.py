@@ -171,6 +171,7 @@ class Times:
 
     units: tuple[UnitMs, ...]
     overlap: bool  # units are stepped while backward runs
+    runs_on: bool = False  # and while the next forward does
 
     @property
     def streamed(self) -> int:
@@ -180,7 +181,10 @@ class Times:
     def step_ms(self, window: int, transfer: int) -> float:
         """How long a step takes."""
         schedule = Schedule([0] * len(self.units), window, min(transfer, window))
-        return simulate(self._costs(), schedule, _CLOCK, optimizer_overlap=self.overlap).step_s * 1e3
+        simulated = simulate(
+            self._costs(), schedule, _CLOCK, optimizer_overlap=self.overlap, steps_into_forward=self.runs_on
+        )
+        return simulated.step_s * 1e3
 
     def _costs(self) -> list[UnitCost]:
         return [
@@ -199,7 +203,8 @@ class Times:
     def __str__(self) -> str:
         runs = ((len(list(run)), unit) for unit, run in itertools.groupby(self.units))
         listed = ", ".join(f"{count} x {unit}" for count, unit in runs)
-        return f"{listed} ms up/forward/backward/down/step{'' if self.overlap else ' after backward'}"
+        when = " after backward" * (not self.overlap) + " and beside forward" * self.runs_on
+        return f"{listed} ms up/forward/backward/down/step{when}"
 
 
 class Choice(NamedTuple):
@@ -210,7 +215,9 @@ class Choice(NamedTuple):
     ms: float
 
 
-def times_of(units: Sequence[UnitBytes], measured: Mapping[str, Measured], overlap: bool) -> Times | None:
+def times_of(
+    units: Sequence[UnitBytes], measured: Mapping[str, Measured], overlap: bool, runs_on: bool = False
+) -> Times | None:
     """Times of the units in the order in which they were measured; None if none was (Rule 3)."""
     sizes = {unit.name: unit for unit in units}
     alike: dict[tuple[int, int, bool], list[Measured]] = defaultdict(list)
@@ -220,7 +227,7 @@ def times_of(units: Sequence[UnitBytes], measured: Mapping[str, Measured], overl
     if not any(not resident for _, _, resident in alike):
         return None
     median = {kind: _median(times, kind[2]) for kind, times in alike.items()}
-    return Times(tuple(median[_kind(sizes[name])] for name in measured if name in sizes), overlap)
+    return Times(tuple(median[_kind(sizes[name])] for name in measured if name in sizes), overlap, runs_on)
 
 
 def choose(times: Times, most: int, window: int | None = None, transfer: int | None = None) -> Choice:

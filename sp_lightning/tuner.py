@@ -169,7 +169,8 @@ class Tuner:
             return
         first = recorder is not self._recorder  # somebody else's has the first pass, too
         if len(recorder.trained()) >= ENOUGH + first:
-            self._times = times_of(self._units, recorder.times(), overlap=self._counters.stepped_ahead > 0)
+            ahead, held = self._counters.stepped_ahead > 0, self._counters.held_steps > 0
+            self._times = times_of(self._units, recorder.times(), overlap=ahead, runs_on=held)
             self._choices.clear()
             self.end()
 

@@ -1,10 +1,12 @@
 """``window="auto"`` and ``transfer="auto"``: decisions from made-up numbers, and runs on the simulated accelerator."""
 
+import dataclasses
 import importlib.util
 import logging
 import pathlib
 import re
 import sys
+import time
 
 import lightning as L
 import pytest
@@ -84,6 +86,11 @@ def test_on_four_shapes_of_a_machine_the_choice_is_within_2_percent_of_the_best(
     assert choose(measured, most).ms <= 1.02 * swept
 
 
+def test_a_step_that_may_run_on_is_counted_as_one():
+    slow = times(step=6)
+    assert dataclasses.replace(slow, runs_on=True).step_ms(2, 1) < 0.9 * slow.step_ms(2, 1)
+
+
 def test_a_large_unit_behind_small_ones_wants_a_larger_transfer():
     small, large = UnitMs(1, 5, 10, 1, 0), UnitMs(30, 5, 10, 1, 0)
     uneven = Times((small, small, small, small, small, large) * 2, overlap=True)
@@ -103,10 +110,12 @@ def test_units_alike_share_the_median_and_three_digits():
     measured = {
         name: UnitTimes(unit=name, forward_s=s) for name, s in (("root", 1), ("a", 0.0012345), ("b", 1), ("c", 0))
     }
-    found = times_of(sizes, measured, overlap=False)
+    found = times_of(sizes, measured, overlap=False, runs_on=True)
     assert [unit.forward for unit in found.units] == [1000, 1.23, 1.23, 1.23]
     assert [unit.resident for unit in found.units] == [True, False, False, False]
-    assert str(found) == ("1 x 0/1000/0/0/0 resident, 3 x 0/1.23/0/0/0 ms up/forward/backward/down/step after backward")
+    assert str(found) == (
+        "1 x 0/1000/0/0/0 resident, 3 x 0/1.23/0/0/0 ms up/forward/backward/down/step after backward and beside forward"
+    )
 
 
 def test_without_times_of_streamed_units_there_are_none():
@@ -135,10 +144,10 @@ class Wide(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def train(net, handle, rows, seen=None):
+def train(net, handle, rows, seen=None, runs_on=False):
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for count in rows:
-        with handle.stepping_ahead(optimizer):
+        with handle.stepping_ahead(optimizer, lambda: runs_on):
             net(torch.ones(count, WIDTH, device=SIMGPU)).square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()
@@ -232,11 +241,28 @@ def test_every_decision_follows_from_the_numbers_that_it_prints(caplog):
         sizes = re.search(r"units ([\dx ,]+)", line)[1].rstrip(", ").split(", ")
         given = units(*(int(size) for text in sizes for size in [text.split(" x ")[1]] * int(text.split(" x ")[0])))
         assert largest_window(given, capacity - reserve - others) == most
-        timed = re.search(r"ms predicted, [\d.]+ with window (\d+) and transfer (\d+), from (.*) ms up/", line)
+        timed = re.search(r"ms predicted, [\d.]+ with window (\d+) and transfer (\d+), from (.*) ms up/\S+(.*)", line)
         if timed:
             runs = [run.split(" x ") for run in timed[3].split(", ")]
-            read = Times(tuple(UnitMs(*map(float, ms.split("/"))) for n, ms in runs for _ in range(int(n))), True)
+            read = Times(
+                tuple(UnitMs(*map(float, ms.split("/"))) for n, ms in runs for _ in range(int(n))),
+                overlap="after backward" not in timed[4],
+                runs_on="beside forward" in timed[4],
+            )
             assert choose(read, most)[:2] == (int(timed[1]), int(timed[2]))
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_decisions_count_with_steps_that_run_on_where_they_do(runs_on, monkeypatch, caplog):
+    sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
+    plain = sgd.sgd
+    monkeypatch.setattr(sgd, "sgd", lambda *args, **options: (time.sleep(0.005), plain(*args, **options)))
+    simgpu.config.h2d_us = 3000
+    net = stack()
+    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
+        train(net, handle, [64] * 6, runs_on=runs_on)
+    assert ("up/forward/backward/down/step and beside forward" in caplog.text) is runs_on
+    assert "up/forward/backward/down/step" in caplog.text
 
 
 def test_a_fixed_window_is_left_alone_while_the_transfer_is_chosen(caplog):
