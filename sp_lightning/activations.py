@@ -43,10 +43,10 @@ class SavedWeight:
     def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
         self.unit = unit
         self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
+        self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.index = unit.store.field_at(self.offset * tensor.element_size())  # type: ignore[arg-type]
+        self.index = unit.store.field_at(self.offset * tensor.element_size())
         self.host_version = unit.store.version(self.index)
         self.device_version = unit.binding.outputs[self.index]._version
         self.build = unit.binding.build
@@ -93,7 +93,7 @@ class SavedWeight:
 
 def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
     """Its place. Whole weights are saved again and again: where nothing changed, as the same object."""
-    before = unit.store.saved.get(tensor.storage_offset())
+    before: SavedWeight | None = unit.store.saved.get(tensor.storage_offset())  # type: ignore[arg-type]
     if before is not None and before.is_of(tensor):
         return before
     made = SavedWeight(unit, tensor)

@@ -441,6 +441,11 @@ class Engine:
             reads.hold(self.finish_steps)
             return rest, step.begin(self.counters.listener, self._step_ended)
 
+    @property
+    def held(self) -> Collection[int]:
+        """The ids of parameters whose step runs on."""
+        return self._held.params if self._held is not None else ()
+
     def _store_of(self, parameter: Tensor) -> UnitStore | None:
         unit = self._by_parameter.get(id(parameter))
         return None if unit is None else unit.store

@@ -349,7 +349,8 @@ class Handle:
         self._counters.listener.stepped()
         reads.resume()
         ahead = self.engine.downlink.ahead
-        self.engine.suspect(self._managed_by(optimizer), ahead.stepped if ahead is not None else ())
+        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.held}
+        self.engine.suspect(self._managed_by(optimizer), stepped)
         self.engine.follow()
 
     def has_other_step_hooks(self, optimizer: torch.optim.Optimizer, after: bool = False) -> bool:

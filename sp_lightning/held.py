@@ -9,7 +9,8 @@ beside backward (overlap.py) it is what was left at backward's end.
 3. What it reads is its own: the gradients, which nobody else refers to and which are asked for by ``.grad`` only, and
    copies of the groups' options as they were, since schedulers write to the groups.
 4. It makes no state, as what it would be made like (default types, modes) is the caller's.
-5. Units are stepped in the order in which the next forward needs them. A unit's way up waits for that unit's step.
+5. Units are stepped in the order in which the next forward needs them. A unit's way up waits for that unit's step, and
+   for the cast of what does not travel as it is (store.py, Rule 7).
 6. Who waits waits first and clears marks afterwards: a wait that was interrupted is taken up again by the next one.
    An error of the thread is raised, once, by whoever waits first; what was stepped by then is said.
 """
@@ -78,13 +79,15 @@ class HeldUnit:
     def __init__(self) -> None:
         self.count = 0  # of its parameters
         self._vacancies: list[Vacancy] = []
+        self.data: dict[int, Tensor] = {}  # of parameters, by index in their unit
         self.groups: dict[int, Group] = {}  # by number
         self.state: dict[Tensor, State] = {}
         self.work: Future[None] | None = None
         self.stepped = False
 
-    def add(self, number: int, options: Group, vacancy: Vacancy, state: State) -> None:
+    def add(self, number: int, options: Group, index: int, vacancy: Vacancy, state: State) -> None:
         """A parameter of the group of this number."""
+        self.data[index] = vacancy.data
         self.groups.setdefault(number, {**options, "params": []})["params"].append(vacancy.data)
         self.state[vacancy.data] = state
         self._vacancies.append(vacancy)
@@ -109,7 +112,7 @@ class HeldUnit:
         """Safe twice, also after an interruption."""
         for vacancy in self._vacancies:
             vacancy.end()
-        self.groups, self.state = {}, {}
+        self.groups, self.state, self.data = {}, {}, {}
         self._vacancies = []
 
     def wait(self) -> BaseException | None:
@@ -127,6 +130,7 @@ class HeldStep:
         self._stepped = stepped
         self._shadow: Any = None
         self._units: dict[UnitStore, HeldUnit] = {}
+        self.params: set[int] = set()  # ids of those that are held
         self._state: Any = None
         self._failed = False
         self._done = False
@@ -156,7 +160,8 @@ class HeldStep:
                     if not is_own(store, index):
                         raise Unholdable(f"somebody else refers to the gradient of {store.names[index]}")
                     state = _state_of(self._optimizer, group, param, store.names[index])
-                    units[store].add(number, options, Vacancy(param, store.names[index]), state)
+                    units[store].add(number, options, index, Vacancy(param, store.names[index]), state)
+                    self.params.add(id(param))
         self._units = {store: unit for store, unit in units.items() if unit.count}
         return rest
 
@@ -172,7 +177,7 @@ class HeldStep:
         for store, unit in self._units.items():
             timed = listener.work("optimizer", store.unit.name, "step")
             unit.vacate()
-            unit.work = self._thread.submit(functools.partial(self._run, unit, timed))
+            unit.work = self._thread.submit(functools.partial(self._run, store, unit, timed))
         return self._state
 
     @property
@@ -226,16 +231,17 @@ class HeldStep:
         for unit in list(self._units.values()):
             unit.wait()
 
-    def _run(self, unit: HeldUnit, timed: AbstractContextManager[None]) -> None:
+    def _run(self, store: UnitStore, unit: HeldUnit, timed: AbstractContextManager[None]) -> None:
         if self._failed:
             return
-        try:
-            with timed:
+        with timed:
+            try:
                 self._step.step_groups(self._shadow, list(unit.groups.values()), unit.state)
-        except BaseException:
-            self._failed = True
-            raise
-        unit.stepped = True
+            except BaseException:
+                self._failed = True
+                raise
+            unit.stepped = True
+            store.convert(unit.data)
 
     def _say_partly_stepped(self) -> None:
         stepped = self._stepped + sum(unit.count for unit in self._units.values() if unit.stepped)

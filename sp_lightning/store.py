@@ -24,8 +24,9 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from .parameters import Keeper, set_true_data, true_data, true_dtype, unwatch, w
 from .telemetry import Counters
 from .units import Unit
 
+NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 
 
@@ -75,6 +77,7 @@ class UnitStore:
         self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
         self._waiting: list[Any] = []  # streams that are ordered after the fill
         self._suspect = False
+        self._doubts = 0  # about what was written unseen by any version counter
         self._slab_addresses = self._adopt()
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
         self._versions: list[int] = []
@@ -175,7 +178,7 @@ class UnitStore:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
         self.wait_step()
         self._suspect = True
-        self._converted = None
+        self._doubts += 1
         self.settle()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -192,7 +195,7 @@ class UnitStore:
         that may have changed was stepped before that: the parameters with these ids."""
         self._suspect = True
         if not all(id(parameter) in stepped for parameter in self.params if parameter.requires_grad):
-            self._converted = None
+            self._doubts += 1
 
     def settle(self) -> None:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
@@ -250,7 +253,7 @@ class UnitStore:
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
         self._suspect = False
-        if changed and (self._converted is None or self._converted != self._stamp()):
+        if changed and (self._converted is None or self._converted != self._stamp(self.params)):
             self._fill_wire()
         self._converted = None
         if self.residency is Residency.DEVICE:  # filled again in place
@@ -326,27 +329,29 @@ class UnitStore:
         pairs = zip(self._addresses, self._slab_addresses, strict=True)
         return [index for index, (now, then) in enumerate(pairs) if now != then]
 
-    def convert(self) -> None:
+    def convert(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it, when no
-        fill reads: the gradients that it was stepped with came after all of them."""
+        fill reads: the gradients that it was stepped with came after all of them. ``held`` is the data of parameters
+        that have none until their step is waited for (held.py)."""
         if self._wire_places:
-            self._fill_wire()
-            self._converted = self._stamp()
+            stamp = self._stamp([held.get(index, parameter) for index, parameter in enumerate(self.params)])
+            self._fill_wire(held)
+            self._converted = stamp  # from before: what somebody writes meanwhile is not in it
 
-    def _stamp(self) -> Any:
-        """Versions and addresses of the parameters; None while somebody else holds their bytes (Rule 6)."""
+    def _stamp(self, data: Sequence[Tensor]) -> Any:
+        """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
         if any(map(_is_shared, self._storages)):
             return None
-        return [parameter._version for parameter in self.params], self._current_addresses()
+        return self._doubts, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
 
-    def _fill_wire(self) -> None:
+    def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
         remembered, same = self.remembered(), True
         with torch.no_grad():
             for index, place in self._wire_places.items():
                 view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))
-                now = true_data(self.params[index])
+                now = held[index] if index in held else true_data(self.params[index])
                 if remembered and index in self.autocast:
                     now = now.to(view.dtype)
                     same = same and same_bytes(view, now)

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import sp_lightning
-from sp_lightning.engine import Engine
 from sp_lightning.errors import ExactnessError
 from sp_lightning.gradients import _widened
 from sp_lightning.store import UnitStore
@@ -458,22 +457,40 @@ class Fitted(L.LightningModule):
         return sgd(self)
 
 
-def test_weights_are_cast_by_the_thread_that_stepped_them_once_for_each_step(device, monkeypatch):
-    def fill(store):
-        threads[-1].append(threading.current_thread() is not threading.main_thread())
-        fill_wire(store)
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_weights_are_cast_by_the_thread_that_stepped_them_once_for_each_step(device, runs_on, monkeypatch):
+    def fill(store, *held):
+        casts.append(threading.current_thread() is not threading.main_thread())
+        fill_wire(store, *held)
 
-    def open_scope(engine, kind):
-        threads.append([])
-        begin(engine, kind)
-
-    threads, fill_wire, begin = [], UnitStore._fill_wire, Engine.open_scope
+    casts, fill_wire = [], UnitStore._fill_wire
     monkeypatch.setattr(UnitStore, "_fill_wire", fill)
-    monkeypatch.setattr(Engine, "open_scope", open_scope)
     strategy = sp_lightning.SuperpipelineStrategy(window=1, device=device)
-    monkeypatch.setattr(strategy, "_may_hold", lambda: False)  # what runs on beside the next forward is cast by that
-    fit(Fitted, strategy, device, precision="bf16-mixed", max_steps=4)
-    assert threads[-1] == [True] * 6  # a stem, four blocks and a head
+    monkeypatch.setattr(strategy, "_may_step_ahead", lambda _: not runs_on)
+    monkeypatch.setattr(strategy, "_may_hold", lambda: runs_on)
+    fit(Fitted, strategy, device, precision="bf16-mixed", max_steps=5)
+    assert casts == [False] * 6 + [True] * 6 * 4  # a stem, four blocks and a head, from the second step on
+
+
+def test_what_is_written_while_the_thread_casts_is_cast_again(device, monkeypatch):
+    def fill(store, *held):
+        fill_wire(store, *held)
+        halve(store.params[0])
+
+    def halve(weight):
+        weight.data.mul_(0.5)
+
+    net, x, fill_wire = layers(), next(inputs(device)), UnitStore._fill_wire
+    with sp_lightning.stream(net, device, window=1) as handle:
+        stepped(net, device)
+        store = handle.engine.owner(net.blocks[1].linear.weight).store
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitStore, "_fill_wire", fill)
+            store.convert()
+        with autocast(device), torch.no_grad():
+            streamed = net(x)
+    with autocast(device), torch.no_grad():
+        assert net.to(device)(x).equal(streamed)
 
 
 # --- What can not be exact is refused
