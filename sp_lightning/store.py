@@ -272,6 +272,11 @@ class UnitStore:
         self.counters.fetches += 1
         self.counters.bytes_up += self.nbytes
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is resident, and the caller's stream is ordered after the fill."""
+        return self.residency is Residency.DEVICE and self.device.compute in self._waiting
+
     def wait_load(self) -> None:
         """Orders the caller's stream after the fill, once for each stream."""
         stream = self.device.compute
