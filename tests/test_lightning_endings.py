@@ -204,6 +204,9 @@ class Overlapping(models.ZooModule):
         super().__init__(CASE)
         self.fails = True
 
+    def on_train_batch_start(self, batch, index):
+        """Keeps a step from running on into the next forward: what has arrived is stepped, however busy the host."""
+
     def training_step(self, batch, index):
         hooks = []
         if index == 2 and self.fails:
