@@ -4,11 +4,12 @@ It is torch's own non-reentrant checkpoint, which keeps torch's random state and
 run is the first one and leaves no trace:
 
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
-   is: buffers, plain attributes, lists and dicts that modules keep, objects that were passed (a cache, say), Python's
-       and NumPy's random states, weights that the unit writes itself.
+   is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
+   cache, say), Python's and NumPy's random states, weights that the unit writes itself.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
-   where it did. What a copy can not stand for, or a forward changes that did not before, is an error.
+   where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
+   a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed.
 3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
    saves other tensors than the first time.
 """
@@ -20,7 +21,7 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType, ModuleType, TracebackType
 from typing import Any
 
@@ -58,7 +59,7 @@ class Recompute:
         known = name in self._leaves_alone
         twins = {} if known else _twins((args, kwargs))
         stowed = before.stow(self._offload) if self._offload is not None and known else []
-        versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
+        versions, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept())
         first = [(args, kwargs)]  # not kept by the closure any longer than it runs
 
         def forward(_anchor: Tensor) -> Any:
@@ -69,7 +70,12 @@ class Recompute:
             return self._written.recording(before.weights), before
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
-        changed = {id(tensor) for tensor, version in versions if tensor._version != version}
+        changed = _changed(versions)
+        if _changed(kept):
+            raise ExactnessError(
+                f"{name} changes a tensor in place that one of its modules keeps as an attribute, so its forward can "
+                "not run again; register it as a buffer, or use activations='keep' or 'offload'"
+            )
         if not changed <= twins.keys():
             self._leaves_alone.discard(name)
             raise ExactnessError(
@@ -83,6 +89,15 @@ class Recompute:
         if self._offload is not None and not known:
             stowed = before.stow(self._offload)
         return output, stowed
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _changed(versions: list[tuple[Tensor, int]]) -> set[int]:
+    """The ids of those that were."""
+    return {id(tensor) for tensor, version in versions if tensor._version != version}
 
 
 class Written:
@@ -112,10 +127,11 @@ class _Before:
 
     def __init__(self, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
         self._written = written
-        self._arguments = _copied((args, kwargs), {})
+        memo: dict[int, Any] = {}  # what several have in common stays common
+        self._arguments = _copied((args, kwargs), memo)
         self.weights: dict[Any, Tensor] = {}
         self._random = _random_states()
-        self._modules = [(module, _attributes(module)) for module in root.modules()]
+        self._modules = [(module, _copies(_own_attributes(module), memo)) for module in root.modules()]
         self._buffers = [
             (module._buffers, name, buffer.detach().clone())
             for module, _ in self._modules
@@ -125,6 +141,12 @@ class _Before:
         self._now: list[Callable[[], None]] = []
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
+        self._memo: dict[int, Any] = {}  # of the copies for the run that runs
+
+    def kept(self) -> list[Tensor]:
+        """Tensors, neither weights nor buffers, that attributes lead to."""
+        reached = _reachable([attributes for _, attributes in self._modules])
+        return [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
 
     def replace(self, twins: dict[int, Tensor]) -> None:
         """Arguments that the first run changed are these."""
@@ -155,7 +177,7 @@ class _Before:
                 return clones.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
 
             arguments = _mapped(arguments, cloned)
-        return _copied(arguments, {})
+        return _copied(arguments, self._memo)
 
     def _back(self, value: Any) -> Any:
         assert self._offload is not None
@@ -164,9 +186,9 @@ class _Before:
     def __enter__(self) -> None:
         self._now = [self._back_to_now()]
         _set_random_states(self._random)
+        self._memo = {}
         for module, attributes in self._modules:
-            memo: dict[int, Any] = {}
-            _set_attributes(module, {name: _copied(value, memo) for name, value in attributes.items()})
+            _set_attributes(module, _copies(attributes, self._memo))
         for place, name, before in self._buffers:
             place[name] = before.clone()
         self._written.restored = self.weights
@@ -197,13 +219,8 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _FIXED}
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's plain attributes; lists and dicts among them are copied, other objects are not."""
-    memo: dict[int, Any] = {}
-    return {
-        name: _copied(value, memo) if isinstance(value, (list, dict, set)) else value
-        for name, value in _own_attributes(module).items()
-    }
+def _copies(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: _copied(value, memo) for name, value in attributes.items()}
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:

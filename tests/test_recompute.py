@@ -1,9 +1,12 @@
 """What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
 import functools
+import itertools
+import random
 import threading
 import types
 
+import numpy
 import pytest
 import torch
 from side_by_side import check, training
@@ -163,3 +166,87 @@ def test_a_change_in_place_that_begins_later_is_an_error_once(device):
             with pytest.raises(ExactnessError):
                 net(x)
         net(x).sum().backward()
+
+
+class Counting(models.Block):
+    """Scales by what it counts with something that it keeps."""
+
+    def __init__(self, kept, count):
+        super().__init__()
+        self.kept, self.count = kept, count
+
+    def forward(self, x):
+        return super().forward(x) * torch.full_like(x, 0.1 * self.count(self.kept))
+
+
+def counted(kept):
+    kept.n = getattr(kept, "n", 0) + 1
+    return kept.n
+
+
+COUNTERS = {
+    "an object": (types.SimpleNamespace, counted),
+    "an iterator": (functools.partial(itertools.count, 1), next),
+    "torch's generator": (lambda: torch.Generator().manual_seed(3), lambda kept: float(torch.rand((), generator=kept))),
+    "NumPy's generator": (lambda: numpy.random.default_rng(3), lambda kept: kept.random()),
+    "Python's generator": (lambda: random.Random(3), lambda kept: kept.random()),
+    "an array": (lambda: numpy.zeros(1), lambda kept: float(kept.__iadd__(1)[0])),
+}
+
+
+@pytest.mark.parametrize("kept", COUNTERS)
+def test_an_object_that_a_block_changes_is_for_the_second_run_what_it_was_for_the_first(kept, device):
+    make, count = COUNTERS[kept]
+    check(lambda: models.Stack(Counting(make(), count) for _ in range(3)), training(), device, activations="recompute")
+
+
+def test_what_two_modules_of_a_unit_keep_together_is_one_object_again(device):
+    class Pair(models.Block):
+        def __init__(self):
+            super().__init__()
+            kept = types.SimpleNamespace()
+            self.one, self.other = Counting(kept, counted), Counting(kept, counted)
+
+        def forward(self, x):
+            return super().forward(x) + self.one(x) + self.other(x)
+
+    check(models.stack_of(Pair), training(), device, activations="recompute", units=["Pair"])
+
+
+class Averaging(models.Block):
+    """Keeps a running mean, which is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = [torch.zeros(())]
+
+    def forward(self, x):
+        self.mean[0] += x.detach().mean().cpu()
+        return super().forward(x - self.mean[0].to(x.device))
+
+
+def test_a_tensor_beside_the_buffers_that_is_changed_in_place_is_an_error(device):
+    net, x = models.stack_of(Averaging)(), torch.ones(2, models.FEATURES, device=device)
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        with pytest.raises(ExactnessError, match="register it as a buffer, or use activations='keep' or 'offload'"):
+            net(x)
+
+
+def test_an_attribute_that_shares_what_is_passed_and_changed_in_place_is_an_error(device):
+    class Looking(models.Block):
+        def forward(self, x):
+            x += 1
+            return super().forward(x) * self.seen
+
+    class Shared(models.Stack):
+        def run(self, x):
+            for block in self.blocks:
+                x = x.clone()
+                block.seen = x[:1]
+                x = block(x)
+            return x
+
+    net, x = Shared(Looking() for _ in range(3)), torch.ones(2, models.FEATURES, device=device)
+    with sp_lightning.stream(net, device, window=1, activations="recompute", units=["Looking"]):
+        with pytest.raises(ExactnessError, match="keeps as an attribute"):
+            net(x)
