@@ -7,7 +7,8 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,13 +90,14 @@ class SuperpipelineCallback(Callback):
         progress: bool = True,
         plan: Plan | None = None,
     ) -> None:
-        if log_every_n_steps is not None and log_every_n_steps < 1:
+        if log_every_n_steps is not None and not _is_count(log_every_n_steps, 1):
             raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
-        if not timeline_steps or min(timeline_steps) < 0:
+        steps = list(timeline_steps) if isinstance(timeline_steps, Iterable) else []
+        if not steps or not all(_is_count(step, 0) for step in steps):
             raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="batches from 0, at least one")
         self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
-        self.timeline_steps = frozenset(timeline_steps)
+        self.timeline_steps = frozenset(steps)
         if plan is not None and not isinstance(plan, Plan):
             raise OptionError(argument="plan", found=plan, allowed="None or what sp_lightning.plan() returned")
         self.progress = progress
@@ -110,13 +112,15 @@ class SuperpipelineCallback(Callback):
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a strategy that streams nothing."""
+        """Refuses a strategy that streams nothing, and a timeline that could not be written after hours of training."""
         self._handle = None  # the last one holds as much host memory as the next one will
         if not isinstance(trainer.strategy, Streaming):
             raise UnsupportedError(
                 f"SuperpipelineCallback reports what strategy 'superpipeline' moves, but the Trainer uses "
                 f"{type(trainer.strategy).__name__}; pass strategy='superpipeline' or remove the callback"
             )
+        if self.timeline is not None and stage == "fit":
+            _check_directory(self.timeline)
         if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
             log.warning(
                 "superpipeline: %s gets a trace but no picture, which needs matplotlib: pip install "
@@ -211,10 +215,13 @@ class SuperpipelineCallback(Callback):
         assert self._observer is not None
         self._written = True
         made = self._observer.timeline(type(pl_module).__name__, steps)
-        trace = timeline.save(made, directory / "trace.json")
-        if importlib.util.find_spec("matplotlib") is not None:
-            picture.save([made], directory / "timeline.png")
-        rank_zero_info(f"superpipeline: wrote {trace}")
+        try:
+            trace = timeline.save(made, directory / "trace.json")
+            rank_zero_info(f"superpipeline: wrote {trace}")
+            if importlib.util.find_spec("matplotlib") is not None:
+                picture.save([made], directory / "timeline.png")
+        except (OSError, ImportError) as error:  # a full disk, a broken matplotlib: training goes on
+            log.warning("superpipeline: the timeline is not all in %s: %s", directory, error)
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         observer = self._observer
@@ -228,6 +235,20 @@ class SuperpipelineCallback(Callback):
             for line in observer.report():
                 rank_zero_info(f"superpipeline: {line}")
         self._observer = None
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        allowed = f"a directory that can be written to ({error.strerror})"
+        raise OptionError(argument="timeline", found=str(path), allowed=allowed) from error
 
 
 def _show_in(bar: Any, observer: Observer) -> None:
@@ -260,7 +281,8 @@ def _per_second(batch: Any, step_s: float) -> dict[str, float]:
     first = next(_tensors(batch), None)
     if first is None or not first.dim():
         return {}
-    ids = batch["input_ids"] if isinstance(batch, Mapping) and "input_ids" in batch else first
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    ids = named if isinstance(named, torch.Tensor) else first
     whole = ids.dim() == 2 and ids.dtype in (torch.int32, torch.int64)
     return {"samples_per_s": len(first) / step_s, **({"tokens_per_s": ids.numel() / step_s} if whole else {})}
 

@@ -145,6 +145,8 @@ def test_every_name_it_logs_is_documented():
         (torch.zeros(4, 8), {"samples_per_s": 8.0}),
         ([torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4)], {"samples_per_s": 8.0, "tokens_per_s": 64.0}),
         ({"x": torch.zeros(2, 3), "input_ids": torch.zeros(2, 5, dtype=torch.int64)}, {"tokens_per_s": 20.0}),
+        ({"input_ids": [[1, 2], [3]], "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
+        ({"input_ids": None, "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
         ("no tensor", {}),
     ],
 )
@@ -163,6 +165,9 @@ def test_its_own_rhythm_is_kept():
     ("options", "said"),
     [
         ({"log_every_n_steps": 0}, "log_every_n_steps must be None or an int >= 1, got 0"),
+        ({"log_every_n_steps": "5"}, "log_every_n_steps must be None or an int >= 1, got '5'"),
+        ({"timeline_steps": 5}, "timeline_steps must be batches from 0, at least one, got 5"),
+        ({"timeline_steps": ["5"]}, "timeline_steps must be batches from 0, at least one, got \\['5'\\]"),
         ({"timeline_steps": ()}, "timeline_steps must be batches from 0, at least one"),
         ({"timeline_steps": [-1]}, "timeline_steps must be batches from 0, at least one"),
     ],
@@ -283,6 +288,23 @@ def test_without_matplotlib_there_is_a_trace_and_a_word_about_the_picture(tmp_pa
     fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path)], batches=3)
     assert "pip install 'sp-lightning[plots]'" in caplog.text
     assert (tmp_path / "trace.json").exists() and not (tmp_path / "timeline.png").exists()
+
+
+def test_a_timeline_that_can_not_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    said = r"timeline must be a directory that can be written to \(File exists\), got '.*file'"
+    with pytest.raises(sp_lightning.errors.OptionError, match=said):
+        fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "file")])
+
+
+def test_a_timeline_that_finds_no_room_in_the_end_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(timeline, "save", full)
+    trainer = fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path, timeline_steps=[0])], batches=5)
+    assert trainer.global_step == 5
+    assert f"the timeline is not all in {tmp_path}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_it_leaves_metrics_and_progress_alone(tmp_path):
