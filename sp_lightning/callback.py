@@ -22,7 +22,7 @@ from .errors import OptionError, UnsupportedError
 from .forecast import Plan
 from .handle import Handle
 from .observer import Observer
-from .recorder import RecordedStep
+from .recorder import KEPT, RecordedStep
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,8 @@ class SuperpipelineCallback(Callback):
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
         if trainer.loggers or bar is not None or self.timeline is not None:
-            self._observer = Observer(_handle(trainer), self.plan)
+            drawn = self.timeline_steps if self.timeline is not None else ()
+            self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also=drawn)
         if bar is not None and self._observer is not None:
             _show_in(bar, self._observer)
             rank_zero_info(_table(self._observer.table(trainer.optimizers)))
@@ -197,6 +198,9 @@ class SuperpipelineCallback(Callback):
     def _bar(self, trainer: Trainer) -> Any:
         bar = trainer.progress_bar_callback
         return bar if self.progress and bar is not None and not getattr(bar, "is_disabled", False) else None
+
+    def _rhythm(self, trainer: Any) -> int:
+        return self.log_every_n_steps or int(trainer.log_every_n_steps)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.log_every_n_steps is None:

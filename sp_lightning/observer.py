@@ -20,7 +20,7 @@ from .host import peak_memory, usable_cores
 from .host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from .machine import Machine
 from .measure import glance
-from .recorder import KEPT, RecordedStep, UnitTimes
+from .recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from .room import least_s
 from .spans import Lane
 from .timeline import Timeline, in_words
@@ -62,30 +62,32 @@ class Planned(Protocol):
 
 
 class Observer:
-    """Records the training passes of a handle and makes figures of them; closed, it leaves the handle as it was."""
+    """Records training passes of a handle and makes figures of them; closed, it leaves the handle as it was.
 
-    def __init__(self, handle: Handle, plan: Planned | None = None) -> None:
+    After the first few it records so many in a row once in ``every`` times as many; those of numbers in ``also``, too.
+    """
+
+    def __init__(self, handle: Handle, plan: Planned | None = None, every: int = 1, also: Collection[int] = ()) -> None:
         self._handle = handle
         self._plan = plan
         self._least_s: float | None = None  # of a step, predicted without a plan
-        self._recorder = handle.record()
-        self._seen = 0  # passes of any kind that were read
-        self._batches = 0  # training passes among them
+        self._recorder = handle.record(
+            Recorder(handle.device, wanted=lambda batch: batch // KEPT % every == 0 or batch in also)
+        )
+        self._seen = 0  # passes of any kind that were read, or are not recorded
         self._fresh: list[RecordedStep] = []  # training passes that ``figures`` has not given yet
         self._last: deque[RecordedStep] = deque(maxlen=KEPT)
 
     # ---- while it runs
 
     def update(self) -> list[RecordedStep]:
-        """The training passes that can be read by now and could not before, numbered from 0."""
+        """The training passes that can be read by now and could not before, numbered from 0 among all of them."""
         new = [step for step in self._recorder.steps if step.number >= self._seen]
         self._seen = max([self._seen, *(step.number + 1 for step in new)])
-        train = [step for step in new if step.trains]
-        numbered = [replace(step, number=self._batches + i) for i, step in enumerate(train)]
-        self._batches += len(numbered)
+        numbered = [replace(step, number=step.batch) for step in new if step.trains]
         self._fresh = (self._fresh + numbered)[-KEPT:]
         self._last.extend(numbered)
-        while self._last and self._last[0].number < WARM_UP < self._batches - 1:
+        while self._last and self._last[0].number < WARM_UP < self._last[-1].number:
             self._last.popleft()
         return numbered
 

@@ -9,6 +9,8 @@
 4. The compute stream belongs to one unit at a time: from the moment its bytes are there to the next wait or the end of
    its visit, and in backward to the begin of the next unit's. That it had to wait is seen between the events before and
    after the wait; that the host launched too late is not, and counts as the unit's.
+5. A pass that is not wanted costs nothing but the question. Of those that are, neighbours are best: what comes every
+   few passes, such as an optimizer's step, is then seen as often as it happens.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class RecordedStep:
     number: int
     kind: str  # "train", "validate", "forward", ...
     trains: bool  # whether autograd recorded
+    batch: int = 0  # passes before it that trained, or did not, as it did
     start: float
     end: float
     spans: tuple[Span, ...]  # in the order of their starts
@@ -123,6 +126,7 @@ class _Pass:
     number: int
     kind: str
     trains: bool
+    batch: int
     reference: Any  # the moment of its begin on the device's clock
     start: float  # and on the host's
     end: float = 0.0
@@ -143,6 +147,7 @@ class _Pass:
             number=self.number,
             kind=self.kind,
             trains=self.trains,
+            batch=self.batch,
             start=self.start,
             end=self.end,
             spans=tuple(spans),
@@ -187,12 +192,15 @@ class _Wait:
 
 
 class Recorder(Listener):
-    """Listens to the phases of passes and keeps the last ones."""
+    """Listens to the phases of passes and keeps the last ones; ``wanted`` tells of which, by `RecordedStep.batch`."""
 
-    def __init__(self, clock: Clock, keep: int = KEPT) -> None:
+    def __init__(self, clock: Clock, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
         self._clock = clock
-        self._passes: deque[_Pass] = deque()  # not read yet; the last one is under way
+        self._wanted = wanted
+        self._passes: deque[_Pass] = deque()  # not read yet
+        self._now: _Pass | None = None  # the last of them, if it is under way
         self._count = 0
+        self._batches = {True: 0, False: 0}  # begun, by whether they train
         self._computing: _Entry | None = None
         self._host_free = 0.0  # since when the calling thread could step
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
@@ -202,22 +210,26 @@ class Recorder(Listener):
     def begin_pass(self, kind: str, trains: bool) -> None:
         self._end_pass()
         self._read(LAG)
-        reference, start = self._clock.both_clocks()
-        self._passes.append(_Pass(self._count, kind, trains, reference, start))
+        batch = self._batches[trains]
+        if self._wanted(batch):
+            reference, start = self._clock.both_clocks()
+            self._now = _Pass(self._count, kind, trains, batch, reference, start)
+            self._passes.append(self._now)
         self._count += 1
+        self._batches[trains] += 1
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        if not self._passes:
+        if self._now is None:
             return _NOTHING
         now: Callable[[], Any] = time.perf_counter
         if lane != "optimizer":
             stream = self._clock.up if lane == "up" else self._clock.down
             now = lambda: self._clock.moment(stream)  # noqa: E731
-        return _Work(_Entry(lane, unit, phase, "", nbytes), self._passes[-1].entries, now)
+        return _Work(_Entry(lane, unit, phase, "", nbytes), self._now.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
         now = self._computing
-        if not self._passes or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
+        if self._now is None or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
             return _NOTHING
         if not unit and now is not None:
             unit, phase = now.unit, now.phase
@@ -268,8 +280,8 @@ class Recorder(Listener):
     # ---- details
 
     def _add(self, entry: _Entry) -> None:
-        if self._passes:
-            self._passes[-1].entries.append(entry)
+        if self._now is not None:
+            self._now.entries.append(entry)
 
     def _begin_compute(self, unit: str, phase: str) -> Any:
         moment = self._clock.moment(self._clock.compute)
@@ -288,11 +300,12 @@ class Recorder(Listener):
 
     def _end_pass(self) -> None:
         self.idle()
-        if self._passes:
-            self._passes[-1].end = time.perf_counter()
+        if self._now is not None:
+            self._now.end = time.perf_counter()
+            self._now = None
 
     def _read(self, later: int) -> None:
-        while len(self._passes) > later and self._passes[0].happened():
+        while self._passes and self._count - self._passes[0].number > later and self._passes[0].happened():
             self.steps.append(self._passes.popleft().read())
 
 

@@ -8,7 +8,8 @@ import side_by_side
 import torch
 
 import sp_lightning
-from sp_lightning.recorder import RecordedStep, unit_times
+from sp_lightning.observer import Observer
+from sp_lightning.recorder import KEPT, RecordedStep, Recorder, unit_times
 from sp_lightning.spans import CAUSES, Span
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
@@ -166,6 +167,32 @@ def test_nothing_is_read_before_two_later_passes_have_begun():
             torch.accelerator.synchronize()
             known.append(len(recorder.steps))
     assert known == [0, 0, 0, 1] and len(recorder.steps) == 4
+
+
+def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
+    wanted = {1, 2, 5}
+    module = side_by_side.blocks()
+    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
+        recorder = handle.record(Recorder(handle.device, wanted=wanted.__contains__))
+        for x in side_by_side.inputs(device, 7):
+            module(x).sum().backward()
+            with torch.no_grad():
+                module(x)  # counted by itself
+        handle.stop_recording()
+    assert [step.batch for step in recorder.steps if step.trains] == [1, 2, 5]
+    assert [step.batch for step in recorder.steps if not step.trains] == [1, 2, 5]
+    assert all(len(step.of("down")) == len(recorder.steps[0].of("down")) > 0 for step in recorder.trained())
+
+
+def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_asked_for(device):
+    module, seen = side_by_side.blocks(), []
+    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
+        observer = Observer(handle, every=2, also={KEPT + 3})
+        for x in side_by_side.inputs(device, 2 * KEPT + 4):
+            module(x).sum().backward()
+            seen += observer.update()
+        seen += observer.close()
+    assert [step.number for step in seen] == [*range(KEPT), KEPT + 3, *range(2 * KEPT, 2 * KEPT + 4)]
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
