@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -29,6 +30,7 @@ aten = torch.ops.aten
 META, HOST = torch.device("meta"), torch.device("cpu")
 KNOWN_NBYTES = 2**24  # of the integers whose values are known (Rule 2)
 KNOWN_FLOATS = 64
+KNOWN_CONSTANTS = 2**18  # floats that are made all alike, as masks of ones are
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
 
@@ -57,7 +59,7 @@ class Pretence:
         enter = self._contexts.enter_context
         enter(torch.random.fork_rng(devices=[]))
         enter(kernels.of(self.target, self._autocast))
-        enter(_Attributes(self._numbers))
+        enter(_also_in_backward(enter(_Attributes(self._numbers))))
         enter(_Operators(self._numbers, self))
         return self
 
@@ -99,15 +101,18 @@ class _Numbers:
         self.learn(made, real)
         return made
 
-    def learn(self, tensor: Tensor, values: Tensor) -> None:
+    def learn(self, tensor: Tensor, values: Tensor, floats: int = KNOWN_FLOATS) -> None:
         """These are the values of a tensor that has its storage to itself."""
-        if is_small(tensor) and tensor.layout is torch.strided:
+        if is_small(tensor, floats) and tensor.layout is torch.strided:
             storage, key = tensor.untyped_storage(), tensor.untyped_storage()._cdata
             if key not in self._known:
                 weakref.finalize(storage, self._known.pop, key, None).atexit = False
             self._known[key] = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             mine = self.of(tensor)
             assert mine is not None
+            for index, step in enumerate(tensor.stride()):
+                if step == 0 and tensor.shape[index]:  # one place for all of them
+                    mine, values = mine.narrow(index, 0, 1), values.narrow(index, 0, 1)
             mine.copy_(values)
 
     def forget(self, tensor: Tensor) -> None:
@@ -115,10 +120,10 @@ class _Numbers:
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
 
-def is_small(tensor: Tensor) -> bool:
+def is_small(tensor: Tensor, floats: int = KNOWN_FLOATS) -> bool:
     """Whether its values are worth computing."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.numel() <= KNOWN_FLOATS
+        return tensor.numel() <= floats
     return tensor.numel() * tensor.element_size() <= KNOWN_NBYTES
 
 
@@ -127,6 +132,7 @@ _LIKE = {
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided),
 }
+_ALIKE = (aten.ones, aten.zeros, aten.full, aten.ones_like, aten.zeros_like, aten.full_like)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,12 +181,17 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if func._schema.is_mutable:
             self._write(func, args, kwargs, known)
-        elif known and any(self._is_new(tensor, tensors) for tensor in tensors_of((out,))):
+        elif known:
+            self._learn(func, args, kwargs, tensors, out)
+        return out
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
+        floats = KNOWN_CONSTANTS if func._overloadpacket in _ALIKE else KNOWN_FLOATS
+        if any(self._is_new(tensor, tensors, floats) for tensor in tensors_of((out,))):
             values = func(*self._values(func, args), **self._values(func, kwargs))
             for tensor, value in zip(tensors_of((out,)), tensors_of((values,)), strict=True):
-                if self._is_new(tensor, tensors):
-                    self._numbers.learn(tensor, value)
-        return out
+                if self._is_new(tensor, tensors, floats):
+                    self._numbers.learn(tensor, value, floats)
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Tensors as the operator's, which are no views."""
@@ -203,8 +214,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return all(map(self._numbers.knows, tensors))
 
     @staticmethod
-    def _is_new(tensor: Tensor, inputs: list[Tensor]) -> bool:
-        if not is_small(tensor):
+    def _is_new(tensor: Tensor, inputs: list[Tensor], floats: int) -> bool:
+        if not is_small(tensor, floats):
             return False
         return tensor.untyped_storage()._cdata not in {other.untyped_storage()._cdata for other in inputs}
 
@@ -295,6 +306,7 @@ def _unknown(func: Any, error: Exception) -> Exception:
 _GET_DEVICE, _GET_META, _GET_CPU = (getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _MOVES = (Tensor.cuda, Tensor.cpu)
+_INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class _Attributes(TorchFunctionMode):
@@ -318,6 +330,8 @@ class _Attributes(TorchFunctionMode):
                 return func(self._read(args[0]), *args[1:], **(kwargs or {}))
         if kwargs and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": HOST}
+        if func in _INDEXED:
+            args = (args[0], _index(args[1]), *args[2:])
         if func is Tensor.to:
             args = (args[0], *(HOST if _is_device(value) else value for value in args[1:]))
         return func(*args, **(kwargs or {}))
@@ -327,6 +341,35 @@ class _Attributes(TorchFunctionMode):
         if values is None:
             raise Unknown(f"a tensor of shape {tuple(tensor.shape)} is read as numbers, which it has not without data")
         return values
+
+
+@contextlib.contextmanager
+def _also_in_backward(attributes: _Attributes) -> Iterator[None]:
+    """Model code that backward runs, as checkpoints do, is told the same: torch asks a mode about the call of backward,
+    and while that call runs the mode is off."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        with attributes:
+            return run(*args, **kwargs)
+
+    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    compared = checks["default"]
+    # Saved tensors' devices, which a hook sees as they are where an operator of Python saves, and as told elsewhere.
+    checks["default"] = checks["none"]
+    torch.autograd._engine_run_backward = told  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        checks["default"] = compared
+
+
+def _index(index: Any) -> Any:
+    """Lists in an index as tensors, whose values are known: torch would make them on the meta device."""
+    if isinstance(index, list):
+        return torch.tensor(index) if index and all(isinstance(value, int) for value in index) else index
+    return tuple(map(_index, index)) if isinstance(index, tuple) else index
 
 
 def _is_device(value: object) -> bool:

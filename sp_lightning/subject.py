@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .activations import tensors_in
-from .config import Options
+from .config import Options, format_bytes
 from .errors import OptionError, SuperpipelineError, UnsupportedError
 from .host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from .machine import Machine
@@ -101,6 +101,7 @@ class Rehearsed(Subject):
         self._nbytes = 0  # of weights; known when the module was made
         self._real = False  # whether it has to run with data
         self._forward = False  # whether training_step can not
+        self._made: Any = None  # the class of the module, when one was made
         self.rows = _rows(self._batch)
         self.notes: list[str] = []
         self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
@@ -160,14 +161,21 @@ class Rehearsed(Subject):
         return self._scripts[options, scale]
 
     def _found(self, options: Options, scale: int) -> Script:
-        """By the plainest way that works (Rule 1)."""
+        """By the plainest way that works, which the first one shows for all (Rule 1)."""
         batch = _scaled(self._batch, self.rows, scale)
+        first: Exception | None = None
         while True:
             try:
                 return self._rehearse(options, batch)
-            except Unknown:
-                if self._real or self._nbytes > LARGEST_REAL:
+            except Unknown as error:
+                if self._real or self._scripts:
                     raise
+                if self._nbytes > LARGEST_REAL:
+                    raise UnsupportedError(
+                        f"{self.name} asks for values that it computes ({error}), and {format_bytes(self._nbytes)} of "
+                        f"weights are more than the {format_bytes(LARGEST_REAL)} with which that is tried on the CPU: "
+                        "plan with fewer layers, or pass loss=, a function of module and batch that does not ask"
+                    ) from error
                 self._real = True
                 self.notes.append(
                     "its way depends on what it computes: measured on the CPU, with data, by the CPU's kernels"
@@ -175,20 +183,21 @@ class Rehearsed(Subject):
             except SuperpipelineError:
                 raise
             except Exception as error:
-                if self._forward or self._loss is not None or not hasattr(self._module_class(), "training_step"):
+                first = first or error
+                if self._forward or self._scripts or self._loss is not None or not self._has_training_step():
                     raise UnsupportedError(
-                        f"{self.name} does not run without a Trainer and without data: {type(error).__name__}: "
-                        f"{str(error).splitlines()[0] if str(error) else ''}; pass loss=, a function that takes the "
-                        "module and a batch and returns the loss"
+                        f"{self.name} does not run without a Trainer and without data: {_in_a_line(first)}; pass "
+                        "another batch (--data), or loss=, a function that takes the module and a batch and returns "
+                        "the loss"
                     ) from error
                 self._forward = True
                 self.notes.append(
-                    f"training_step was not measured, as it needs more than a batch ({str(error).splitlines()[0]}): "
+                    f"training_step was not measured, as it needs more than a batch ({_in_a_line(error)}): "
                     "forward, and backward from all it returns, were"
                 )
 
-    def _module_class(self) -> Any:
-        return type(self._module) if isinstance(self._module, nn.Module) else self._made
+    def _has_training_step(self) -> bool:
+        return hasattr(type(self._module) if isinstance(self._module, nn.Module) else self._made, "training_step")
 
     def _rehearse(self, options: Options, batch: Any) -> Script:
         with warnings.catch_warnings():
@@ -207,7 +216,7 @@ class Rehearsed(Subject):
 
     def _perform(self, stage: Pretence | Reality, batch: Any, options: Options) -> Script:
         module = self._make(stage)
-        self._made: Any = type(module)
+        self._made = type(module)
         self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
         if not self._nbytes:
             raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
@@ -230,8 +239,14 @@ class Rehearsed(Subject):
     def _make(self, stage: Pretence | Reality) -> nn.Module:
         if not isinstance(self._module, nn.Module):
             stage.building = True
-            made = self._module()
-            stage.building = False
+            try:
+                made = self._module()
+            except SuperpipelineError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(f"{self.name} could not be made: {_in_a_line(error)}") from error
+            finally:
+                stage.building = False
             if not isinstance(made, nn.Module):
                 raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
             return made
@@ -253,7 +268,7 @@ class Rehearsed(Subject):
             raise
         except Exception as error:
             self.notes.append(
-                f"the module's own optimizer was not made ({str(error).splitlines()[0]}): planned with AdamW's state"
+                f"the module's own optimizer was not made ({_in_a_line(error)}): planned with AdamW's state"
             )
             return STATES["AdamW"]
 
@@ -362,6 +377,10 @@ def _costs(script: Script, options: Options, machine: Machine) -> tuple[list[Uni
             )
         )
     return costs, works
+
+
+def _in_a_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -285,6 +285,37 @@ def test_twins_of_small_integers_decide_what_a_vision_language_model_asks():
     assert found.notes == () and len(found.units) >= 4
 
 
+class Checkpointed(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpoints_of_the_model_s_own_are_planned_with_every_policy():
+    kept, again, twice = (
+        planned(module, window=1, activations=policy)
+        for module, policy in ((Stack, "keep"), (Stack, "recompute"), (Checkpointed, "recompute"))
+    )
+    assert again.device_terms == twice.device_terms != kept.device_terms
+    assert planned(Checkpointed).notes == ()
+
+
+def test_what_a_change_can_not_do_is_not_said_of_the_plan(monkeypatch):
+    real = Rehearsed._rehearse
+
+    def rehearse(self, options, batch):
+        if options.activations == "recompute":
+            raise ValueError("not that way")
+        return real(self, options, batch)
+
+    monkeypatch.setattr(Rehearsed, "_rehearse", rehearse)
+    case = models.case("mlp")
+    found = planned(models.ZooModule(case), case.batch(0))
+    assert found.notes == () and found.changes
+    assert not [change for change in found.changes if "recompute" in change.what]
+
+
 def test_listed_workloads_are_planned_by_their_numbers():
     found = planned("llama3-8b", 8 * 2048, machine="rtx4090", activations="recompute")
     assert found.parameters == pytest.approx(8.03e9, rel=0.01)
@@ -404,8 +435,34 @@ def test_a_plan_without_a_batch_is_refused():
 
 
 def test_a_model_that_does_not_run_says_so():
-    with pytest.raises(UnsupportedError, match=r"Stack does not run .* pass loss=, a function that takes the module"):
+    with pytest.raises(UnsupportedError, match=r"Stack does not run .*, or loss=, a function that takes the module"):
         planned(batch=torch.zeros(8, 3))
+
+
+def test_a_function_that_fails_to_make_its_module_says_so():
+    with pytest.raises(UnsupportedError, match="<lambda> could not be made: ZeroDivisionError: division by zero"):
+        planned(lambda: 1 / 0)
+
+
+def test_a_training_step_s_own_error_is_told_rather_than_that_forward_is_not_there():
+    class NoForward(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Stack(16, 2)
+
+        def training_step(self, batch, batch_index):
+            return self.net(batch["missing"])
+
+    with pytest.raises(UnsupportedError, match=r"does not run .*: KeyError: 'missing'; pass another batch \(--data\)"):
+        planned(NoForward, {"x": torch.zeros(8, 16)})
+
+
+def test_too_large_to_be_tried_with_data_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("sp_lightning.subject.LARGEST_REAL", 1000)
+    case = models.case("mixture_of_experts")
+    said = r"asks for values that it computes \(.*\), and [\d.]+ KiB of weights are more than the 1000 B with which"
+    with pytest.raises(UnsupportedError, match=said):
+        planned(functools.partial(models.ZooModule, case), case.batch(0))
 
 
 def test_units_that_are_not_there_are_refused():

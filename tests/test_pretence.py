@@ -47,6 +47,45 @@ def test_a_mask_of_known_values_says_how_much_it_chooses():
         assert (x[mask].shape, x.masked_select(mask[:, None]).shape) == ((2, 1000), (2000,))
 
 
+def test_lists_as_indices_have_values_too():
+    with Pretence("cuda"):
+        x = torch.arange(6).view(2, 3)
+        assert (x[:, [-1, 0]].tolist(), 4 in x[[1]], x[[]].shape) == ([[2, 0], [5, 3]], True, (0, 3))
+        x[[0, 1], [0, 1]] = 9
+        assert x.tolist() == [[9, 1, 2], [3, 9, 5]]
+
+
+def test_expanded_values_are_adopted():
+    with (pretence := Pretence("cuda")):
+        mask = pretence.adopt(torch.tensor([[1], [2]]).expand(2, 5))
+        assert mask.tolist() == [[1] * 5, [2] * 5]
+        assert torch.empty_strided((2, 3), (0, 1), dtype=torch.long).stride() == (0, 1)
+
+
+def test_a_mask_of_floats_that_are_all_ones_has_values():
+    with Pretence("cuda"):
+        mask = torch.ones(8, 512)
+        assert mask.to(torch.bool).all().item() and mask.bool().sum().item() == 8 * 512
+
+
+class TellsItsDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert (grad.device.type, grad.is_meta) == ("cpu", False)
+        return grad
+
+
+def test_in_backward_everything_is_on_the_cpu_too():
+    checks = dict(torch.utils.checkpoint._allowed_determinism_checks_to_fns)
+    with Pretence("cuda"):
+        TellsItsDevice.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert torch.utils.checkpoint._allowed_determinism_checks_to_fns == checks
+
+
 def test_what_depends_on_unknown_numbers_is_an_error_that_names_the_operator():
     with Pretence("cuda"):
         x = torch.randn(1000)
