@@ -1,7 +1,8 @@
 """The backward that runs: whose gradients are complete, and which units may be stepped while it goes on.
 
 1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
-   one that uses a weight detached, too, does. If another one comes back all the same, that is an error.
+   one that uses a weight detached, too, does, and so does a hook that looks at one. If another one comes back all the
+   same, that is an error.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
@@ -72,5 +73,5 @@ class Backward:
         if unit in self._stepping and stepping_ahead:
             raise ExactnessError(
                 f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
-                "which it did not in the steps before; set optimizer_overlap=False"
+                "which neither it nor a hook that looks at weights did in the steps before; set optimizer_overlap=False"
             )

@@ -350,7 +350,7 @@ class Engine:
                 )
             if in_backward():
                 self._in_backward_from_here()
-                self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
+                self._came_to(unit)
             elif not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
@@ -393,8 +393,12 @@ class Engine:
             with quietly():
                 self.downlink.finish()
 
+    def _came_to(self, unit: StreamedUnit) -> None:
+        self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
+
     def _in_backward_from_here(self) -> None:
         if self.backward.begin(self._backward_done):
+            self.downlink.taken.clear()
             self.finish_steps()
             self._listen()
 
@@ -466,7 +470,9 @@ class Engine:
                 held.wait(store)
 
     def wait_step_of(self, parameter: Tensor) -> None:
-        """That of this parameter's unit is done."""
+        """That of this parameter's unit is done, and in a backward it was not stepped ahead."""
+        if in_backward() and id(parameter) in self.downlink.taken:
+            self._came_to(self._by_parameter[id(parameter)])
         if self._held is not None:
             self.wait_step(self._by_parameter[id(parameter)].store)
 

@@ -192,6 +192,7 @@ class Downlink:
         self._landing = False
         self._finishing = threading.RLock()
         self._last: Landing | None = None  # whose device buffer is still held
+        self.taken: set[int] = set()  # ids of parameters whose gradients were, in this backward
         self.ahead: StepAhead | None = None  # steps what arrives, while a step that may be overlapped is under way
 
     def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
@@ -268,6 +269,7 @@ class Downlink:
         host, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
         landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
+        self.taken.update(id(store.params[index]) for index in indices)
         if self.ahead is not None and final and not self._under_way:
             timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
             self.ahead.submit(landing, timed, store.convert)

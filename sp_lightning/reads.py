@@ -10,7 +10,8 @@
 4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
    their stand-ins work too, and what is written to one goes down to the host.
 5. While an optimizer's step still runs (held.py), who looks at a host parameter's bytes, or is lent a stand-in, waits
-   for the step of its unit.
+   for the step of its unit. In a backward, while units are stepped (overlap.py), he comes too late: an error, as in
+   backward.py, Rule 1.
 6. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
    function mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run
    other kernels.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backward import in_backward
 from .compiled import never_compiled
 from .parameters import HostParameter, keeper_of, true_device
 
@@ -159,7 +161,7 @@ def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _wait_steps(args: Any, kwargs: Any) -> None:
     """Rule 5."""
-    if _holding:
+    if _holding or in_backward():
         for value in _flat(args, kwargs):
             if type(value) is HostParameter:
                 keeper_of(value).wait_step_of(value)

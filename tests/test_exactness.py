@@ -7,6 +7,7 @@ takes a cover of all pairs of settings over the whole zoo; the products of which
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -238,4 +239,51 @@ def test_a_backward_that_comes_back_to_a_unit_that_was_stepped_is_an_error(devic
         parity.check(case, options, accelerator=device.type)
         return
     with pytest.raises(errors.ExactnessError, match=r"came back to net\.blocks\.2 .* set optimizer_overlap=False"):
+        parity.check(case, options, accelerator=device.type)
+
+
+class Looked(models.Stack):
+    """Gradients of an early block depend on a late one's weight, which somebody looks at in backward."""
+
+    def __init__(self, where, look, since=0):
+        super().__init__(models.Block() for _ in range(4))
+        weight, batches = self.blocks[3].up.weight, itertools.count()
+
+        def looked():
+            return float(look(weight)) if next(batches) >= since else 0.0
+
+        early = self.blocks[0]
+        if where == "tensor":
+            early.up.weight.register_hook(lambda grad: grad + looked())
+        elif where == "leaf":
+            early.up.weight.register_post_accumulate_grad_hook(lambda host: setattr(host, "grad", host.grad + looked()))
+        else:
+            early.register_full_backward_hook(lambda _, into, out: (into[0] + looked(),))
+
+
+LOOKS = {
+    "detached": lambda weight: weight.detach().sum(),
+    "data": lambda weight: weight.data.sum(),
+    "itself": lambda weight: weight.sum(),
+    "element": lambda weight: weight[0, 0].item(),
+    "copy": lambda weight: copy.deepcopy(weight).data.sum(),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "look"), [*(("tensor", look) for look in LOOKS), ("leaf", "data"), ("module", "data")]
+)
+def test_a_hook_in_backward_sees_weights_that_are_not_stepped(where, look, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Looked(where, LOOKS[look]))
+    parity.check(case, {"window": 2}, accelerator=device.type)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_begins_to_look_at_a_weight_that_was_stepped_is_an_error(overlap, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Looked("tensor", LOOKS["data"], since=2))
+    options = {"window": 2, "optimizer_overlap": overlap}
+    if not overlap:
+        parity.check(case, options, accelerator=device.type)
+        return
+    with pytest.raises(errors.ExactnessError, match=r"net\.blocks\.3 .* nor a hook that looks at weights"):
         parity.check(case, options, accelerator=device.type)
