@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         return int(_module(args.command).main(args))
-    except SuperpipelineError as error:
+    except (SuperpipelineError, OSError) as error:  # a folder or a file that can not be written
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
 
 

@@ -22,7 +22,7 @@ SPECS = (
     "a transformers config.json or a directory with one, a torchvision name such as vit_h_14, package.module:function, "
     f"or one of {', '.join(WORKLOADS)}"
 )
-LABELS = 10  # classes of a batch of images
+IMAGE = 224  # its height and width, where a config says none
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depths", "layers_block_type")
 
 
@@ -57,7 +57,7 @@ def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
     if text in WORKLOADS:
         return Spec(text, WORKLOADS[text], rows * length)
     if path.is_dir() or path.suffix == ".json":
-        return _of_config(path / "config.json" if path.is_dir() else path, rows, length)
+        return _of_config(path / "config.json" if path.is_dir() else path, rows, length, data)
     if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):
         return _of_torchvision(text.removeprefix("torchvision:"), rows)
     if ":" in text:
@@ -71,16 +71,19 @@ def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
 def _function(argument: str, text: str) -> Any:
     package, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(package), name)
+        found = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
         allowed = f"package.module:function that can be imported ({error})"
         raise OptionError(argument=argument, found=text, allowed=allowed) from error
+    if not callable(found):
+        raise OptionError(argument=argument, found=text, allowed=f"a function, not a {type(found).__name__}")
+    return found
 
 
 # ---- transformers
 
 
-def _of_config(path: Path, rows: int, length: int) -> Spec:
+def _of_config(path: Path, rows: int, length: int, data: str | None) -> Spec:
     transformers = _needed("transformers")
     try:
         values = json.loads(path.read_text())
@@ -104,7 +107,7 @@ def _of_config(path: Path, rows: int, length: int) -> Spec:
         config.use_cache = False
         return made._from_config(config, dtype=torch.float32)
 
-    return Spec(name, make, *_batch_of(config, made.__name__, rows, length))
+    return Spec(name, make, *(_batch_of(config, made, rows, length) if data is None else (None,)))
 
 
 def _layers(config: Any) -> bool:
@@ -122,7 +125,8 @@ def _class_of(transformers: Any, config: Any) -> Any:
         *("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"),
         *("AutoModelForImageClassification", "AutoModel"),
     )
-    for head in heads:
+    whole = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq") if config.is_encoder_decoder else ()
+    for head in (*whole, *heads):  # a decoder alone is a causal model, too
         mapping = getattr(transformers, head)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -131,15 +135,18 @@ def _class_of(transformers: Any, config: Any) -> Any:
     raise OptionError(argument="model", found=type(config).__name__, allowed=allowed)
 
 
-def _batch_of(config: Any, name: str, rows: int, length: int) -> tuple[Any, None, str]:
-    texts = getattr(config, "text_config", config)
-    vocabulary = getattr(texts, "vocab_size", None)
-    if vocabulary is None:
-        size = config.image_size
+def _batch_of(config: Any, made: Any, rows: int, length: int) -> tuple[Any, None, str]:
+    name, reads = made.__name__, made.main_input_name
+    vocabulary = getattr(getattr(config, "text_config", config), "vocab_size", None)
+    if reads == "pixel_values" and not getattr(config, "num_frames", None):
+        size = getattr(config, "image_size", None) or IMAGE
         size = (size, size) if isinstance(size, int) else tuple(size)
         images = torch.zeros(rows, getattr(config, "num_channels", 3), *size)
         labelled = {"labels": torch.zeros(rows, dtype=torch.long)} if "Classification" in name else {}
         return {"pixel_values": images, **labelled}, None, ""
+    if reads != "input_ids" or vocabulary is None:
+        allowed = f"package.module:function: only batches of texts or images are made here, and {name} takes {reads}"
+        raise OptionError(argument="data", found=None, allowed=allowed)
     tokens = torch.ones(rows, length, dtype=torch.long)
     labelled = {"labels": tokens} if any(head in name for head in ("LM", "Generation", "ImageText")) else {}
     note = "without images: only what reads text was measured" if hasattr(config, "vision_config") else ""
@@ -165,7 +172,7 @@ def _of_torchvision(name: str, rows: int) -> Spec:
     if name.lower() not in _classifiers():
         allowed = f"one of torchvision's classifiers: {', '.join(_classifiers())}"
         raise OptionError(argument="model", found=name, allowed=allowed)
-    size = 299 if name == "inception_v3" else 224
+    size = 299 if name == "inception_v3" else IMAGE
     batch = torch.zeros(rows, 3, size, size), torch.zeros(rows, dtype=torch.long)
     return Spec(name, lambda: models.get_model(name, weights=None), batch, _classification)
 

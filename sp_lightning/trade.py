@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from .config import format_bytes
@@ -58,8 +59,10 @@ def figure(plan: Plan) -> Any:
 
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Draws and writes it; the file's ending says in which format."""
-    figure(plan).savefig(path, dpi=150)
+    """Draws and writes it; the file's ending says in which format. Directories are made."""
+    drawn = figure(plan)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
 
 
 def _shown(plan: Plan) -> list[Choice]:

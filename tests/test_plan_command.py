@@ -1,6 +1,7 @@
 """``python -m sp_lightning plan``: what it prints, what it draws, which models it finds, and what it refuses."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -23,6 +24,17 @@ VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 3, "num_atte
 VIT |= {"architectures": ["ViTForImageClassification"], "intermediate_size": 64, "patch_size": 16}
 T5 = {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+RESNET = {
+    "model_type": "resnet",
+    "architectures": ["ResNetForImageClassification"],
+    "depths": [1, 1],
+    "num_channels": 3,
+}
+RESNET |= {"hidden_sizes": [8, 16], "embedding_size": 8}
+PEGASUS = {"model_type": "pegasus", "d_model": 32, "vocab_size": 64, "encoder_layers": 2, "decoder_layers": 2}
+PEGASUS |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "is_encoder_decoder": True}
+WHISPER = {"model_type": "whisper", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "is_encoder_decoder": True}
 
 
 def tower():
@@ -112,6 +124,8 @@ def test_its_options_are_listed(capsys):
         (VIT, "ViTForImageClassification", {"pixel_values", "labels"}),
         (T5, "T5ForConditionalGeneration", {"input_ids", "labels"}),
         (BERT, "BertForMaskedLM", {"input_ids", "labels"}),
+        (RESNET, "ResNetForImageClassification", {"pixel_values", "labels"}),
+        (PEGASUS, "PegasusForConditionalGeneration", {"input_ids", "labels"}),
     ],
 )
 def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tmp_path):
@@ -144,6 +158,7 @@ def test_a_workload_is_planned_for_its_tokens(capsys):
         ("test_plan_command:tower", None, "data must be package.module:function, which gives the batch"),
         ("test_plan_command:no", "x:y", r"model must be package.module:function that can be imported \(module"),
         ("test_plan_command:tower", "no_such:thing", r"data must be package.module:function that can be imported"),
+        ("test_plan_command:LLAMA", "test_plan_command:rows_of_32", "model must be a function, not a dict, got"),
         ("missing.json", None, "model must be a readable config.json of transformers"),
     ],
 )
@@ -167,6 +182,30 @@ def test_a_config_without_a_model_or_without_layers_is_refused(config, message, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(OptionError, match=message):
         specs.find(str(tmp_path), 1, 1)
+
+
+def test_what_takes_neither_texts_nor_images_needs_a_batch(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(WHISPER))
+    said = "data must be package.module:function: .* WhisperForConditionalGeneration takes input_features, got None"
+    with pytest.raises(OptionError, match=said):
+        specs.find(str(tmp_path), 1, 1)
+    assert specs.find(str(tmp_path), 1, 4, "test_plan_command:rows_of_32").batch.shape == (1, 32)
+
+
+def test_a_picture_whose_format_is_not_known_is_refused_before_any_work(capsys):
+    pytest.importorskip("matplotlib")
+    for name in ("plan.xyz", "plan"):
+        run(*of_this_file("--plot", name), status=2)
+        said = capsys.readouterr()
+        assert re.search(rf"plot must be a file that ends in one of .*, \.png, .*, got '{name}'", said.err)
+        assert said.out == ""
+
+
+def test_a_file_that_can_not_be_written_ends_with_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    run(*of_this_file("--timeline", tmp_path / "file" / "trace.json"), status=2)
+    assert "File exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from . import check_picture
+
 if TYPE_CHECKING:
     from ..plan import Plan
 
@@ -47,9 +49,7 @@ def main(args: argparse.Namespace) -> int:
     for name in ("batch", "seq"):
         _check_count(name, getattr(args, name))
     if args.plot:
-        from ..trade import check_matplotlib
-
-        check_matplotlib()
+        check_picture(args.plot)
     spec = find(args.model, args.batch, args.seq, args.data)
     found = plan(
         spec.model,

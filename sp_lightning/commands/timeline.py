@@ -2,6 +2,8 @@
 
 import argparse
 
+from . import check_picture
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -15,6 +17,8 @@ def main(args: argparse.Namespace) -> int:
     """Prints where the step's time goes, and draws it if asked to."""
     from .. import picture, timeline
 
+    if args.plot is not None:
+        check_picture(args.plot)
     read = [timeline.load(path) for path in (args.predicted, args.trace) if path is not None]
     for one in read:
         print(timeline.summary(one, args.step))
