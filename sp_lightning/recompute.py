@@ -5,7 +5,8 @@ run is the first one and leaves no trace:
 
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
    is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
-   cache, say), Python's and NumPy's random states, weights that the unit writes itself.
+   cache, say), Python's and NumPy's random states, weights that the unit writes itself. What knows modules outside of
+   the unit, such as a trainer, is not its own and is left alone.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
@@ -127,7 +128,8 @@ class _Before:
 
     def __init__(self, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
         self._written = written
-        memo: dict[int, Any] = {}  # what several have in common stays common
+        self._foreign = dict(_foreign(root))
+        memo = {**self._foreign}  # what several have in common stays common
         self._arguments = _copied((args, kwargs), memo)
         self.weights: dict[Any, Tensor] = {}
         self._random = _random_states()
@@ -141,11 +143,12 @@ class _Before:
         self._now: list[Callable[[], None]] = []
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
-        self._memo: dict[int, Any] = {}  # of the copies for the run that runs
+        self._memo = memo  # of the copies for the run that runs
 
     def kept(self) -> list[Tensor]:
         """Tensors, neither weights nor buffers, that attributes lead to."""
-        reached = _reachable([attributes for _, attributes in self._modules])
+        values = (value for _, attributes in self._modules for value in attributes.values())
+        reached = _reachable([value for value in values if id(value) not in self._foreign])
         return [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
 
     def replace(self, twins: dict[int, Tensor]) -> None:
@@ -186,7 +189,7 @@ class _Before:
     def __enter__(self) -> None:
         self._now = [self._back_to_now()]
         _set_random_states(self._random)
-        self._memo = {}
+        self._memo = {**self._foreign}
         for module, attributes in self._modules:
             _set_attributes(module, _copies(attributes, self._memo))
         for place, name, before in self._buffers:
@@ -217,6 +220,16 @@ class _Before:
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _FIXED}
+
+
+def _foreign(root: nn.Module) -> Iterator[tuple[int, Any]]:
+    """By id, objects that lead out of a unit, to modules that are not of it: a trainer, say, which is not its own."""
+    own = {id(module) for module in root.modules()}
+    values = (value for module in root.modules() for value in _own_attributes(module).values())
+    for value in values:
+        objects = hasattr(value, "__dict__") and not isinstance(value, (type, *_SHARED))
+        if objects and any(isinstance(item, nn.Module) and id(item) not in own for item in _reachable(value)):
+            yield id(value), value
 
 
 def _copies(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:

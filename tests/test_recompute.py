@@ -9,7 +9,7 @@ import types
 import numpy
 import pytest
 import torch
-from side_by_side import check, training
+from side_by_side import check, inputs, squares, training
 from torch import nn
 
 import models
@@ -250,3 +250,32 @@ def test_an_attribute_that_shares_what_is_passed_and_changed_in_place_is_an_erro
     with sp_lightning.stream(net, device, window=1, activations="recompute", units=["Looking"]):
         with pytest.raises(ExactnessError, match="keeps as an attribute"):
             net(x)
+
+
+class Run:
+    """Knows the whole module, and changes as it goes."""
+
+    def __init__(self, net):
+        self.net, self.calls, self.sum = net, 0, torch.zeros(1)
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("nobody's to copy")
+
+
+class Reporting(models.Block):
+    run = None
+
+    def forward(self, x):
+        if self.run is not None:
+            self.run.calls += 1
+            self.run.sum += 1
+        return super().forward(x)
+
+
+def test_an_object_that_leads_out_of_a_unit_is_not_the_units_own(device):
+    net = models.stack_of(Reporting)()
+    run = net.blocks[1].run = Run(net)
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        for x in inputs(device, 2):
+            squares(net, x).backward()
+    assert run.calls == 4 and net.blocks[1].run is run
