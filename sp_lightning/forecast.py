@@ -63,7 +63,7 @@ class Plan:
     units: tuple[str, ...]  # that stream
     device_terms: dict[str, int]
     host: HostBytes
-    available: int  # bytes on the device, or of the budget
+    available: int  # bytes on the device
     simulation: Simulation
     largest_window: int  # that fits; 0 if none does
     largest_batch: int | None  # rows that fit with this window; None where that was not found

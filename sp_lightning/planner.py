@@ -4,7 +4,8 @@
    its visits go through the runtime's own schedule, for bytes (`Script.peak`) and for time (simulation.py).
 2. The device's own share, and what its allocator wastes, is a reserve that was not measured (`RESERVE`).
 3. Bytes and time in a batch's rows are straight lines through two rehearsals: with the batch, and with twice the rows.
-4. Of the windows and transfers that fit, the smallest of the fastest is chosen.
+4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
+   does in a run (autotune.py, Rule 1), with the same errors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from .autotune import first_window
 from .config import Options, parse_bytes
 from .device import find
 from .errors import OptionError, SuperpipelineError
@@ -114,11 +116,9 @@ class _Planner:
         scaled = machine.optimizer_bytes_per_parameter * words / ADAMW_WORDS
         self.machine = replace(machine, optimizer_bytes_per_parameter=scaled)
         self.available = machine.device_nbytes
-        if options.memory_budget is not None:
-            self.available = min(self.available, options.memory_budget)
 
     def plan(self) -> Plan:
-        count = max(1, len(self.needs.streamed))
+        count = self._most_units()
         sweep = self._sweep(count)
         chosen = self._chosen(sweep)
         terms = self._terms(self.needs, chosen.window, chosen.transfer)
@@ -149,6 +149,14 @@ class _Planner:
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
         )
+
+    def _most_units(self) -> int:
+        """Of a window; with a budget, which is for weights and gradients alone, those that a run would begin with."""
+        if self.options.memory_budget is None:
+            return max(1, len(self.needs.streamed))
+        streamed = [size for size in self.needs.sizes if not size.resident]
+        root = sum(size.nbytes for size in self.needs.sizes if size.resident)
+        return first_window(self.options, streamed, root, on_host=False)
 
     def _parameters(self) -> int:
         script = self.needs.script

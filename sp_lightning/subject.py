@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .activations import tensors_in
+from .autotune import UnitBytes
 from .config import Options, format_bytes
 from .errors import OptionError, SuperpipelineError, UnsupportedError
 from .host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
@@ -44,6 +45,7 @@ class Needs:
     costs: list[UnitCost]  # in the order of their first visits, resident ones last
     works: list[Work]
     peak: Callable[[int, int], dict[str, int]]
+    sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     script: Script | None = None
 
     @property
@@ -130,7 +132,7 @@ class Rehearsed(Subject):
     @staticmethod
     def _needs(script: Script, options: Options, machine: Machine) -> Needs:
         costs, works = _costs(script, options, machine)
-        return Needs(costs, works, script.peak, script)
+        return Needs(costs, works, script.peak, script.sizes, script)
 
     def host(self, options: Options, needs: Needs) -> HostBytes:
         assert needs.script is not None
@@ -310,7 +312,8 @@ class Listed(Subject):
                 "gradient buffers": 2 * max(cost.down_nbytes for cost in costs),
             }
 
-        return Needs(costs, works, peak)
+        sizes = [UnitBytes(c.name, c.up_nbytes, c.down_nbytes, c.resident, c.parameters) for c in costs]
+        return Needs(costs, works, peak, sizes)
 
     def host(self, options: Options, needs: Needs) -> HostBytes:
         count = self._workload.parameters

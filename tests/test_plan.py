@@ -403,8 +403,24 @@ def test_under_autocast_half_of_the_linear_weights_travels():
     assert mixed.device_terms == as_is.device_terms  # of the first step, in which weights travel as they are
 
 
-def test_a_budget_limits_what_is_available():
-    assert planned(memory_budget="20MiB").available == 20 * 2**20
+def test_a_budget_limits_the_window_as_in_a_run_and_activations_are_beside_it():
+    block = (256 * 1024 + 1024 + 1024 * 256 + 256) * 4
+    slow_link = replace(MACHINE, up_bytes_per_s=1e6)  # more units are always faster
+    found = planned(batch=torch.zeros(4096, 256), memory_budget=5 * block, machine=slow_link)
+    assert found.fits and found.device_nbytes > 5 * block and found.available == GIB
+    assert (found.window, found.largest_window, max(c.window for c in found.sweep)) == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory_budget": "2MiB"}, r"memory_budget needs at least [\d.]+ MiB for blocks.0, got 2.00 MiB; raise it"),
+        ({"memory_budget": "10MiB", "window": 3}, "window 3 does not fit into memory_budget 10.00 MiB"),
+    ],
+)
+def test_a_budget_that_a_run_refuses_is_refused_by_the_plan(options, message):
+    with pytest.raises(MemoryBudgetError, match=message):
+        planned(**options)
 
 
 @pytest.mark.parametrize(
