@@ -140,7 +140,8 @@ class SuperpipelineCallback(Callback):
         self._drawn, self._written = [], False
         if trainer.loggers or bar is not None or self.timeline is not None:
             drawn = self.timeline_steps if self.timeline is not None else ()
-            self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also=drawn)
+            also = {*drawn, *(step - 1 for step in drawn)}  # whose optimizer may run on into it
+            self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
         if bar is not None and self._observer is not None:
             _show_in(bar, self._observer)
             rank_zero_info(_table(self._observer.table(trainer.optimizers)))

@@ -246,8 +246,9 @@ class Observer:
         return measured(self._last, self.times(), self._setting(), self._resident())
 
     def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
-        """These steps, with the floor."""
-        return measured_timeline(steps, title, self.floor_s())
+        """These steps, with the floor, and with what of the step before runs on into them."""
+        before = [span for step in self._last if step.number == steps[0].number - 1 for span in step.spans]
+        return measured_timeline(steps, title, self.floor_s(), before)
 
     def close(self) -> list[RecordedStep]:
         """Waits for the device, and gives the training passes that were not read yet."""

@@ -68,9 +68,12 @@ class Timeline:
         return self.steps[place]
 
 
-def measured(steps: Sequence[RecordedStep], title: str, floor_s: float | None = None) -> Timeline:
-    """What a recorder saw; ``floor_s`` as its figures give it (verdict.py)."""
+def measured(
+    steps: Sequence[RecordedStep], title: str, floor_s: float | None = None, before: Sequence[Span] = ()
+) -> Timeline:
+    """What a recorder saw; ``floor_s`` as its figures give it (verdict.py), and what began before these steps."""
     zero = steps[0].start
+    runs_on = [span for span in before if span.end > zero]
     return Timeline(
         title=title,
         source="measured",
@@ -78,7 +81,8 @@ def measured(steps: Sequence[RecordedStep], title: str, floor_s: float | None = 
             Step(name=f"step {s.number}", start=s.start - zero, end=s.end - zero, floor_s=floor_s) for s in steps
         ),
         spans=tuple(
-            span._replace(start=span.start - zero, end=span.end - zero) for step in steps for span in step.spans
+            span._replace(start=span.start - zero, end=span.end - zero)
+            for span in [*runs_on, *(span for step in steps for span in step.spans)]
         ),
     )
 

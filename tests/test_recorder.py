@@ -1,5 +1,6 @@
 """What the recorder says about steps: complete, in order, on one clock, and without any effect on them."""
 
+import importlib
 import itertools
 import time
 
@@ -193,6 +194,24 @@ def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_aske
             seen += observer.update()
         seen += observer.close()
     assert [step.number for step in seen] == [*range(KEPT), KEPT + 3, *range(2 * KEPT, 2 * KEPT + 4)]
+
+
+def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkeypatch):
+    sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
+    plain, module, seen = sgd.sgd, side_by_side.blocks(), []
+    monkeypatch.setattr(sgd, "sgd", lambda *args, **options: (time.sleep(0.01), plain(*args, **options)))
+    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
+        observer, optimizer = Observer(handle), side_by_side.sgd(module)
+        for x in side_by_side.inputs(device, 6):
+            loss = module(x).square().mean()
+            optimizer.zero_grad()  # which waits for the step
+            with handle.stepping_ahead(optimizer, lambda: True):
+                loss.backward()
+                optimizer.step()
+        seen = observer.close()
+        made = observer.timeline("A", seen[-1:])
+    early = [span for span in made.spans if span.start < 0 < span.end]
+    assert early and {span.lane for span in early} == {"optimizer"}
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
