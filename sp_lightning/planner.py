@@ -229,7 +229,9 @@ class _Planner:
     def _largest_batch(self, chosen: Choice) -> int | None:
         def fits(rows: int) -> bool:
             needs = self._with_rows(rows)
-            return needs is not None and self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
+            if needs is None or self._host_is_short(self.options, needs, self.source):
+                return False
+            return self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
 
         if self._with_rows(1) is None:
             return None
@@ -240,6 +242,11 @@ class _Planner:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+    def _host_is_short(self, options: Options, needs: Needs, source: Subject) -> bool:
+        """Of room for what the plan itself does not take, as more offloaded activations are."""
+        nbytes = source.host(options, needs).total
+        return nbytes > max(self.machine.host_nbytes, self.source.host(self.options, self.needs).total)
 
     # ---- changes
 
@@ -271,7 +278,7 @@ class _Planner:
         fewer = given // 2 if largest is None or largest >= given else largest
         for rows in {2 * given, fewer} - {0}:
             needs = self._with_rows(rows)
-            if needs is not None:
+            if needs is not None and not self._host_is_short(self.options, needs, self.source):
                 step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
                 nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
                 yield Change(f"a batch of {rows} {self.source.counted}", nbytes, step_s, rows / given)
@@ -299,10 +306,13 @@ class _Planner:
     def _changed(self, what: str, chosen: Choice, source: Subject | None = None, **options: Any) -> Iterator[Change]:
         if isinstance(self.source, Listed) and options.get("activations") not in ("keep", "recompute"):
             return
+        source, changed = source or self.source, replace(self.options, **options)
         try:
-            needs = (source or self.source).needs(replace(self.options, **options), self.machine)
+            needs = source.needs(changed, self.machine)
         except SuperpipelineError:
             return  # it can not run that way
+        if self._host_is_short(changed, needs, source):
+            return
         step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
         yield Change(what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -436,12 +437,20 @@ def states_of(optimizer: Any, module: nn.Module) -> float:
         configure = getattr(module, "configure_optimizers", None)
         if configure is None:
             return STATES["AdamW"]
-        made = next(_optimizers_in(configure()), None)
-        if made is None:
-            return 0
-        optimizer = functools.partial(type(made), **_arguments(made))
+        return _mean_states(list(_optimizers_in(configure())))
     with torch.random.fork_rng(devices=[]):
         return _states_kept(optimizer)
+
+
+def _mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Of several optimizers: by the parameters that each trains."""
+    counts, states = [], []
+    with torch.random.fork_rng(devices=[]):
+        for made in optimizers:
+            trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
+            counts.append(sum(parameter.numel() for parameter in trained))
+            states.append(_states_kept(functools.partial(type(made), **_arguments(made))))
+    return sum(map(operator.mul, counts, states)) / max(1, sum(counts))
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -169,6 +169,17 @@ def test_the_modules_own_optimizer_is_used():
     assert found.host.optimizer == found.host.gradients > 0
 
 
+def test_of_several_optimizers_each_counts_for_what_it_trains():
+    class Two(models.ZooModule):
+        def configure_optimizers(self):
+            first, *others = self.parameters()
+            return [torch.optim.SGD([first], 0.1), {"optimizer": torch.optim.AdamW(others)}]
+
+    module = Two(models.case("mlp"))
+    first, *others = (p.numel() for p in module.parameters())
+    assert states_of(None, module) == pytest.approx(2 * sum(others) / (first + sum(others)))
+
+
 def test_windows_fit_up_to_a_largest():
     found = planned(device_memory="12MiB")
     sizes = {choice.window: choice.nbytes for choice in found.sweep}
@@ -180,6 +191,16 @@ def test_batches_fit_up_to_a_largest():
     rows = found.largest_batch
     fit, too_large = (planned(batch=torch.zeros(n, 256), window=2) for n in (rows, rows + rows // 20))
     assert fit.device_nbytes <= found.available < too_large.device_nbytes
+
+
+def test_a_batch_whose_offloaded_activations_the_host_has_no_room_for_does_not_fit():
+    roomy, tight = (
+        planned(batch=torch.zeros(64, 256), activations="offload", machine=replace(MACHINE, host_nbytes=n * 2**20))
+        for n in (10_000, 64)
+    )
+    spare, per_row = 64 * 2**20 - tight.host.total, tight.host.activations // 64
+    assert tight.largest_batch == 64 + spare // per_row < roomy.largest_batch
+    assert all(change.samples * 64 <= tight.largest_batch for change in tight.changes)
 
 
 def test_the_smallest_of_the_fastest_windows_is_chosen():
