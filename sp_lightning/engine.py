@@ -187,13 +187,12 @@ class Engine:
     @property
     def between_steps(self) -> bool:
         """Whether user code may bring host parameters together with tensors on the device."""
-        return self._attending and not self.serving and not self.optimizing
+        return self._attending and not self.device.is_host and not self.serving and not self.optimizing
 
     def attend(self) -> None:
-        """Begins to see what user code does between steps; where all is on the host there is nothing to see."""
-        if not self.device.is_host:
-            self._attending = True
-            reads.listen()
+        """Begins to see what user code does between steps."""
+        self._attending = True
+        reads.listen()
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are the device's, or a unit's there."""

@@ -12,7 +12,9 @@
 5. While an optimizer's step still runs (held.py), who looks at a host parameter's bytes, or is lent a stand-in, waits
    for the step of its unit. In a backward, while units are stepped (overlap.py), he comes too late: an error, as in
    backward.py, Rule 1.
-6. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
+6. What a function gives may be a parameter's bytes: a view, a detached tensor, an array. They may be written by it at
+   any time, unseen by the version counter, as if ``.data`` had been taken.
+7. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
    function mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run
    other kernels.
 """
@@ -107,9 +109,10 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
         if _only_tells(func):
-            if _name_of(func) not in _TELLS:
-                _wait_steps(args, kwargs)
-            return func(*args, **kwargs)
+            if _name_of(func) in _TELLS:
+                return func(*args, **kwargs)
+            _wait_steps(args, kwargs)
+            return _given_away(func(*args, **kwargs), args, kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and keeper_of(value).serving]
         if not hosts:
             hosts = _met_on_device(func, args, kwargs)
@@ -117,7 +120,7 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
                 return _lent(func, args, kwargs, hosts)
             _wait_steps(args, kwargs)
             _report(args, kwargs)
-            return func(*args, **kwargs)
+            return _given_away(func(*args, **kwargs), args, kwargs)
         if _writes(func, args, kwargs):
             _wait_steps(args, kwargs)
             for host in hosts:
@@ -125,7 +128,7 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             return func(*args, **kwargs)
         if _about_host(args, kwargs, keeper_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
-            return func(*args, **kwargs)
+            return _given_away(func(*args, **kwargs), args, kwargs)
         return _lent(func, args, kwargs, hosts)
 
 
@@ -165,6 +168,23 @@ def _wait_steps(args: Any, kwargs: Any) -> None:
         for value in _flat(args, kwargs):
             if type(value) is HostParameter:
                 keeper_of(value).wait_step_of(value)
+
+
+def _given_away(result: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives, which may be a parameter's bytes (Rule 6)."""
+    for value in _flat(args, kwargs):
+        if type(value) is HostParameter and result is not value and _leads_to(result, value):
+            keeper_of(value).suspect([value])
+    return result
+
+
+def _leads_to(result: Any, parameter: Tensor) -> bool:
+    if isinstance(result, Tensor):
+        storage = parameter.untyped_storage()
+        return torch._C._has_storage(result) and result.untyped_storage()._cdata == storage._cdata
+    if isinstance(result, (tuple, list)):
+        return any(isinstance(part, Tensor) and _leads_to(part, parameter) for part in result)
+    return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule
 
 
 def _report(args: Any, kwargs: Any) -> None:

@@ -10,8 +10,9 @@
 4. The host bytes may not be written while a fill reads them: ``settle`` waits for it.
 5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
    is in use, and is not freed: reading a freed buffer would end the process.
-6. Resident bytes are stale once a parameter's version or address moved, its ``.data`` was taken, or an optimizer that
-   holds it stepped; and as long as somebody else holds a tensor over its bytes, who may write through it at any time.
+6. Resident bytes are stale once a parameter's version or address moved, its bytes were given away (``.data``, a view,
+   an array), or an optimizer that holds it stepped; and as long as somebody else holds a tensor over its bytes, who may
+   write through it at any time.
 7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
    change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
 8. What autograd saved in autocast's type stands for a copy that a plain run would have kept: it must not change before
@@ -252,7 +253,7 @@ class UnitStore:
             self._storages = [parameter.untyped_storage() for parameter in self.params]
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
-        self._suspect = False
+        self._suspect = any(map(_is_shared, self._storages))  # who holds it now may write to it before he lets go
         if changed and (self._converted is None or self._converted != self._stamp(self.params)):
             self._fill_wire()
         self._converted = None

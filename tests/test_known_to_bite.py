@@ -542,6 +542,57 @@ def test_a_clamp_through_data_under_autocast_between_accumulated_batches(device,
     assert_equal_parameters(streamed, plain)
 
 
+class Giving(Critic):
+    """Writes to its weights after each batch, through what it got of them."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def on_train_batch_end(self, *_):
+        for name, p in self.net.named_parameters():
+            self.write(name, p)
+
+
+class Keeping:
+    """Writes one batch after it got an alias, and lets go of that."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def __call__(self, name, p):
+        if name in self.kept:
+            self.kept.pop(name).data.mul_(0.7)
+        else:
+            self.kept[name] = p.detach()
+
+
+def array(_, p):
+    if p.device.type == "cpu":
+        p.detach().numpy().__imul__(0.7)
+    else:
+        p.detach().data.mul_(0.7)
+
+
+GIVEN_AWAY = {
+    "row": lambda: lambda _, p: p[0].data.zero_(),
+    "view": lambda: lambda _, p: p.view(-1).data.mul_(0.7),
+    "parts": lambda: lambda _, p: p.unbind()[-1].data.zero_(),
+    "array": lambda: array,
+    "kept": Keeping,
+}
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}])
+@pytest.mark.parametrize("way", GIVEN_AWAY)
+def test_a_write_through_what_a_weight_gave_away_is_seen(way, options, device):
+    plain = fit(lambda: Giving(GIVEN_AWAY[way]()), None, device, **options)
+    strategy = sp_lightning.SuperpipelineStrategy(window=6, device=device)
+    streamed = fit(lambda: Giving(GIVEN_AWAY[way]()), strategy, device, **options)
+    assert streamed.losses == plain.losses
+    assert_equal_parameters(streamed, plain)
+
+
 def assert_equal_parameters(one, other):
     for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p.cpu(), q.cpu()), name
