@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -444,13 +443,14 @@ def states_of(optimizer: Any, module: nn.Module) -> float:
 
 def _mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
     """Of several optimizers: by the parameters that each trains."""
-    counts, states = [], []
+    parameters, kept = 0, 0.0
     with torch.random.fork_rng(devices=[]):
         for made in optimizers:
             trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
-            counts.append(sum(parameter.numel() for parameter in trained))
-            states.append(_states_kept(functools.partial(type(made), **_arguments(made))))
-    return sum(map(operator.mul, counts, states)) / max(1, sum(counts))
+            count = sum(parameter.numel() for parameter in trained)
+            parameters += count
+            kept += count * _states_kept(functools.partial(type(made), **_arguments(made)))
+    return kept / max(1, parameters)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
