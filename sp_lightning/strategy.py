@@ -5,41 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    RichProgressBar,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from . import between
 from .callback import SuperpipelineCallback
+from .checkpoints import MappedCheckpointIO, on_host, size_so_far
 from .config import Options
 from .device import check_supported
 from .errors import OptionError
@@ -48,57 +35,11 @@ from .parameters import is_watched
 from .progress import waiting
 
 HOST = torch.device("cpu")
-COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # out of a checkpoint, when it resumes
+OTHER_HOOKS = "there are step hooks beside ours"
 ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
 
 
-class MappedCheckpointIO(TorchCheckpointIO):
-    """Of a model that fills the host there is no room for a second copy: a local checkpoint file is mapped into memory,
-    and written straight from the tensors, beside the one that it replaces once it is whole."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Lightning's own way, by way of memory and the directory of temporary files, for what is not local."""
-        path = os.fspath(path)
-        if storage_options is not None or not _is_local_file_protocol(path):
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        part = f"{path}.part"  # in the same directory: from another disk it could not replace the file in one go
-        try:
-            with open(part, "wb") as file:
-                torch.save(checkpoint, file)
-            os.replace(part, path)
-        except (OSError, RuntimeError) as error:
-            reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the system's
-            if not isinstance(reason, OSError):
-                raise
-            raise OSError(reason.errno, f"{reason.strerror}; what was there before is whole", path) from error
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(part)
-
-    def load_checkpoint(self, path: Any, map_location: Any = HOST, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
-        path = os.fspath(path)
-        if not os.path.isfile(path) or not zipfile.is_zipfile(path):
-            return super().load_checkpoint(path, map_location, weights_only)
-        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
-        # Who else finds something in there may keep it, and reading it when the file is no more would end the process.
-        kept = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}
-        return {**checkpoint, **apply_to_collection(kept, torch.Tensor, _on_host)}
-
-
 log = logging.getLogger(__name__)
-
-CALLBACKS_BEFORE_NEXT = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
-BETWEEN_STEP_AND_NEXT = (*CALLBACKS_BEFORE_NEXT, "optimizer_zero_grad", "optimizer_step")
-LOOK_AT_NO_WEIGHTS = frozenset(  # between a step and the next; a subclass may do anything
-    {SuperpipelineCallback, ModelCheckpoint, LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, Timer}
-    | {TQDMProgressBar, RichProgressBar}
-)
-CALLBACKS_BETWEEN = ("on_after_backward", "on_before_optimizer_step")
-BETWEEN_BACKWARD_AND_STEP = (*CALLBACKS_BETWEEN, "backward", "configure_gradient_clipping", "optimizer_step")
-STRATEGY_BETWEEN = ("backward", "post_backward")
-PLUGIN_BETWEEN = (*STRATEGY_BETWEEN, "optimizer_step", "clip_gradients", "_clip_gradients", "_after_closure")
 
 
 class SuperpipelineStrategy(SingleDeviceStrategy):
@@ -350,7 +291,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
-        with waiting(what, sum(sizes), lambda: _size_so_far(os.fspath(filepath)), self._may_show, self._display):
+        with waiting(what, sum(sizes), lambda: size_so_far(os.fspath(filepath)), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _waiting_for_parameters(
@@ -383,7 +324,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             for parameter, values in optimizer.state.items():
-                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, _on_host)
+                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, on_host)
 
     # ---- steps
 
@@ -405,7 +346,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
-        reason = self._why_not_ahead(optimizer)
+        assert self.handle is not None and self.lightning_module is not None
+        reason = between.backward_and_step(self, self.lightning_module, optimizer)
+        if reason is None and self.handle.has_other_step_hooks(optimizer):
+            reason = OTHER_HOOKS
         self._say("the optimizer steps after backward", reason)
         return reason is None
 
@@ -414,41 +358,16 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._said.add(reason)
             log.info("superpipeline: %s, as %s", what, reason)
 
-    def _why_not_ahead(self, optimizer: Optimizer) -> str | None:
-        """What comes between backward and the step, and may look at gradients."""
-        module = self.lightning_module
-        assert module is not None
-        if module.trainer.gradient_clip_val:
-            return "gradients are clipped"
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            return "the gradient scaler has to see all gradients first"
-        for hook in BETWEEN_BACKWARD_AND_STEP:
-            if is_overridden(hook, module, LightningModule):
-                return f"{type(module).__name__} overrides {hook}"
-        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            for hook in CALLBACKS_BETWEEN:
-                if is_overridden(hook, callback, Callback):
-                    return f"{type(callback).__name__} overrides {hook}"
-        for part, methods in ((self, STRATEGY_BETWEEN), (self.precision_plugin, PLUGIN_BETWEEN)):
-            if (overrides := _overrides(part, methods)) is not None:
-                return overrides
-        assert self.handle is not None
-        if self.handle.has_other_step_hooks(optimizer):
-            return "there are step hooks beside ours"
-        if _steps_otherwise(optimizer):
-            return "somebody replaced the optimizer's step"
-        return None
-
     def _may_hold(self) -> bool:
         """Whether the step may run on beside the next forward (held.py): nothing of the user's is called in between
         that is likely to look at weights. What else looks waits, but the step gains nothing then."""
         module = self.lightning_module
         assert module is not None and self.handle is not None
-        reason = _who_looks(module)
+        reason = between.step_and_next(module)
         if reason is None and self.handle.has_other_step_hooks(module.trainer.optimizers[0], after=True):
-            reason = "there are step hooks beside ours"
+            reason = OTHER_HOOKS
         self._say("the next forward waits for the whole step of the optimizer", reason)
-        return reason is None and _next_is_a_training_step(module.trainer)
+        return reason is None and between.next_is_a_training_step(module.trainer)
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -487,53 +406,5 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             return super().predict_step(*args, **kwargs)
 
 
-def _size_so_far(path: str) -> int:
-    """Of a file that is being written (``MappedCheckpointIO``)."""
-    with contextlib.suppress(OSError):
-        return os.path.getsize(f"{path}.part")
-    return 0
-
-
-def _overrides(part: object, methods: Iterable[str]) -> str | None:
-    """Which of these is neither Lightning's nor ours, of its class or of the object itself."""
-    ours = ("lightning", __package__)
-    places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in ours)]
-    method = next((method for place in places for method in methods if method in vars(place)), None)
-    return None if method is None else f"{type(part).__name__} overrides {method}"
-
-
-def _steps_otherwise(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` is not that of its class, which a scheduler wraps to count: it may run backward by itself,
-    and change gradients before it steps."""
-    step = vars(optimizer).get("step")
-    counts = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
-    return step is not None and not counts
-
-
-def _who_looks(module: LightningModule) -> str | None:
-    """Who of the user's is called between a step and the next one, and may look at weights."""
-    for hook in BETWEEN_STEP_AND_NEXT:
-        if is_overridden(hook, module, LightningModule):
-            return f"{type(module).__name__} overrides {hook}"
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-        for hook in CALLBACKS_BEFORE_NEXT:
-            if type(callback) not in LOOK_AT_NO_WEIGHTS and is_overridden(hook, callback, Callback):
-                return f"{type(callback).__name__} overrides {hook}"
-    return None
-
-
-def _next_is_a_training_step(trainer: Any) -> bool:
-    """Whether no validation, end of an epoch or end of training comes first."""
-    epoch = trainer.fit_loop.epoch_loop
-    stops = trainer.should_stop or trainer.received_sigterm
-    ends = epoch._num_ready_batches_reached() or (epoch.max_steps != -1 and epoch.global_step + 1 >= epoch.max_steps)
-    validates = trainer._val_check_time_interval is not None  # by the clock: at any time
-    return not (stops or ends or validates or epoch._should_check_val_fx(trainer.fit_loop._data_fetcher))
-
-
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(HOST)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(HOST, copy=True)
