@@ -99,7 +99,8 @@ class Engine:
     def any_moved(self) -> bool:
         """Whether any parameter has other memory than the slab that was made for it."""
         vacant = self._held.vacant if self._held is not None else ()  # of which it is known
-        return any(unit.store not in vacant and unit.store.moved for unit in self.units)
+        with quietly():
+            return any(unit.store not in vacant and unit.store.moved for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """These weights of a unit travel in these types from now on (wire.py)."""

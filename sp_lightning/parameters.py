@@ -124,12 +124,14 @@ class HostParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         keeper_of(self).land()
-        return _grad.__get__(self)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _grad.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         keeper_of(self).land()
-        _grad.__set__(self, value)
+        with torch._C.DisableTorchFunctionSubclass():
+            _grad.__set__(self, value)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
