@@ -421,6 +421,22 @@ def test_saved_tensor_hooks():
     y.sum().backward()
 
 
+def test_the_state_of_random_numbers_is_told_at_once_unless_some_are_being_drawn():
+    ones() + 1  # the first call runs inline
+    drawn, told = torch.Generator(device=D).manual_seed(3), torch.Generator(device=D).manual_seed(3)
+    torch.rand(1000, device=D, generator=drawn)
+    drawn.get_state()
+    config.compute_us = 200_000
+    ones() + 1
+    busy = torch.accelerator.current_stream()
+    for generator in (told, drawn):
+        generator.get_state()
+        assert not busy.query()
+    torch.rand(1000, device=D, generator=drawn)
+    drawn.get_state()
+    assert busy.query()
+
+
 def test_random_numbers():
     torch.manual_seed(1)
     a = torch.randn(5, device=D)
