@@ -20,21 +20,19 @@ Not modelled: launches, the optimizer's and the links' competition for host memo
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .errors import OptionError
+from .lanes import InOrder, LaneName, NewestFirst, Task, run
 from .machine import Machine
 from .schedule import Schedule
 from .spans import Span
 
 Activations = Literal["keep", "recompute"]
-LaneName = Literal["up", "compute", "down", "optimizer"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # what waits for a lane
 
@@ -180,7 +178,7 @@ def simulate(
     recompute = activations == "recompute"
     host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works)
     starts = [host.step() for _ in range(STEPS)]
-    _run(host.lanes, machine.duplex)
+    run(host.lanes, machine.duplex)
     begin, end = starts[-2].start, starts[-1].start
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
     return Simulation(
@@ -240,22 +238,6 @@ def _step_s(unit: UnitCost, machine: Machine) -> float:
 # ---- issuing
 
 
-@dataclass(eq=False)
-class _Task:
-    """Work for a lane."""
-
-    lane: LaneName
-    unit: int
-    work: float  # seconds, if nothing slows it down
-    number: int  # in the order of issue
-    waits: int = 0  # for so many others
-    then: list[_Task] = field(default_factory=list)  # wait for this one
-    blocker: _Task | None = None  # whose end let it start
-    left: float = 0.0
-    start: float = 0.0
-    end: float = 0.0
-
-
 class _Host:
     """Issues the work of consecutive steps as the runtime's calling thread does (Rule 1)."""
 
@@ -269,10 +251,10 @@ class _Host:
         into_forward: bool,
         works: Sequence[Work],
     ) -> None:
-        self.tasks: list[_Task] = []
-        self.lanes = {name: _Lane() for name in LANES}
+        self.tasks: list[Task] = []
+        self.lanes = {name: InOrder() for name in LANES}
         if into_forward:
-            self.lanes["optimizer"] = _NewestFirst()
+            self.lanes["optimizer"] = NewestFirst()
         self._units = units
         self._works = works
         self._schedule = schedule
@@ -282,21 +264,21 @@ class _Host:
         self._into_forward = into_forward
         self._order: list[int] = []
         self._last: int | None = None  # the unit visited last
-        self._ready: dict[int, _Task] = {}  # the way up of what is on the device
-        self._stepped: dict[int, _Task] = {}  # what wrote the host bytes
-        self._arrived: list[tuple[int, _Task]] = []  # gradients that are to be stepped after backward
-        self._begin: _Task | None = None  # for which all work of the step waits (Rule 5)
-        self._reader: _Task | None = None  # the compute after which the next way up may start (Rule 3)
-        self._computing: _Task | None = None
-        self._landing: _Task | None = None  # whose packed buffer is held
-        self._leaving: _Task | None = None  # activations on their way down
+        self._ready: dict[int, Task] = {}  # the way up of what is on the device
+        self._stepped: dict[int, Task] = {}  # what wrote the host bytes
+        self._arrived: list[tuple[int, Task]] = []  # gradients that are to be stepped after backward
+        self._begin: Task | None = None  # for which all work of the step waits (Rule 5)
+        self._reader: Task | None = None  # the compute after which the next way up may start (Rule 3)
+        self._computing: Task | None = None
+        self._landing: Task | None = None  # whose packed buffer is held
+        self._leaving: Task | None = None  # activations on their way down
         self._resident_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self._saved_nbytes = 0
         self._packed_nbytes = 0
         self.peak = 0
         schedule.invalidate()
 
-    def step(self) -> _Task:
+    def step(self) -> Task:
         """One step; returns its first compute."""
         self._open()
         if self._works:
@@ -309,7 +291,7 @@ class _Host:
         self._close()
         return first
 
-    def _do(self, work: Work) -> _Task:
+    def _do(self, work: Work) -> Task:
         for index, unit in enumerate(self._units):
             if unit.resident:
                 self._visit(index)
@@ -349,7 +331,7 @@ class _Host:
         if not self._into_forward and self._stepped:
             self._begin = max(self._stepped.values(), key=lambda task: task.number)
 
-    def _forward(self, index: int) -> _Task:
+    def _forward(self, index: int) -> Task:
         unit = self._units[index]
         self._visit(index)
         task = self._compute(index, unit.forward_flops)
@@ -391,7 +373,7 @@ class _Host:
         work = self._units[index].up_nbytes / self._machine.up_bytes_per_s
         self._ready[index] = self._issue("up", index, work, [self._begin, self._reader, stepped])
 
-    def _compute(self, index: int, flops: float, back: _Task | None = None) -> _Task:
+    def _compute(self, index: int, flops: float, back: Task | None = None) -> Task:
         work = flops / self._machine.flops_per_s
         self._computing = self._issue("compute", index, work, [self._begin, self._ready[index], back])
         return self._computing
@@ -411,16 +393,16 @@ class _Host:
             self._computing = self._issue("compute", self._landing.unit, 0.0, [self._landing])
             self._landing, self._packed_nbytes = None, 0
 
-    def _step(self, index: int, after: list[_Task | None]) -> None:
+    def _step(self, index: int, after: list[Task | None]) -> None:
         parts = PARTS if self._into_forward else 1
         work = _step_s(self._units[index], self._machine) / parts
         for _ in range(parts):
             self._stepped[index] = self._issue("optimizer", index, work, after)
             after = [self._stepped[index]]
 
-    def _issue(self, lane: LaneName, unit: int, work: float, after: list[_Task | None]) -> _Task:
+    def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None]) -> Task:
         earlier = {task for task in after if task is not None}
-        task = _Task(lane, unit, work, number=len(self.tasks), waits=len(earlier), left=work)
+        task = Task(lane, unit, work, number=len(self.tasks), waits=len(earlier), left=work)
         for other in earlier:
             other.then.append(task)
         self.tasks.append(task)
@@ -433,94 +415,15 @@ class _Host:
         self.peak = max(self.peak, held + nbytes)
 
 
-# ---- timing
-
-
-class _Lane:
-    """Work in the order of issue."""
-
-    def __init__(self) -> None:
-        self._queue: deque[_Task] = deque()
-        self.last: _Task | None = None
-
-    def add(self, task: _Task) -> None:
-        self._queue.append(task)
-
-    def may_start(self, task: _Task) -> None:
-        """Nothing it waits for is left."""
-
-    def take(self) -> _Task | None:
-        """The work to start now."""
-        return self._queue.popleft() if self._queue and not self._queue[0].waits else None
-
-
-class _NewestFirst(_Lane):
-    """Of the work that may start, what was issued last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._heap: list[tuple[int, _Task]] = []
-
-    def add(self, task: _Task) -> None:
-        if not task.waits:
-            self.may_start(task)
-
-    def may_start(self, task: _Task) -> None:
-        heapq.heappush(self._heap, (-task.number, task))
-
-    def take(self) -> _Task | None:
-        return heapq.heappop(self._heap)[1] if self._heap else None
-
-
-def _run(lanes: dict[LaneName, _Lane], duplex: float) -> None:
-    """Gives every task its start and end."""
-    now = 0.0
-    running: dict[LaneName, _Task] = {}
-    while True:
-        for name, lane in lanes.items():
-            if name not in running and (task := lane.take()) is not None:
-                _start(task, lane, now)
-                running[name] = task
-        if not running:
-            return
-        both = "up" in running and "down" in running
-        rates = {name: duplex if both and name in ("up", "down") else 1.0 for name in running}
-        passed = min(task.left / rates[name] for name, task in running.items())
-        now += passed
-        for name, task in list(running.items()):
-            if task.left / rates[name] <= passed:
-                del running[name]
-                _end(task, lanes, now)
-            else:
-                task.left -= passed * rates[name]
-
-
-def _start(task: _Task, lane: _Lane, now: float) -> None:
-    before = lane.last
-    if before is not None and (task.blocker is None or before.end >= task.blocker.end):
-        task.blocker = before
-    task.start = now
-    lane.last = task
-
-
-def _end(task: _Task, lanes: dict[LaneName, _Lane], now: float) -> None:
-    task.end = now
-    for other in task.then:
-        other.blocker = task
-        other.waits -= 1
-        if not other.waits:
-            lanes[other.lane].may_start(other)
-
-
 # ---- reading
 
 
-def _waits(computes: list[_Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
+def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
     """Compute's idle times by the lane that was busy with what it waited for."""
     waits = []
     for before, task in itertools.pairwise(computes):
         if begin < task.start <= end:
-            waiting: _Task = task
+            waiting: Task = task
             while waiting.start > before.end and waiting.blocker is not None:
                 cause = waiting.blocker
                 since = max(cause.start, before.end)
@@ -530,7 +433,7 @@ def _waits(computes: list[_Task], units: Sequence[UnitCost], begin: float, end: 
     return sorted(waits, key=lambda span: span.start)
 
 
-def _timeline(tasks: list[_Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
+def _timeline(tasks: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
     """The work that ended within the step; pieces that follow each other are one."""
     spans: dict[LaneName, list[Span]] = {}
     for task in sorted(tasks, key=lambda task: (task.start, task.number)):

@@ -104,7 +104,7 @@ def test_the_unit_that_forward_needs_first_is_stepped_first_when_steps_run_into_
 def test_steps_into_forward_gain_nothing_in_the_order_of_arrival(monkeypatch):
     units = [unit(step=4)] * 6
     newest_first = simulated(units, steps_into_forward=True)
-    monkeypatch.setattr(simulation, "_NewestFirst", simulation._Lane)
+    monkeypatch.setattr(simulation, "NewestFirst", simulation.InOrder)
     assert simulated(units, steps_into_forward=True).step_s == simulated(units).step_s > newest_first.step_s
 
 

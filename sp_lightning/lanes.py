@@ -1,0 +1,103 @@
+"""Lanes of work side by side: when each piece begins and ends, if it is known what it waits for (simulation.py)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+LaneName = Literal["up", "compute", "down", "optimizer"]
+
+
+@dataclass(eq=False)
+class Task:
+    """Work for a lane."""
+
+    lane: LaneName
+    unit: int
+    work: float  # seconds, if nothing slows it down
+    number: int  # in the order of issue
+    waits: int = 0  # for so many others
+    then: list[Task] = field(default_factory=list)  # wait for this one
+    blocker: Task | None = None  # whose end let it start
+    left: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+
+
+class InOrder:
+    """A lane that works in the order of issue."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Task] = deque()
+        self.last: Task | None = None
+
+    def add(self, task: Task) -> None:
+        """It is issued."""
+        self._queue.append(task)
+
+    def may_start(self, task: Task) -> None:
+        """Nothing it waits for is left."""
+
+    def take(self) -> Task | None:
+        """The work to start now."""
+        return self._queue.popleft() if self._queue and not self._queue[0].waits else None
+
+
+class NewestFirst(InOrder):
+    """A lane that does, of what may start, what was issued last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[int, Task]] = []
+
+    def add(self, task: Task) -> None:
+        if not task.waits:
+            self.may_start(task)
+
+    def may_start(self, task: Task) -> None:
+        heapq.heappush(self._heap, (-task.number, task))
+
+    def take(self) -> Task | None:
+        return heapq.heappop(self._heap)[1] if self._heap else None
+
+
+def run(lanes: dict[LaneName, InOrder], duplex: float) -> None:
+    """Gives every task its start and end."""
+    now = 0.0
+    running: dict[LaneName, Task] = {}
+    while True:
+        for name, lane in lanes.items():
+            if name not in running and (task := lane.take()) is not None:
+                _start(task, lane, now)
+                running[name] = task
+        if not running:
+            return
+        both = "up" in running and "down" in running
+        rates = {name: duplex if both and name in ("up", "down") else 1.0 for name in running}
+        passed = min(task.left / rates[name] for name, task in running.items())
+        now += passed
+        for name, task in list(running.items()):
+            if task.left / rates[name] <= passed:
+                del running[name]
+                _end(task, lanes, now)
+            else:
+                task.left -= passed * rates[name]
+
+
+def _start(task: Task, lane: InOrder, now: float) -> None:
+    before = lane.last
+    if before is not None and (task.blocker is None or before.end >= task.blocker.end):
+        task.blocker = before
+    task.start = now
+    lane.last = task
+
+
+def _end(task: Task, lanes: dict[LaneName, InOrder], now: float) -> None:
+    task.end = now
+    for other in task.then:
+        other.blocker = task
+        other.waits -= 1
+        if not other.waits:
+            lanes[other.lane].may_start(other)
