@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,6 +177,21 @@ def rehearse(
     finally:
         stage.observe = None
     return rehearsal.script()
+
+
+class _Read(dict[str, Any]):
+    """A module's parameters, which notice that somebody else than its forward reads the weight, if only to ask for its
+    type: a use without a cast."""
+
+    def __init__(self, parameters: Mapping[str, Any], uses: list[torch.dtype | None]) -> None:
+        super().__init__(parameters)
+        self.by_forward = False
+        self._uses = uses
+
+    def __getitem__(self, name: str) -> Any:
+        if name == NAME and not self.by_forward:
+            self._uses.append(None)
+        return super().__getitem__(name)
 
 
 class Reality(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -487,12 +502,17 @@ class _Rehearsal:
             return
         uses = self._casts[id(weight)] = []
         forward = module.forward
+        read = module._parameters = _Read(module._parameters, uses)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not in_backward():
                 casts = torch.is_autocast_enabled("cpu")
                 uses.append(torch.get_autocast_dtype("cpu") if casts else None)
-            return forward(*args, **kwargs)
+            read.by_forward = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                read.by_forward = False
 
         module.forward = call
 

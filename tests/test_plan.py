@@ -424,6 +424,18 @@ def test_under_autocast_half_of_the_linear_weights_travels():
     assert mixed.device_terms == as_is.device_terms  # of the first step, in which weights travel as they are
 
 
+class AsksForTheType(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.to(block.up.weight.dtype))
+        return x
+
+
+def test_a_weight_whose_type_somebody_asks_for_travels_as_it_is_planned_or_run():
+    found = planned(AsksForTheType, precision="bf16-mixed")
+    assert found.host.wire == 6 * 256 * 1024 * 2  # of `down` alone
+
+
 def test_a_budget_limits_the_window_as_in_a_run_and_activations_are_beside_it():
     block = (256 * 1024 + 1024 + 1024 * 256 + 256) * 4
     slow_link = replace(MACHINE, up_bytes_per_s=1e6)  # more units are always faster
