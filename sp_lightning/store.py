@@ -78,6 +78,7 @@ class UnitStore:
         self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
         self._waiting: list[Any] = []  # streams that are ordered after the fill
         self._suspect = False
+        self._wire_behind = False  # what model code wrote is on the host, and not in the wire
         self._doubts = 0  # about what was written unseen by any version counter
         self._slab_addresses = self._adopt()
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
@@ -246,7 +247,7 @@ class UnitStore:
     def load(self) -> None:
         """Starts the way up (Rule 3)."""
         self.wait_step()
-        changed = bool(self._wire_places) and self.stale()
+        changed = bool(self._wire_places) and (self._wire_behind or self.stale())
         addresses = self._current_addresses()
         if self._suspect or addresses != self._addresses:
             self._addresses = addresses
@@ -307,6 +308,8 @@ class UnitStore:
         self.keeper.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
             true_data(parameter).copy_(view)
+        self._wire_behind = True
+        self._doubts += 1
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
 
@@ -353,7 +356,7 @@ class UnitStore:
     def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
-        remembered, same = self.remembered(), True
+        remembered, same, self._wire_behind = self.remembered(), True, False
         with torch.no_grad():
             for index, place in self._wire_places.items():
                 view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))

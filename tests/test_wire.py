@@ -575,3 +575,21 @@ def test_a_gradient_is_widened_in_the_room_whose_second_half_it_takes(count, dty
 def test_a_bad_value_is_refused():
     with pytest.raises(sp_lightning.errors.OptionError, match=r"wire_dtype must be one of 'auto', 'as-is', got 'bf16'"):
         sp_lightning.SuperpipelineStrategy(wire_dtype="bf16")
+
+
+class ScalingLayer(Layer):
+    """Writes a weight of its own in forward, beside one that travels cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return super().forward(x) * self.scale
+
+
+def test_what_a_forward_wrote_travels_to_its_backward_beside_what_travels_cast(device):
+    stats = check(models.stack_of(ScalingLayer), training(), device)
+    assert stats["writebacks"] == 4 * (LATE + 3)
