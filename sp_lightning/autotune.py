@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from .config import Options, format_bytes
+from .config import Options, format_both, format_bytes
 from .errors import MemoryBudgetError
 from .machine import Machine
 from .schedule import Schedule
@@ -127,9 +127,9 @@ def _check_budget(budget: int, units: Sequence[UnitBytes], resident_nbytes: int)
     worst = max(units, key=lambda unit: unit.nbytes + unit.gradient_nbytes)
     needed = worst.nbytes + worst.gradient_nbytes + resident_nbytes
     if needed > budget:
+        needs, got = format_both(needed, budget)
         raise MemoryBudgetError(
-            f"memory_budget needs at least {format_bytes(needed)} for {worst.name}, got {format_bytes(budget)}; "
-            "raise it, or name smaller units"
+            f"memory_budget needs at least {needs} for {worst.name}, got {got}; raise it, or name smaller units"
         )
 
 

@@ -94,6 +94,12 @@ def format_bytes(nbytes: int) -> str:
     return f"{value:.2f} {_BINARY[power]}"
 
 
+def format_both(one: int, other: int) -> tuple[str, str]:
+    """Two of them side by side, so that a reader sees which is more: in bytes where they look alike."""
+    said = format_bytes(one), format_bytes(other)
+    return said if one == other or said[0] != said[1] else (f"{one} B", f"{other} B")
+
+
 def format_seconds(seconds: float) -> str:
     """Two digits for a reader: "1.4 s", "85 ms", "0.21 ms"."""
     value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .config import Options, format_bytes, format_seconds
+from .config import Options, format_both, format_bytes, format_seconds
 from .errors import MemoryBudgetError
 from .host_bytes import HostBytes
 from .machine import Machine
@@ -108,10 +108,10 @@ class Plan:
     def check(self) -> None:
         """Stops a run that can not fit: with what it needs, what there is, and what would make it fit."""
         if self.device_nbytes > self.available:
+            needs, there_are = format_both(self.device_nbytes, self.available)
             raise MemoryBudgetError(
-                f"training {self.model} needs {format_bytes(self.device_nbytes)} on the device with window "
-                f"{self.window} and {self.rows} {self.counted}, and there are {format_bytes(self.available)}; "
-                + self._remedies()
+                f"training {self.model} needs {needs} on the device with window "
+                f"{self.window} and {self.rows} {self.counted}, and there are {there_are}; " + self._remedies()
             )
         if self.host.total > self.machine.host_nbytes:
             raise MemoryBudgetError(

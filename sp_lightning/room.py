@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .autotune import UnitBytes, first_window
-from .config import Options, format_bytes, format_seconds
+from .config import Options, format_both, format_bytes, format_seconds
 from .errors import MemoryBudgetError
 from .host import host_memory
 from .host_bytes import STATES, UnitHostBytes, host_bytes
@@ -57,9 +57,10 @@ def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str,
     """
     needed = needed_at_least(units, window)
     if needed > free:
+        needs, there_is = format_both(needed, free)
         raise MemoryBudgetError(
-            f"with window {window}, weights and gradients alone need {format_bytes(needed)} on {where}, and "
-            f"{format_bytes(free)} are free; {_remedies(units, window, free, means, needed_at_least)}"
+            f"with window {window}, weights and gradients alone need {needs} on {where}, and {there_is} are free; "
+            f"{_remedies(units, window, free, means, needed_at_least)}"
         )
 
 

@@ -4,7 +4,7 @@ import re
 import pytest
 from torch import nn
 
-from sp_lightning.config import Options, format_bytes, parse_bytes
+from sp_lightning.config import Options, format_both, format_bytes, parse_bytes
 from sp_lightning.errors import OptionError
 
 
@@ -186,3 +186,9 @@ def test_bytes_are_written_for_a_reader(nbytes, text):
 
 def test_what_is_written_for_a_reader_can_be_read_again():
     assert parse_bytes(format_bytes(3 * 2**29)) == 3 * 2**29
+
+
+def test_two_sizes_that_round_to_the_same_are_told_apart():
+    assert format_both(3 * 2**20 + 1, 3 * 2**20) == ("3145729 B", "3145728 B")
+    assert format_both(2**30, 2**31) == ("1.00 GiB", "2.00 GiB")
+    assert format_both(2**30, 2**30) == ("1.00 GiB", "1.00 GiB")
