@@ -351,7 +351,7 @@ class Engine:
             if in_backward():
                 self._in_backward_from_here()
                 self._came_to(unit)
-            elif not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
+            if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
                 self.window.require(unit)

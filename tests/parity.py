@@ -303,7 +303,8 @@ def keep(value: Any) -> Any:
     """A copy, made behind the back of whoever watches for aliases of weights: through one they could be written."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    value.data_ptr()  # waits for a step that still writes there
+    if value.layout is torch.strided:
+        value.data_ptr()  # waits for a step that still writes there
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().clone()
 

@@ -445,6 +445,20 @@ def halve(weight):
     weight.mul_(0.5)
 
 
+@pytest.mark.parametrize("window", [1, 2, 6])
+@pytest.mark.parametrize("part", [lambda w: w.data, lambda w: w[:3].data, lambda w: w.detach()[:3].data])
+def test_backward_computes_with_what_was_written_unseen_by_autograd(part, device, window):
+    def run(net, device):
+        for x in inputs(device, 3):
+            loss = squares(net, x)
+            for block in net.blocks:
+                part(block.up.weight).mul_(0.5)
+            loss.backward()
+            yield kept([p.grad for p in net.parameters()])
+
+    check(blocks, run, device, window=window)
+
+
 class WritingBlock(models.Block):
     """Writes to its weight where only optimizers should."""
 
