@@ -42,7 +42,10 @@ from .telemetry import Counters
 from .units import Unit
 
 NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
+OWN_USES = 2  # of a parameter's storage: its tensor's, and that of the object which asks
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
+
+_use_count: Any = torch._C._storage_Use_Count
 
 
 class Residency(enum.Enum):
@@ -84,6 +87,7 @@ class UnitStore:
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
         self._versions: list[int] = []
         self._storages: list[torch.UntypedStorage] = []  # at those addresses
+        self._storage_ids: list[int] = []
 
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
         """From the next fill on these parameters travel in these types; nothing is on the device, and no graph
@@ -224,7 +228,7 @@ class UnitStore:
                 self._suspect
                 or self._versions != [parameter._version for parameter in self.params]
                 or self._addresses != self._current_addresses()
-                or any(map(_is_shared, self._storages))
+                or self._is_shared()
             )
 
     def version(self, index: int) -> int:
@@ -252,9 +256,10 @@ class UnitStore:
         if self._suspect or addresses != self._addresses:
             self._addresses = addresses
             self._storages = [parameter.untyped_storage() for parameter in self.params]
+            self._storage_ids = [storage._cdata for storage in self._storages]
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
-        self._suspect = any(map(_is_shared, self._storages))  # who holds it now may write to it before he lets go
+        self._suspect = self._is_shared()  # who holds it now may write to it before he lets go
         if changed and (self._converted is None or self._converted != self._stamp(self.params)):
             self._fill_wire()
         self._converted = None
@@ -327,6 +332,10 @@ class UnitStore:
 
     # ---- details
 
+    def _is_shared(self) -> bool:
+        """Whether another tensor refers to the bytes of any parameter."""
+        return max(map(_use_count, self._storage_ids), default=0) > OWN_USES
+
     def _current_addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
 
@@ -349,7 +358,7 @@ class UnitStore:
 
     def _stamp(self, data: Sequence[Tensor]) -> Any:
         """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
-        if any(map(_is_shared, self._storages)):
+        if self._is_shared():
             return None
         return self._doubts, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
 
@@ -379,12 +388,8 @@ class UnitStore:
 
 def is_shared(parameter: nn.Parameter) -> bool:
     """Whether another tensor refers to its bytes."""
-    return _is_shared(parameter.untyped_storage())
-
-
-def _is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether another tensor refers to these bytes, beside the parameter itself and the object that asks here."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
+    storage = parameter.untyped_storage()
+    return int(_use_count(storage._cdata)) > OWN_USES
 
 
 def _layout_with(layout: Layout, types: list[torch.dtype]) -> Layout:
