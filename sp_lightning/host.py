@@ -46,6 +46,10 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 def peak_memory() -> int:
     """Most bytes of memory that this process ever had in use; where the system does not keep that, what it has now."""
+    with contextlib.suppress(OSError):  # not on Linux, whose rusage has the peak of who started the process, too
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:  # not on Windows

@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from sp_lightning import optimizer
+from sp_lightning import host, optimizer
 from sp_lightning.device import Device
-from sp_lightning.host import host_memory, lock_limit, numa_nodes, usable_cores
+from sp_lightning.host import host_memory, lock_limit, numa_nodes, peak_memory, usable_cores
 from sp_lightning.machine import Machine
 from sp_lightning.measure import measure, measure_dram, measure_flops, measure_link, measure_optimizer
 
@@ -131,6 +133,13 @@ def test_nodes_of_memory_are_counted_where_this_process_may_run(tmp_path):
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(f"{cores}\n")
     assert numa_nodes(tmp_path) == 2 and numa_nodes(tmp_path / "nowhere") == 1
+
+
+def test_a_process_has_a_peak_of_its_own_and_not_that_of_who_started_it():
+    """The child loads one small file, this process torch."""
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['peak_memory']())"
+    child = subprocess.run([sys.executable, "-c", code, host.__file__], capture_output=True, text=True, check=True)
+    assert 1 * MIB < int(child.stdout) < 100 * MIB < peak_memory()
 
 
 def test_cores_and_locks_are_numbers():

@@ -347,14 +347,15 @@ def test_listed_workloads_are_planned_by_their_numbers():
 @pytest.mark.slow
 def test_the_largest_config_is_planned_in_seconds_and_less_than_2_gib():
     code = """
-import resource, time, torch, transformers, sp_lightning
+import time, torch, transformers, sp_lightning
+from sp_lightning.host import peak_memory
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, intermediate_size=28672)
 x = torch.ones(8, 2048, dtype=torch.long)
 begin = time.process_time()
 plan = sp_lightning.plan(lambda: transformers.LlamaForCausalLM(config), {"input_ids": x, "labels": x},
     precision="bf16-mixed", machine="h100", activations="recompute")
-seconds, nbytes = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+seconds, nbytes = time.process_time() - begin, peak_memory()
 assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.parameters, seconds, nbytes)
 """
     for _ in range(3):  # what else the machine does only ever adds to the time
