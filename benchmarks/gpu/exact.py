@@ -43,6 +43,7 @@ import models
 import parity
 
 PARTS = ("zoo", "blocks", "compiled", "repeat", "curves")
+PLAIN_RUNS = 4  # which have to be equal where a difference is to mean something
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 WINDOWS = (1, 2, 100)
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
@@ -133,8 +134,28 @@ def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
         difference = f"{type(error).__name__}: {error}"[:2000]
         if "CUDA error" in difference:
             os._exit(70)  # nothing works in this process any more
+    if difference is not None and (reason := nothing_to_compare_with(cell, case, device)):
+        return {"left_out": f"{cell.case}, {cell.precision}: plain Lightning {reason}"}
     kept = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
     return {**dataclasses.asdict(cell), "difference": difference, "seconds": time.perf_counter() - begin, **kept}
+
+
+def nothing_to_compare_with(cell: Cell, case: models.Case, device: str) -> str | None:
+    """What plain Lightning does instead of giving the same bits each time: kernels there are that do not."""
+    make = functools.partial(models.ZooModule, case, optimizer="adamw")
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            runs = [
+                parity.record(make, parity.plain_strategy(device), accelerator=device, precision=cell.precision)
+                for _ in range(PLAIN_RUNS)
+            ]
+        for other in runs[1:]:
+            parity.compare(runs[0], other)
+    except parity.Difference:
+        return "does not repeat itself"
+    except Exception as error:
+        return f"does not run it: {type(error).__name__}: {error}"[:2000]
+    return None
 
 
 def compare_cells(part: str, run: campaign.Campaign, jobs: int) -> None:
@@ -161,6 +182,9 @@ def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[C
                 for done in wait(under_way, return_when=FIRST_COMPLETED).done:
                     result = done.result()
                     del under_way[done]
+                    if "left_out" in result:
+                        run.say(f"left out {result['left_out']}")
+                        continue
                     run.add(result)
                     if result["difference"]:
                         run.say(f"DIFFERS {result}")
