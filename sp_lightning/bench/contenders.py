@@ -183,7 +183,7 @@ class Accelerate:
         """With a loop."""
         if not work.setting.inference:
             raise UnsupportedError("accelerate's cpu_offload serves inference only: --inference")
-        from accelerate import cpu_offload  # type: ignore[import-not-found]
+        from accelerate import cpu_offload  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
         module = work.by_hand()
         cpu_offload(module, execution_device=work.device)
