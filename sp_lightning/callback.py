@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from . import picture, timeline
-from .config import format_bytes
+from .config import format_bytes, is_int
 from .errors import OptionError, UnsupportedError
 from .forecast import Plan
 from .handle import Handle
@@ -90,10 +90,10 @@ class SuperpipelineCallback(Callback):
         progress: bool = True,
         plan: Plan | None = None,
     ) -> None:
-        if log_every_n_steps is not None and not _is_count(log_every_n_steps, 1):
+        if log_every_n_steps is not None and not (is_int(log_every_n_steps) and log_every_n_steps >= 1):
             raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
         steps = list(timeline_steps) if isinstance(timeline_steps, Iterable) else []
-        if not steps or not all(_is_count(step, 0) for step in steps):
+        if not steps or not all(is_int(step) and step >= 0 for step in steps):
             raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="batches from 0, at least one")
         self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
@@ -240,10 +240,6 @@ class SuperpipelineCallback(Callback):
             for line in observer.report():
                 rank_zero_info(f"superpipeline: {line}")
         self._observer = None
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_directory(path: Path) -> None:

@@ -106,7 +106,8 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.2g} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -114,7 +115,7 @@ def _count(argument: str, value: object) -> Count:
     if value == "auto":
         return "auto"
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-    if isinstance(number, int) and _is_int(number) and number >= 1:
+    if isinstance(number, int) and is_int(number) and number >= 1:
         return number
     raise OptionError(argument=argument, found=value, allowed="an int >= 1 or 'auto'")
 
@@ -128,7 +129,7 @@ def _memory_budget(value: object) -> int | None:
     if value is None:
         return None
     nbytes = parse_bytes(value, "memory_budget") if isinstance(value, str) else value
-    if isinstance(nbytes, int) and _is_int(nbytes) and nbytes > 0:
+    if isinstance(nbytes, int) and is_int(nbytes) and nbytes > 0:
         return nbytes
     allowed = 'None or bytes > 0, an int or text such as "10GiB" or "10 GB"'
     raise OptionError(argument="memory_budget", found=value, allowed=allowed)
