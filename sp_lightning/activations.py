@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from .compiled import never_compiled
+from .compiled import never_compiled_hook
 from .errors import ExactnessError
 from .offload import Offload, OnHost
 from .window import StreamedUnit
@@ -167,7 +167,7 @@ class SavedTensors:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
-    @never_compiled
+    @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._owner(tensor.untyped_storage()._cdata)
         if unit is not None:
@@ -175,7 +175,7 @@ class SavedTensors:
         packed = self._offload.pack(tensor)
         return Kept(tensor) if packed is tensor else packed
 
-    @never_compiled
+    @never_compiled_hook
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is SavedWeight:
             self._require(saved.unit)

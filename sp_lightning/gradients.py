@@ -28,6 +28,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ from .transfer import Arrival, Copies
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
 LEAF_PRIORITY = 2**64 - 1
+_kind = operator.attrgetter("dtype", "requires_grad")
 SMALL = 4096  # elements that are widened by way of a copy
 
 
@@ -336,9 +338,9 @@ class GradientSlab:
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._places = dict(self._laid_out(store, device.slab(self.nbytes), trained, narrow))
-        self._unseen = {index: _seen(place.tensor) for index, place in self._places.items()}
         self._rooms = {index: place.room for index, place in self._places.items() if place.room is not None}
-        self._rooms_unseen = {index: _seen(self._rooms[index]) for index in self._rooms}
+        self._unseen = {index: _seen([place.tensor]) for index, place in self._places.items()}
+        self._all_unseen = self._all_seen()
         self._packings: dict[tuple[int, ...], Packing] = {}  # of those that came together before
 
     def _laid_out(self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int) -> Iterator[tuple[int, Place]]:
@@ -365,8 +367,9 @@ class GradientSlab:
 
     def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[Place], Packing]:
         """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
-        widening = all(_seen(self._rooms[index]) == unseen for index, unseen in self._rooms_unseen.items())
-        places = [self._room(index, grad, widening) for index, grad in zip(indices, grads, strict=True)]
+        unseen = self._all_seen() == self._all_unseen
+        widening = unseen or _seen([*self._rooms.values()]) == self._all_unseen[1]
+        places = [self._room(index, grad, unseen, widening) for index, grad in zip(indices, grads, strict=True)]
         if any(place is not self._places.get(index) for index, place in zip(indices, places, strict=True)):
             return places, Packing(self._device, places)
         packing = self._packings.get(tuple(indices))
@@ -374,10 +377,14 @@ class GradientSlab:
             packing = self._packings[tuple(indices)] = Packing(self._device, places)
         return places, packing
 
-    def _room(self, index: int, grad: Tensor, widening: bool) -> Place:
+    def _all_seen(self) -> tuple[Any, Any]:
+        """Of all places, and of the rooms that they are widened in."""
+        return _seen([place.tensor for place in self._places.values()]), _seen([*self._rooms.values()])
+
+    def _room(self, index: int, grad: Tensor, unseen: bool, widening: bool) -> Place:
         place = self._places.get(index)  # None: it did not train when the slab was made
         fits = place is not None and grad.dtype is place.tensor.dtype and (widening or place.room is None)
-        if place is not None and fits and _seen(place.tensor) == self._unseen[index]:
+        if place is not None and fits and (unseen or _seen([place.tensor]) == self._unseen[index]):
             return place
         field = self._fields[index]
         flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
@@ -391,15 +398,16 @@ def _references(tensor: Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(tensor), tensor._use_count(), storage
 
 
-def _seen(tensor: Tensor) -> tuple[Any, ...]:
-    """What changes when somebody refers to a tensor, or makes it another one: ``p.grad.data = ...``, ``grad.t_()``."""
+def _seen(tensors: list[Tensor]) -> Any:
+    """What changes when somebody refers to one, or makes it another one: ``p.grad.data = ...``, ``grad.t_()``."""
     return (
-        *_references(tensor),
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.requires_grad,
+        list(map(sys.getrefcount, tensors)),
+        list(map(Tensor._use_count, tensors)),
+        [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in tensors],
+        list(map(Tensor.data_ptr, tensors)),
+        list(map(Tensor.size, tensors)),
+        list(map(Tensor.stride, tensors)),
+        list(map(_kind, tensors)),
     )
 
 
@@ -456,7 +464,10 @@ def _accumulate(parameter: Tensor, grad: Tensor, room: Tensor | None) -> None:
     """As autograd does for a leaf."""
     before = true_grad(parameter)
     widens = before is None and room is not None
-    grad = _widened(grad, _known(room)) if widens else grad.to(true_dtype(parameter))
+    if widens:
+        grad = _widened(grad, _known(room))
+    elif grad.dtype is not (dtype := true_dtype(parameter)):
+        grad = grad.to(dtype)
     if before is None:
         set_true_grad(parameter, grad)
     elif before.requires_grad or before.layout is not torch.strided:

@@ -49,6 +49,7 @@ class Schedule:
     def __init__(self, nbytes: Sequence[int], window: int, transfer: int = 1) -> None:
         self._nbytes = tuple(nbytes)
         self._resident: dict[int, int] = {}  # unit -> when it was last visited or loaded; in order of loading
+        self._resident_nbytes = 0
         self._clock = 0
         self._window = window
         self._transfer = transfer
@@ -70,7 +71,7 @@ class Schedule:
     @property
     def resident_nbytes(self) -> int:
         """The bytes of the units on the device."""
-        return sum(self._nbytes[unit] for unit in self._resident)
+        return self._resident_nbytes
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
         """Start a pass with the visits predicted from here on; residents stay.
@@ -99,11 +100,13 @@ class Schedule:
     def invalidate(self, units: Iterable[int] | None = None) -> tuple[int, ...]:
         """These units (default: all) are stale and no longer resident; returns those that were."""
         asked = self.resident if units is None else units
-        return tuple(unit for unit in asked if self._resident.pop(unit, None) is not None)
+        were = tuple(unit for unit in dict.fromkeys(asked) if unit in self._resident)
+        self._move(were, ())
+        return were
 
     def keep(self, unit: int) -> None:
         """This unit is resident after all, although it was said not to be."""
-        self._resident[unit] = self._tick()
+        self._move((), (unit,))
 
     def visit(self, unit: int, held: Container[int] = ()) -> Decision:
         """`unit` must be resident now; the units in `held` may not be evicted. It is asked only where that matters."""
@@ -229,11 +232,13 @@ class Schedule:
         idle = [other for other in self._resident if other != unit and other not in held]
         return sorted(idle, key=lambda other: (-self._next_use(other, self._at), self._resident[other]))
 
-    def _move(self, evict: list[int], load: list[int]) -> None:
+    def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
             del self._resident[unit]
+            self._resident_nbytes -= self._nbytes[unit]
         for unit in load:
             self._resident[unit] = self._tick()
+            self._resident_nbytes += self._nbytes[unit]
 
     def _tick(self) -> int:
         self._clock += 1

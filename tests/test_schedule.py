@@ -292,6 +292,10 @@ def test_resident_bytes_are_those_of_the_resident_units():
     assert schedule.resident_nbytes == 120
     schedule.visit(1)
     assert schedule.resident_nbytes == 23
+    schedule.invalidate([1])
+    assert schedule.resident_nbytes == 3
+    schedule.keep(1)
+    assert schedule.resident_nbytes == 23
 
 
 # Properties
@@ -340,6 +344,7 @@ def test_whatever_happens_every_visit_finds_its_unit_within_the_window(size, ord
             schedule.resize(*arguments[0])
         else:
             getattr(schedule, kind)(*arguments)
+        assert schedule.resident_nbytes == len(schedule.resident)  # each is of one byte
 
 
 @given(sizes(), orders, st.booleans())
