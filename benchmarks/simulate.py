@@ -127,6 +127,14 @@ def _binds(workload: Workload, machine: Machine) -> str:
     return step(workload, machine, workload.tokens(machine, WINDOW, True, True, MARGIN / 2)).floor.binds
 
 
+def fewer_tokens(workload: Workload) -> str:
+    """The same, from where compute takes as long as the rest to where next to nothing of it is left."""
+    shares = [1 / MARGIN, 1 / 2, 1 / 3, 1 / 4, 1 / 8]
+    columns = [chains(MARGIN * share) for share in shares]
+    rows = [[name, *(cell(workload, machine) for cell in columns)] for name, machine in MACHINES.items()]
+    return table(["", *(f"{share:.2f}" for share in shares)], rows)
+
+
 def in_rows(part: Part) -> list[Part]:
     """A table cut by rows."""
     piece = replace(
@@ -189,6 +197,8 @@ def report() -> str:
             by_machine(merits(MARGIN / 2, True, False)),
             "The UNet where the optimizer binds, by what a schedule may choose, floor / step (floor / chain):",
             choices(WORKLOADS["sdxl"]),
+            "The UNet with other shares of those tokens, what binds, floor / step (floor / chain):",
+            fewer_tokens(WORKLOADS["sdxl"]),
         ),
         "4. Where the embedding and the head are": (
             "Step at the tokens of 1, step at those of 3, device peak at 1.",
