@@ -1,30 +1,22 @@
-"""A training step gone through once, without a device: who is visited when, and what is there beside the weights.
+"""A training step gone through once, without a device, for the script of it: visits, bytes, work.
 
 1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, only on
-   tensors without data (pretence.py). Each storage that appears is counted until it is freed, rounded up as the
-   device's allocator rounds.
-2. Weights do not count here: which of them are on the device is the schedule's matter, and depends on the window. So
-   one rehearsal serves every window: `Script.peak` runs the schedule over its visits.
-3. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
+   tensors without data (pretence.py). What is on the device beside weights is counted (tally.py).
+2. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
    (gradients.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
    next unit's are packed (Rule 6).
-4. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
+3. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
    alone sees is found by the way.
-5. Each byte has a term. What a visit leaves behind is "kept for backward"; what comes and goes is the unit's own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from .activations import tensors_in
 from .autotune import UnitBytes
@@ -34,122 +26,15 @@ from .device import Device
 from .gradients import LEAF_PRIORITY, Gradients, Link
 from .layout import ALIGNMENT, Layout, aligned
 from .offload import Offload, OnHost
-from .pretence import Pretence, tensors_of
+from .pretence import Pretence
 from .recompute import Recompute, Written
-from .schedule import Schedule
+from .script import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, Script, Visit
+from .tally import Tally, storage_key
 from .telemetry import Counters
 from .units import Unit, partition, slots
 from .wire import LAYERS, NAME
 
-# What bytes are for (Rule 5).
-BATCH = "batch"
-BUFFERS = "buffers"
-KEPT = "kept for backward"
-WORKING = "activations of one unit"
-OUTSIDE = "outside the units"
-GRADIENTS = "gradient buffers"
-WINDOW = "window"
-ROOT = "resident root"
-ALL = "beside the weights"  # where terms are not told apart
-
-PASSES = 3  # the first one predicts nothing; from the second on all are alike, unless the first left something
-
 Runner = Callable[[nn.Module, Any], Any]
-
-
-@dataclass
-class Visit:
-    """From the moment in which a unit is needed to that in which another one is."""
-
-    unit: int | None  # None before the first one
-    held: tuple[int, ...]  # units that are being visited meanwhile
-    backward: bool
-    flops: float = 0.0  # in half precision
-    fp32_flops: float = 0.0  # in all others
-    kernels: int = 0
-    sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
-    stowed_nbytes: int = 0  # activations that go to the host
-    fetched_nbytes: int = 0  # and come back
-    nbytes: int = 0  # most of what is on the device beside weights
-    terms: dict[str, int] = field(default_factory=dict)  # at that moment
-    moment: int = 0
-    course: list[int] = field(default_factory=list)  # bytes whenever some were added: the most moves with the batch
-
-
-@dataclass(frozen=True)
-class Script:
-    """What a rehearsal found: all that the window does not change."""
-
-    units: tuple[Unit, ...]
-    sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are in the first step
-    wire: tuple[UnitBytes, ...]  # and as they travel later, when some weights are known to be cast (wire.py)
-    cast_nbytes: int  # of what is converted for that
-    visits: tuple[Visit, ...]
-
-    def between(self, other: Script, share: float) -> Script:
-        """On the straight line from this script (0) through the other (1), which has the same visits."""
-
-        def line(one: float, two: float) -> float:
-            return max(0.0, one + share * (two - one))
-
-        def visit(one: Visit, two: Visit) -> Visit:
-            course = [int(line(*pair)) for pair in zip(one.course, two.course, strict=True)]
-            return replace(
-                one,
-                flops=line(one.flops, two.flops),
-                fp32_flops=line(one.fp32_flops, two.fp32_flops),
-                stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
-                fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),
-                nbytes=max(course),
-                terms={ALL: max(course)},
-                course=course,
-            )
-
-        pairs = zip(self.visits, other.visits, strict=True)
-        return replace(self, visits=tuple(visit(one, two) for one, two in pairs))
-
-    def is_like(self, other: Script) -> bool:
-        """Whether both have the same visits."""
-        mine, theirs = ([(visit.unit, len(visit.course)) for visit in script.visits] for script in (self, other))
-        return mine == theirs
-
-    @property
-    def streamed(self) -> list[UnitBytes]:
-        """The units that come and go."""
-        return [size for unit, size in zip(self.units, self.sizes, strict=True) if not unit.resident]
-
-    @property
-    def root_nbytes(self) -> int:
-        """What stays."""
-        return sum(size.nbytes for unit, size in zip(self.units, self.sizes, strict=True) if unit.resident)
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model."""
-        return sum(unit.numel for unit in self.units)
-
-    @property
-    def order(self) -> list[int]:
-        """The visits that the schedule sees."""
-        indices = (visit.unit for visit in self.visits)
-        return [index for index in indices if index is not None]
-
-    def peak(self, window: int, transfer: int = 1) -> dict[str, int]:
-        """The most bytes on the device, term by term, with that window."""
-        worst, most = -1, {}
-        schedule = Schedule([size.nbytes for size in self.sizes], window, transfer)
-        trained = [unit.index for unit in self.units if unit.trainable]
-        for number in range(PASSES):
-            schedule.invalidate(trained)
-            schedule.begin(self.order if number else ())
-            for visit in self.visits:
-                if visit.unit is not None:
-                    schedule.visit(visit.unit, visit.held)
-                weights = schedule.resident_nbytes
-                if weights + visit.nbytes > worst:
-                    worst = weights + visit.nbytes
-                    most = {WINDOW: weights, ROOT: self.root_nbytes, **visit.terms}
-        return most
 
 
 def rehearse(
@@ -171,7 +56,7 @@ def rehearse(
         compute_dtype: Of what is FP32 on the host, with ``master_weights``.
     """
     rehearsal = _Rehearsal(module, options, compute_dtype)
-    stage.observe = rehearsal.tracker.observe
+    stage.observe = rehearsal.tally.observe
     try:
         rehearsal.perform(batch, run)
     finally:
@@ -213,128 +98,6 @@ class Reality(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.detach().clone()
 
 
-# ---- bytes
-
-
-@dataclass
-class _Held:
-    nbytes: int
-    term: str
-    visit: int
-    moment: int
-
-
-class _Tracker:
-    """Counts what is on the device beside weights, and what is done there (Rules 1 and 5)."""
-
-    def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
-        self.visits = [Visit(None, (), False, course=[0])]
-        self.weights: dict[int, int] = {}  # storages, and the units they are of
-        self._uses = uses
-        self._term = term
-        self._held: dict[int, _Held] = {}
-        self._now: dict[str, int] = {}
-        self._total = 0
-        self._moment = 0
-        self._working: list[int] = []  # what the visit under way made
-        self._on_host = False
-
-    def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operator ran."""
-        for tensor in tensors_of(args, kwargs):
-            if (owner := self.weights.get(_key(tensor))) is not None:
-                self._uses(owner)
-        made = [self.add(tensor) for tensor in tensors_of((out,))]
-        visit = self.visits[-1]
-        visit.kernels += any(made) or func._schema.is_mutable
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._count(visit, formula(*args, **kwargs, out_val=out), out)
-        elif func._overloadpacket is torch.ops.aten._grouped_mm:  # which torch does not count: of experts
-            rows = args[0].shape[-2:].numel() if args[1].dim() == 2 else args[0].numel()
-            self._count(visit, 2 * rows * args[1].shape[-1], out)
-
-    @staticmethod
-    def _count(visit: Visit, flops: float, out: Any) -> None:
-        if tensors_of((out,))[0].dtype in (torch.float16, torch.bfloat16):
-            visit.flops += flops
-        else:
-            visit.fp32_flops += flops
-
-    def add(self, tensor: Tensor, term: str | None = None) -> bool:
-        """Counts a tensor's storage, if it is a new one of the device."""
-        if tensor.layout is not torch.strided:
-            return False
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._held or key in self.weights:
-            return False
-        nbytes = 0 if self._on_host else aligned(storage.nbytes())
-        term = term or self._term()
-        self._moment += 1
-        self._held[key] = _Held(nbytes, term, len(self.visits) - 1, self._moment)
-        if term == WORKING:
-            self._working.append(key)
-        self.change(term, nbytes)
-        weakref.finalize(storage, self._remove, key).atexit = False
-        return True
-
-    def _remove(self, key: int) -> None:
-        held = self._held.pop(key)
-        self.change(held.term, -held.nbytes)
-
-    def change(self, term: str, nbytes: int) -> None:
-        """Bytes come or go."""
-        self._now[term] = self._now.get(term, 0) + nbytes
-        self._total += nbytes
-        visit = self.visits[-1]
-        if nbytes > 0:
-            visit.course.append(self._total)
-        if self._total > visit.nbytes:
-            visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
-
-    def begin(self, visit: Visit) -> None:
-        """Another visit: what the last one made and left is kept."""
-        for key in self._working:
-            held = self._held.get(key)
-            if held is not None and held.term == WORKING:
-                held.term = KEPT
-                self._now[WORKING] -= held.nbytes
-                self._now[KEPT] = self._now.get(KEPT, 0) + held.nbytes
-        self._working = []
-        visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
-        visit.course = [self._total]
-        self.visits.append(visit)
-
-    def is_gradient(self, tensor: Tensor) -> None:
-        """It has been one since it was made: visits that were at their most by then held it as that."""
-        held = self._held.get(_key(tensor))
-        if held is None or held.term == GRADIENTS:
-            return
-        for visit in self.visits[held.visit :]:
-            if visit.moment >= held.moment:
-                was = WORKING if visit.terms.get(WORKING, 0) >= held.nbytes else KEPT
-                was = was if visit.terms.get(was, 0) >= held.nbytes else OUTSIDE
-                visit.terms[was] = visit.terms.get(was, 0) - held.nbytes
-                visit.terms[GRADIENTS] = visit.terms.get(GRADIENTS, 0) + held.nbytes
-        self._now[held.term] -= held.nbytes
-        self._now[GRADIENTS] = self._now.get(GRADIENTS, 0) + held.nbytes
-        held.term = GRADIENTS
-
-    @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
-        """What is made within is host memory."""
-        before, self._on_host = self._on_host, True
-        try:
-            yield
-        finally:
-            self._on_host = before
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
 # ---- choreography
 
 
@@ -353,13 +116,13 @@ class _Stage(Device):
 class _Offload(Offload):
     """Moves nothing; what it makes on the way down is no device memory."""
 
-    def __init__(self, stage: _Stage, tracker: _Tracker) -> None:
+    def __init__(self, stage: _Stage, tally: Tally) -> None:
         super().__init__(stage, Counters())
-        self._tracker = tracker
+        self._tally = tally
 
     def pack(self, tensor: Tensor) -> Any:
         """Forgets a tensor."""
-        with torch._C.DisableTorchFunction(), self._tracker.on_host():
+        with torch._C.DisableTorchFunction(), self._tally.on_host():
             return super().pack(tensor.detach())
 
     def fetch(self, saved: OnHost) -> None:
@@ -390,9 +153,7 @@ class _StreamedUnit:
             node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
             node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
         self.depth = 0
-        self._aliases = (
-            0  # tensors over its bytes when its forward was done: those that autograd saved are places there
-        )
+        self._aliases = 0  # tensors over its bytes when its forward was done; what autograd saved are places there
 
     def left(self) -> None:
         """Its visit is over."""
@@ -425,7 +186,7 @@ class _Rehearsal:
     def __init__(self, module: nn.Module, options: Options, compute_dtype: torch.dtype | None) -> None:
         self.module = module
         self.options = options
-        self.tracker = _Tracker(self._use, self._term)
+        self.tally = Tally(self._use, self._term)
         self._open: list[_StreamedUnit] = []
         self._last: _StreamedUnit | None = None
         self._packed_nbytes = 0
@@ -438,13 +199,13 @@ class _Rehearsal:
         places = slots(module)
         self.units = [_StreamedUnit(unit, device_dtype, self._receive) for unit in partition(module, options.units)]
         for unit in self.units:
-            self.tracker.weights[unit.flat.untyped_storage()._cdata] = unit.index
+            self.tally.weights[unit.flat.untyped_storage()._cdata] = unit.index
             for parameter, output in zip(unit.params, unit.outputs, strict=True):
                 for slot in places[parameter]:
                     slot.set(output)
         where = self.units[0].flat.untyped_storage().device
         stage = _Stage(where)
-        self.offload = _Offload(stage, self.tracker)
+        self.offload = _Offload(stage, self.tally)
         stow = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(stage, Written(), stow)
         self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
@@ -459,15 +220,15 @@ class _Rehearsal:
             sizes=tuple(unit.sizes() for unit in self.units),
             wire=tuple(unit.wire(cast) for unit in self.units),
             cast_nbytes=sum(map(aligned, converted)),
-            visits=tuple(self.tracker.visits),
+            visits=tuple(self.tally.visits),
         )
 
     def perform(self, batch: Any, run: Runner) -> None:
         """The step."""
         for buffer in self.module.buffers():
-            self.tracker.add(buffer, BUFFERS)
+            self.tally.add(buffer, BUFFERS)
         for tensor in tensors_in(batch):
-            self.tracker.add(tensor, BATCH)
+            self.tally.add(tensor, BATCH)
         output = run(self.module, batch)
         self.offload.finish()
         losses, gradients = losses_in(output)
@@ -548,7 +309,7 @@ class _Rehearsal:
                 output, saved = self._offloaded(visit, args, kwargs)
             else:
                 output = visit(*args, **kwargs)
-            self.tracker.visits[-1].stowed_nbytes += self.offload.counters.bytes_offloaded - before
+            self.tally.visits[-1].stowed_nbytes += self.offload.counters.bytes_offloaded - before
             self._announce(units[0], saved, output)
             return output
 
@@ -564,7 +325,7 @@ class _Rehearsal:
         return output, saved
 
     def _pack(self, tensor: Tensor) -> Any:
-        return tensor.detach() if _key(tensor) in self.tracker.weights else self.offload.pack(tensor)
+        return tensor.detach() if storage_key(tensor) in self.tally.weights else self.offload.pack(tensor)
 
     def _unpack(self, saved: Any) -> Tensor:
         return self.offload.unpack(saved) if isinstance(saved, OnHost) else saved
@@ -575,7 +336,7 @@ class _Rehearsal:
             before = self.offload.counters.bytes_brought_back
             for tensor in saved:
                 self.offload.fetch(tensor)
-            self.tracker.visits[-1].fetched_nbytes += self.offload.counters.bytes_brought_back - before
+            self.tally.visits[-1].fetched_nbytes += self.offload.counters.bytes_brought_back - before
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
@@ -591,27 +352,27 @@ class _Rehearsal:
             self._last = unit
             referred_to = (other for other in self.units if in_backward() and other.in_use())
             held = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
-            self.tracker.begin(Visit(unit.index, held, in_backward()))
+            self.tally.begin(Visit(unit.index, held, in_backward()))
 
     def _term(self) -> str:
         if in_backward():
             return OUTSIDE if self._last is None else WORKING
         return WORKING if any(not unit.unit.resident for unit in self._open) else OUTSIDE
 
-    # ---- gradients (Rule 3)
+    # ---- gradients (Rule 2)
 
     def _receive(self, unit: _StreamedUnit, grads: Gradients) -> Gradients:
         self._let_go()
         for grad in grads:
             if grad is not None:
-                self.tracker.is_gradient(grad)
+                self.tally.is_gradient(grad)
         self._packed_nbytes = sum(aligned(grad.nbytes) for grad in grads if grad is not None)
-        self.tracker.change(GRADIENTS, self._packed_nbytes)
-        self.tracker.visits[-1].sends.append(unit.index)
+        self.tally.change(GRADIENTS, self._packed_nbytes)
+        self.tally.visits[-1].sends.append(unit.index)
         return (None,) * len(grads)
 
     def _let_go(self) -> None:
-        self.tracker.change(GRADIENTS, -self._packed_nbytes)
+        self.tally.change(GRADIENTS, -self._packed_nbytes)
         self._packed_nbytes = 0
 
 

@@ -30,7 +30,8 @@ from .errors import OptionError, SuperpipelineError, UnsupportedError
 from .host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from .machine import Machine
 from .pretence import Pretence, Unknown
-from .rehearsal import Reality, Runner, Script, rehearse
+from .rehearsal import Reality, Runner, rehearse
+from .script import Script
 from .simulation import UnitCost, Work
 from .workloads import Workload
 

@@ -139,9 +139,7 @@ class Guard:
         self.weight = weight
         self.module = front.module
         self._front = front
-        self._hides = (
-            hides  # the front, where it is out of the way during a visit: then its forward stands there itself
-        )
+        self._hides = hides  # the front, where it is out of the way in a visit: then its forward stands there itself
         self._forward = front.forward
         self._on = False
         self.parameters = Guarded(weight, front.module._parameters)

@@ -188,7 +188,7 @@ def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     import simgpu  # noqa: F401
-    from sp_lightning.rehearsal import _Tracker
+    from sp_lightning.tally import Tally
 
     def peak(run, read):
         q = torch.zeros(1, 2, 2048, 32, requires_grad=True, device=device)
@@ -200,9 +200,9 @@ def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     run_nbytes = peak(lambda step: step(), lambda: torch.accelerator.max_memory_allocated())
     device = None
     with (pretence := Pretence("simgpu")):
-        tracker = _Tracker(lambda unit: None, lambda: "all")
-        pretence.observe = tracker.observe
-        planned = peak(lambda step: step(), lambda: tracker.visits[0].nbytes)
+        tally = Tally(lambda unit: None, lambda: "all")
+        pretence.observe = tally.observe
+        planned = peak(lambda step: step(), lambda: tally.visits[0].nbytes)
     assert planned == pytest.approx(run_nbytes, rel=0.05)
 
 
