@@ -8,18 +8,22 @@
 4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it
    is, and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to
    do and is out of the way: graphs are told apart by the objects that they met, and blocks that are alike share one.
+5. ``torch.jit.trace`` (a logger that draws the model's graph, ``to_torchscript(method="trace")``) asks for parameters
+   themselves: it traces the module on the host, where they are, on copies of what is on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from . import reads
 from .compiled import compiles_calls, never_compiled, not_compiled_itself
@@ -74,7 +78,7 @@ class Part(Entry):
         self.hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if all(unit.binding.bound for unit in self.units):
+        if all(unit.binding.bound for unit in self.units) or is_tracing():
             return self.forward(*args, **kwargs)
         return self.visit(*args, **kwargs)
 
@@ -137,6 +141,8 @@ class UnitRoot(Part):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return self.forward(*args, **kwargs)
         if reads.holds_parameters(args, kwargs):
             return reads.lent(self.__call__, args, kwargs)
         args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
@@ -166,6 +172,10 @@ class Scope(Entry):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            with on_host(self.module):
+                args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
+                return self.forward(*args, **kwargs)
         self.steps.open_scope(("forward", self.module.training))
         try:
             with self.steps.explaining():
@@ -173,6 +183,25 @@ class Scope(Entry):
                 return self.forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` looks on (Rule 5)."""
+    return torch._C._get_tracing_state() is not None
+
+
+@contextlib.contextmanager
+def on_host(module: nn.Module) -> Iterator[None]:
+    """Within, copies on the host stand for the module's buffers."""
+    places = [(child._buffers, name) for child in module.modules() for name in child._buffers]
+    buffers = [place[name] for place, name in places]
+    for (place, name), buffer in zip(places, buffers, strict=True):
+        place[name] = None if buffer is None else buffer.cpu()
+    try:
+        yield
+    finally:
+        for (place, name), buffer in zip(places, buffers, strict=True):
+            place[name] = buffer
 
 
 @never_compiled

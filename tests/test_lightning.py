@@ -107,6 +107,35 @@ def test_feature(feature, accelerator):
 # ---- modules that use more of Lightning than the zoo's
 
 
+class Drawn(models.ZooModule):
+    """Its graph is drawn after each epoch, as a logger does it."""
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_epoch_end(self):
+        self.eval()
+        graph = torch.jit.trace(self, self.case.batch(0)[0].to(self.device), check_trace=False)
+        assert [*graph.state_dict()] == [*self.state_dict()]
+        assert {"aten::linear", "aten::batch_norm"} <= {node.kind() for node in graph.inlined_graph.nodes()}
+        self.train()
+
+
+@BOTH
+def test_a_module_that_is_traced_trains_on_as_plainly(accelerator):
+    run_both(functools.partial(Drawn, models.case("batch_norm")), accelerator, epochs=2)
+
+
+def test_what_was_traced_while_streaming_is_the_module_on_the_host():
+    case = models.case("batch_norm")
+    net, x = case.make().eval(), case.batch(0)[0]
+    expected = net(x)
+    with sp_lightning.stream(net, "simgpu", window=1) as handle:
+        graph = torch.jit.trace(net, x.to("simgpu"), check_trace=False)
+        assert torch.equal(graph(x), expected)
+        assert {buffer.device for buffer in net.buffers()} == {handle.device.torch_device}
+
+
 class Adversaries(L.LightningModule):
     """Two optimizers that take turns, each with only its own half trainable."""
 
