@@ -3,6 +3,7 @@
 Both sides of a comparison are one real run each, recorded by parity.py.
 """
 
+import copy
 import functools
 import inspect
 import re
@@ -134,6 +135,15 @@ def test_what_was_traced_while_streaming_is_the_module_on_the_host():
         graph = torch.jit.trace(net, x.to("simgpu"), check_trace=False)
         assert torch.equal(graph(x), expected)
         assert {buffer.device for buffer in net.buffers()} == {handle.device.torch_device}
+
+
+def test_a_copy_of_a_streamed_module_can_be_exported():
+    case = models.case("batch_norm")
+    net, x = case.make().eval(), case.batch(0)[0]
+    expected = net(x)
+    with sp_lightning.stream(net, "simgpu", window=1):
+        exported = torch.export.export(copy.deepcopy(net).cpu(), (x,))
+    assert torch.equal(exported.module()(x), expected)
 
 
 class Adversaries(L.LightningModule):
