@@ -407,6 +407,7 @@ class Engine:
             self._backed = None
             self.backward.end()
             self.wire.backward_done()
+            self.offload.backward_done()
             self.counters.listener.idle()
             self.downlink.let_go()
             self.land()
@@ -497,6 +498,7 @@ class Engine:
         self._backed = None
         self.counters.listener.idle()
         self.downlink.drop()
+        self.offload.backward_done()
         for unit in self.units:
             unit.visits = 0
             unit.binding.unbind()

@@ -5,7 +5,8 @@
 2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early,
    its memory would be given away while it is read.
 3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels
-   that may still use it.
+   that may still use it. What came back and was not asked for, as its gradient was not, is kept until backward ends:
+   that stream waits for the copy before its memory is given out again.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Offload:
         self._leaving: list[tuple[Tensor, Any]] = []  # its device tensors, kept until their copies are done
         self._left: list[tuple[Tensor, Any]] = []  # those of the unit before
         self._on_host: weakref.WeakSet[OnHost] = weakref.WeakSet()
+        self._unasked: dict[OnHost, Any] = {}  # what is on its way back, and the stream that its memory is of
 
     @property
     def host_nbytes(self) -> int:
@@ -80,6 +82,13 @@ class Offload:
         self._left += self._leaving
         self._leaving, self._visit = [], {}
         self.let_go()
+
+    def backward_done(self) -> None:
+        """Nothing more is asked for (Rule 3)."""
+        unasked, self._unasked = self._unasked, {}
+        for saved, stream in unasked.items():
+            saved.ready.wait(stream)
+            saved.device = None
 
     def pack(self, tensor: Tensor) -> Any:
         """Starts the way down; small and foreign tensors stay as they are."""
@@ -125,7 +134,8 @@ class Offload:
         storage = room.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
         span = empty.set_(storage, offset // size, saved.host.shape, (1,))
-        self.device.up.wait_event(self.device.compute.record_event())  # whose memory it was
+        stream = self.device.compute
+        self.device.up.wait_event(stream.record_event())  # whose memory it was
         nbytes = saved.host.numel() * size
         under_way = self.counters.listener.work("up", "", "activations", nbytes)
         copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
@@ -133,6 +143,7 @@ class Offload:
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses
+        self._unasked[saved] = stream
 
     def unpack(self, saved: OnHost) -> Tensor:
         """The tensor as it was; the caller's stream is ordered after its bytes."""
@@ -141,6 +152,7 @@ class Offload:
         assert tensor is not None
         with self.counters.listener.waiting("activations"):
             saved.ready.wait(self.device.compute)
+        self._unasked.pop(saved, None)
         saved.pending -= 1
         if not saved.pending:
             saved.device = None

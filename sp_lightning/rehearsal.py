@@ -233,6 +233,7 @@ class _Rehearsal:
         self.offload.finish()
         losses, gradients = losses_in(output)
         torch.autograd.backward(losses, gradients)
+        self.offload.backward_done()
         self._let_go()
 
     # ---- visits

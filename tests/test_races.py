@@ -291,6 +291,41 @@ def test_backward_inside_the_step_brings_back_what_the_last_unit_saved():
         assert all(torch.equal(p.grad, other) for p, other in zip(net.parameters(), expected, strict=True))
 
 
+class Branching(nn.Module):
+    """Two outputs; only the gradient of the second one needs what the sigmoid saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x), torch.sigmoid(2 * x)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Branching() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_what_came_back_and_is_not_asked_for_writes_to_no_memory_that_is_given_out_again():
+    net = Branches()
+    x = torch.ones(512, 64, device=DEVICE, requires_grad=True)
+    with sp_lightning.stream(net, DEVICE, window=1, activations="offload"):
+        for h2d_us in (0, SLOW_US):
+            output = net(x)
+            slow(h2d=h2d_us)
+            output.sum().backward()
+            del output
+            others = [torch.full((64, 64), float(index), device=DEVICE) for index in range(64)]
+        assert all(bool((other == index).all()) for index, other in enumerate(others))
+
+
 # --- Gradients on their way down
 
 
