@@ -391,11 +391,8 @@ class Device:
         if self.is_host:
             host = host_memory()
             return host.free, host.total
-        free, total = torch.accelerator.get_memory_info(self.torch_device)
-        unused = torch.accelerator.memory_reserved(self.torch_device) - torch.accelerator.memory_allocated(
-            self.torch_device
-        )
-        return min(free + unused, total), total
+        total = torch.accelerator.get_memory_info(self.torch_device)[1]
+        return max(0, self.memory_capacity() - torch.accelerator.memory_allocated(self.torch_device)), total
 
     def memory_allocated(self) -> int:
         """Bytes in use now; asked at every visit, and ten times cheaper without the other figures."""
@@ -412,7 +409,14 @@ class Device:
         if self.is_host:
             return self.memory()[0]
         free, total = torch.accelerator.get_memory_info(self.torch_device)
-        return min(free + torch.accelerator.memory_reserved(self.torch_device), total)
+        return min(free + torch.accelerator.memory_reserved(self.torch_device), self._limit(total))
+
+    def _limit(self, total: int) -> int:
+        """Bytes of so many that this process's allocator may take."""
+        share = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
+        with contextlib.suppress(RuntimeError):  # of an allocator that knows no limit
+            return total if share is None else int(total * share(self.torch_device))
+        return total
 
     def memory_retries(self) -> int:
         """How often the allocator had to give what it keeps for later back to the device."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import parity
 import simgpu
 import sp_lightning
+from sp_lightning.device import Device
 from sp_lightning.layout import aligned
 
 DEVICE = torch.device("simgpu", 0)
@@ -174,3 +175,22 @@ def test_of_embedding_and_head_weights_and_gradients_are_on_the_device_and_no_op
     assert sum(ours.nbytes.values()) == 0  # between steps; within, one copy of its weights and one of its gradients
     with sp_lightning.stream(llama(24), DEVICE, window=2) as handle:
         assert handle.stats()["resident_root_bytes"] == rest
+
+
+def test_an_allocator_that_is_limited_has_no_more_than_that(monkeypatch):
+    module = torch.get_device_module(DEVICE)
+    monkeypatch.setattr(module, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
+    device = Device(DEVICE)
+    held = torch.empty(2**20, dtype=torch.uint8, device=DEVICE)
+    assert device.memory_capacity() == 2**28
+    assert device.memory() == (2**28 - torch.accelerator.memory_allocated(), 2**30)
+    assert held.is_contiguous()
+
+
+def test_an_allocator_that_knows_no_limit_has_all_memory(monkeypatch):
+    def unknown(device):
+        raise NotImplementedError("no limit")
+
+    module = torch.get_device_module(DEVICE)
+    monkeypatch.setattr(module, "get_per_process_memory_fraction", unknown, raising=False)
+    assert Device(DEVICE).memory_capacity() == 2**30
