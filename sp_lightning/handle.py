@@ -38,7 +38,10 @@ from .telemetry import Counters, Listener
 from .units import Unit, partition, slots
 
 SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
-BETWEEN_DEVICES = re.compile("(on|at) the same device|expected device|two devices")  # torch's words for tensors on two
+BETWEEN_DEVICES = re.compile(  # torch's words for tensors on two
+    r"(on|at|in) (the )?same device|expected device|two devices"
+    r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
+)
 
 log = logging.getLogger(__name__)
 

@@ -78,6 +78,28 @@ def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(
         squares(module.net, x).backward()
 
 
+@pytest.mark.parametrize(
+    "said, error",
+    [
+        ("all tensors to be on the same device, but got mat2 is on cpu, different from other ...", UnsupportedError),
+        (
+            "Input type (torch.cuda.FloatTensor) and bias type (torch.FloatTensor) should be the same",
+            UnsupportedError,
+        ),
+        ("grid_sampler(): expected input and grid to be on same device, but input is on cuda:0 ...", UnsupportedError),
+        (
+            "Input type (torch.cuda.HalfTensor) and bias type (torch.cuda.FloatTensor) should be the same",
+            RuntimeError,
+        ),
+    ],
+)
+def test_an_error_about_two_devices_is_told_from_one_about_two_types(said, error):
+    with sp_lightning.stream(blocks(), "cpu") as handle:
+        with pytest.raises(RuntimeError) as raised, handle.explaining():
+            raise RuntimeError(said)
+    assert raised.type is error
+
+
 class Freezing(models.Block):
     """Sets ``requires_grad`` of its own weight; first to what it is."""
 
