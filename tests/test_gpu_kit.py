@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import campaign
 import publish
 import pytest
 
@@ -38,6 +39,17 @@ def test_exactness_is_compared_cell_by_cell(part, tmp_path):
 def test_whole_runs_are_repeated_bit_for_bit(tmp_path):
     found, done = run(tmp_path, "exact", "--part", "repeat", "--device", "cpu")
     assert [result["difference"] for result in found["results"]] == [None, None], done.stdout
+
+
+def test_a_whole_run_does_not_outlast_its_campaign(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    import exact
+
+    monkeypatch.setattr(campaign, "GRACE_S", 0)
+    command = ["exact.py", "--part", "repeat", "--part", "curves", "--device", "cpu", "--small", "--minutes", "0.02"]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(tmp_path / "result.json")])
+    assert exact.main() == 0
+    assert capsys.readouterr().out.count("for want of time") == 2
 
 
 @slow

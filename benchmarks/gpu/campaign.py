@@ -13,6 +13,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+GRACE_S = 60  # for what was begun in time to end
 
 
 def parser(description: str) -> argparse.ArgumentParser:
