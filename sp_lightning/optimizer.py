@@ -35,7 +35,7 @@ from torch.optim import (
     Rprop,
 )
 
-from .parameters import HostParameter
+from .parameters import HostParameter, true_device
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -225,7 +225,7 @@ def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_floating_point()
+    return true_device(tensor).type == "cpu" and tensor.layout == torch.strided and tensor.is_floating_point()
 
 
 def _same_order(param: Tensor, other: Tensor) -> bool:

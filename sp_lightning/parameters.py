@@ -2,8 +2,9 @@
 
 1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
    subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
-2. Inside a running step ``p.device`` and ``p.dtype`` answer with those of the stand-in, as they do in a plain run, so
-   that tensors which model code makes "where and like the weights" are right. The bytes stay on the host.
+2. Inside a running step ``p.device`` and ``p.dtype``, and what else asks for these, answer with those of the stand-in,
+   as in a plain run, so that tensors which model code makes "where and like the weights" are right. The bytes stay on
+   the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
    same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
    Asked for what belongs to a leaf, it answers for its host parameter.
@@ -136,6 +137,18 @@ class HostParameter(nn.Parameter):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return keeper_of(self).apparent_device() or _device.__get__(self)
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    def get_device(self) -> int:
+        device = self.device
+        return -1 if device.index is None else device.index
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

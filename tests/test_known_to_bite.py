@@ -394,6 +394,23 @@ def test_buffers_metrics_and_tensors_made_where_the_module_says_it_is_are_on_the
     assert streamed.device.type == "cpu" and {b.device.type for b in streamed.buffers()} == {"cpu"}
 
 
+def asked_where(parameter):
+    return parameter.device, parameter.get_device(), parameter.is_cpu, parameter.is_cuda, parameter.type()
+
+
+def test_a_weight_says_in_all_ways_where_a_plain_runs_would_be(device):
+    def run(net, device):
+        def keep(module, args):
+            answers.append(asked_where(net.blocks[1].linear.weight))
+
+        answers = []
+        net.blocks[0].register_forward_pre_hook(keep)
+        yield squares(net, models.vectors(0)[0].to(device))
+        assert answers == [asked_where(torch.ones(1, device=device))]
+
+    check(models.stack_of(models.NormedBatchBlock), run, device)
+
+
 def test_tensors_made_where_a_transformers_model_says_it_is(device):
     pytest.importorskip("transformers")
 
