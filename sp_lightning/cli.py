@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{', '.join(LIGHTNINGS)} are LightningCLI's, with strategy superpipeline unless another is named.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("sp-lightning"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="command", title="commands", description="COMMAND --help for options."
     )
@@ -61,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, what in OWN.items():
         _module(name).add_arguments(commands.add_parser(name, help=what, description=what, allow_abbrev=False))
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sp-lightning")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"
 
 
 def _module(command: str) -> Any:

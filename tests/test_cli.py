@@ -93,6 +93,16 @@ def test_version_is_the_installed_one(capsys):
     assert capsys.readouterr().out.strip() == importlib.metadata.version("sp-lightning")
 
 
+def test_a_checkout_that_is_not_installed_has_commands_too(capsys, monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == "not installed"
+
+
 @pytest.mark.parametrize(
     "arguments, said", [([], "the following arguments are required: command"), (["train"], "invalid choice: 'train'")]
 )
