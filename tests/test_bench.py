@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import re
 import sys
 
@@ -112,12 +113,17 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
 # ---- processes
 
 
-def error_of(monkeypatch, code, **given):
-    """What is said of a process that does this instead of its job."""
+def compared(monkeypatch, code, names=("plain",), left_s=lambda: math.inf, keep=lambda result: None, **given):
+    """Rows of processes that do this instead of their job."""
     machine = {"machine": dataclasses.asdict(HERE), "device": "cpu"}
     monkeypatch.setattr(referee, "the_machine", lambda setting: machine)
     monkeypatch.setattr(referee, "COMMAND", [sys.executable, "-c", code])
-    return compare(setting(**given), [Entry("plain")]).rows[0].error
+    return compare(setting(**given), [Entry(name) for name in names], left_s=left_s, keep=keep).rows
+
+
+def error_of(monkeypatch, code, **given):
+    """What is said of such a process."""
+    return compared(monkeypatch, code, **given)[0].error
 
 
 def test_a_process_that_was_killed_is_told_by_its_signal(monkeypatch):
@@ -127,6 +133,35 @@ def test_a_process_that_was_killed_is_told_by_its_signal(monkeypatch):
 
 def test_a_process_that_hangs_ends_at_the_time_limit(monkeypatch):
     assert error_of(monkeypatch, "import time; time.sleep(60)", time_limit=0.2) == "no answer within 0.2 s"
+
+
+def test_a_process_that_hangs_ends_soon_after_the_time_that_is_left(monkeypatch):
+    monkeypatch.setattr(referee, "GRACE_S", 0.1)
+    assert error_of(monkeypatch, "import time; time.sleep(60)", left_s=lambda: 0.1) == "no answer within 0.2 s"
+
+
+TURNS = """
+import json, sys
+sys.stdin.readline()
+print(json.dumps({"how": "", "resident_set": 0}), flush=True)
+turn = {"seconds": 1.0, "losses": [0.5], "allocated_peak": None, "reserved_peak": None, "details": {}}
+while print(json.dumps(turn), flush=True) or sys.stdin.readline():
+    pass
+"""
+
+
+def test_what_was_measured_is_kept_after_each_turn_and_when_time_is_over(monkeypatch):
+    left, kept = iter([30, 30]), []  # asked before a turn, and for its limit
+    rows = compared(
+        monkeypatch,
+        TURNS,
+        ["plain", "fsdp2"],
+        repetitions=2,
+        left_s=lambda: next(left, 0),
+        keep=lambda result: kept.append([row.step_s and row.step_s.median for row in result.rows]),
+    )
+    assert kept == [[rows[0].step_s.median, None]]
+    assert [row.error for row in rows] == [None, "not begun, for want of time"] and len(rows[0].repetitions) == 1
 
 
 def test_an_error_is_told_in_one_line():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -53,9 +54,17 @@ def test_a_whole_run_does_not_outlast_its_campaign(tmp_path, monkeypatch, capsys
 
 
 @slow
-@pytest.mark.parametrize("name", ["fits", "peers", "big", "curve"])
-def test_a_campaign_measures_and_keeps_what_it_measured(name, tmp_path):
-    found, done = run(tmp_path, name, "--device", "cpu", "--minutes", "0.01")
+@pytest.mark.parametrize(
+    "name, few",
+    [
+        ("fits", ["--model", "llama-1b", "--tokens", "2048"]),
+        ("peers", []),
+        ("big", ["--device-memory", "24GiB"]),
+        ("curve", ["--model", "vit-h"]),
+    ],
+)
+def test_a_campaign_measures_and_keeps_what_it_measured(name, few, tmp_path):
+    found, done = run(tmp_path, name, "--device", "cpu", "--minutes", "2", *few)
     first = found["results"][0]
     assert first["rows"] and any(row["step_s"] for row in first["rows"] if row["contender"] == "superpipeline"), (
         done.stdout
@@ -63,6 +72,17 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, tmp_path):
     assert first["differences"] == [] and found["facts"]["device"] == "cpu"
     ours = [row["label"] for row in first["rows"] if row["contender"] == "superpipeline" and row["step_s"]]
     assert [plan["label"] for plan in first["plans"]] == ours and all(plan["step_off"] > -1 for plan in first["plans"])
+
+
+def test_a_campaign_measures_the_checkout_that_it_is_of(tmp_path):
+    code = "import campaign, sp_lightning; print(sp_lightning.__file__)"
+    other = tmp_path / "sp_lightning"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    path = [str(ROOT / "benchmarks" / "gpu"), str(tmp_path), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == str(ROOT / "sp_lightning" / "__init__.py"), done.stderr
 
 
 @slow
@@ -75,11 +95,13 @@ def test_host_memory_is_checked_one_promise_at_a_time(tmp_path):
 def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / f"{name}.py"), "--predict", "h200"]
-    few = ["--model", "llama-1b", "--tokens", "2048"] if name == "fits" else ["--device-memory", "24GiB"]
+    few = ["--model", "llama-1b", "--tokens", "2048"] if name == "fits" else ["--blocks", "25"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run([*command, *few], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert "superpipeline window=" in done.stdout and " binds" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
+    for limit, needed in re.findall(r"in (\d+)GiB\n.* ([\d.]+) GiB ", done.stdout):
+        assert float(needed) < 0.85 * int(limit)  # else there is no run, as an allocator can not use all it may have
 
 
 # ---- what the README says of them

@@ -87,16 +87,22 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
             lines.append(f"not begun, for want of time: {', '.join(c.label for c in comparisons[number:])}")
             break
         run.say(f"== {comparison.label}")
-        result = _compared(run, comparison)
-        if isinstance(result, str):
-            lines.append(f"{comparison.label}: {result}")
+        entry = {"label": comparison.label, "error": "broken off before anything was measured"}
+        run.add(entry)
+        try:
+            result = _compared(run, comparison, entry)
+        except SuperpipelineError as error:
+            entry["error"] = str(error)
+            run.save()
+            lines.append(f"{comparison.label}: {error}")
             missed = True
             continue
         plans = [] if result.setting.inference else predicted.beside(result, _done(result, OURS))
         found = [bar(result) for bar in comparison.bars] + [held_plans(plans)]
         verdicts = [verdict for verdict in found if verdict is not None]
         bars = [vars(verdict) for verdict in verdicts]
-        run.add({"label": comparison.label, "bars": bars, "plans": plans, **result.as_dict()})
+        entry |= {"bars": bars, "plans": plans}
+        run.save()
         lines += [comparison.label, *map(_line, result.rows), *(f"    {verdict}" for verdict in verdicts)]
         lines += [f"    DIFFERS {words}" for words in result.differences]
         missed |= bool(result.differences) or not all(verdict.reached for verdict in verdicts)
@@ -104,17 +110,25 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
     return int(missed)
 
 
-def _compared(run: campaign.Campaign, comparison: Comparison) -> Result | str:
+def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, Any]) -> Result:
+    """The result, which is in the entry, and in the file, after each turn as far as it is known."""
     given = dict(comparison.setting)
     if run.small:
         given["model"] = TINY[given["model"].partition(":")[0]]
         given |= dict.fromkeys(("batch", "seq", "device_memory")) | {"steps": 2, "repetitions": 2}
-    try:
-        setting = Setting.parse(**{**given, "device": run.device, "time_limit": max(30.0, run.left_s + 60)})
-        return compare(setting, comparison.entries, lambda line: run.say(f"   {line}"))
-    except SuperpipelineError as error:
-        run.add({"label": comparison.label, "error": str(error)})
-        return str(error)
+
+    def keep(result: Result) -> None:
+        entry.pop("error", None)
+        entry.update({"bars": [], "plans": [], **result.as_dict()})
+        run.save()
+
+    def say(line: str) -> None:
+        run.say(f"   {line}")
+
+    setting = Setting.parse(**{**given, "device": run.device, "time_limit": max(30.0, run.left_s + campaign.GRACE_S)})
+    result = compare(setting, comparison.entries, say, left_s=lambda: run.left_s, keep=keep)
+    keep(result)
+    return result
 
 
 def _line(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import signal
@@ -32,6 +33,7 @@ from .shapes import build
 from .worker import the_machine
 
 COMMAND = [sys.executable, "-m", "sp_lightning.bench.worker"]
+GRACE_S = 60
 SAMPLE_S = 0.02  # between looks at a process's memory
 HOST_BYTES = 20  # per parameter, of any contender: weights, gradients and two moments in FP32, and a copy that travels
 
@@ -40,13 +42,22 @@ class ContenderError(SuperpipelineError):
     """A contender cannot go on; one line says why."""
 
 
-def compare(setting: Setting, entries: Sequence[Entry], say: Callable[[str], None] = lambda line: None) -> Result:
+def compare(
+    setting: Setting,
+    entries: Sequence[Entry],
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    left_s: Callable[[], float] = lambda: math.inf,
+    keep: Callable[[Result], None] = lambda result: None,
+) -> Result:
     """Runs all of them, interleaved; a contender that fails is a row with its error.
 
     Args:
         setting: The work.
         entries: The rows.
         say: Gets a line for each turn.
+        left_s: Seconds in which a turn may begin; one that has ends at most `GRACE_S` after them.
+        keep: Gets what is known after each turn.
     """
     with torch.device("meta"):
         costs = Costs.of(build(setting.shape), setting)
@@ -54,18 +65,22 @@ def compare(setting: Setting, entries: Sequence[Entry], say: Callable[[str], Non
     here = _measured(setting)
     together = fit_together(setting, len(entries), costs.parameters, host_memory().free)
     rows = [Row(entry) for entry in entries]
+    machine = Machine(**here["machine"])
+    result = Result(setting, costs, machine, {**facts(), "device": here["device"]}, together, rows)
     with contextlib.ExitStack() as workers:
         seats = [_Seat(setting, row, together, workers) for row in rows]
         for turn in range(setting.repetitions):
             for seat in seats:
-                if seat.row.error is None:
+                if seat.row.error is None and left_s() > 0:
                     say(f"{turn + 1}/{setting.repetitions} {seat.row.entry.label}")
-                    seat.take_turn()
+                    seat.take_turn(min(setting.time_limit, left_s() + GRACE_S))
                     seat.complain(say)
-    machine = Machine(**here["machine"])
+                    seat.row.reckon(costs, machine)
+                    keep(result)
     for row in rows:
-        row.reckon(costs, machine)
-    return Result(setting, costs, machine, {**facts(), "device": here["device"]}, together, rows)
+        if row.error is None and not row.repetitions:
+            row.error = "not begun, for want of time"
+    return result
 
 
 def fit_together(setting: Setting, count: int, parameters: int, host_free: int) -> bool:
@@ -92,9 +107,8 @@ class _Seat:
         self._workers = workers
         self._worker: _Worker | None = None
 
-    def take_turn(self) -> None:
-        """One repetition, or the row's error."""
-        limit = self._setting.time_limit
+    def take_turn(self, limit: float) -> None:
+        """One repetition within so many seconds, or the row's error."""
         try:
             if self._worker is None:
                 self._worker = self._start(limit)
