@@ -5,8 +5,9 @@ run is the first one and leaves no trace:
 
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
    is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
-   cache, say), Python's and NumPy's random states, weights that the unit writes itself. What knows modules outside of
-   the unit, such as a trainer, is not its own and is left alone.
+   cache, say), Python's and NumPy's random states, weights that the unit writes itself, and what stands in the places
+   of parameters for the time of a call (`torch.func.functional_call`). What knows modules outside of the unit, such as
+   a trainer, is not its own and is left alone.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
@@ -34,6 +35,7 @@ from .activations import tensors_in
 from .device import Device
 from .errors import ExactnessError
 from .offload import Offload, OnHost
+from .parameters import DeviceParameter
 
 Call = Callable[..., Any]
 # What forward does not change, or what is kept in another way, of a module's attributes.
@@ -140,6 +142,12 @@ class _Before:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._parameters = [
+            (places, name, _host(value))
+            for module, _ in self._modules
+            if type(places := module._parameters) is dict  # else it is within a visit: wire.py
+            for name, value in places.items()
+        ]
         self._now: list[Callable[[], None]] = []
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
@@ -194,6 +202,9 @@ class _Before:
             _set_attributes(module, _copies(attributes, self._memo))
         for place, name, before in self._buffers:
             place[name] = before.clone()
+        for places, name, before in self._parameters:
+            if name in places and _host(places[name]) is not before:
+                places[name] = before
         self._written.restored = self.weights
 
     def __exit__(
@@ -205,6 +216,7 @@ class _Before:
         states = _random_states()
         attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
         buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
+        parameters = [(places, name, places[name]) for places, name, _ in self._parameters if name in places]
         restored = self._written.restored
 
         def back() -> None:
@@ -213,9 +225,16 @@ class _Before:
                 _set_attributes(module, own)
             for place, name, buffer in buffers:
                 place[name] = buffer
+            for places, name, parameter in parameters:
+                places[name] = parameter
             self._written.restored = restored
 
         return back
+
+
+def _host(parameter: Any) -> Any:
+    """What stands in the place of a parameter outside of visits."""
+    return parameter.host if isinstance(parameter, DeviceParameter) else parameter
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import types
 import numpy
 import pytest
 import torch
-from side_by_side import check, inputs, squares, training
+from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
 
 import models
@@ -279,3 +279,18 @@ def test_an_object_that_leads_out_of_a_unit_is_not_the_units_own(device):
         for x in inputs(device, 2):
             squares(net, x).backward()
     assert run.calls == 4 and net.blocks[1].run is run
+
+
+class Substituting(nn.Module):
+    """Runs its blocks with other weights than their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = blocks()
+
+    def forward(self, x):
+        return torch.func.functional_call(self.net, {name: p * 0.9 for name, p in self.net.named_parameters()}, x)
+
+
+def test_what_took_the_places_of_weights_for_a_call_is_there_in_the_second_run(device):
+    check(Substituting, training(), device, activations="recompute")
