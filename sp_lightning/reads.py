@@ -4,7 +4,8 @@
    which their units are visited for the time of the call: the same kernels on the same device as in a plain run, and
    the same way of gradients.
 2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
-   other host tensors, and while an optimizer steps: that is about the host parameter.
+   other host tensors, and while an optimizer steps: that is about the host parameter. A write of what is on the device,
+   or comes from its random generator, is a write there.
 3. Between a forward and its backward such a read is the user's, and on the host; it is reported: if the loss depends on
    it, gradients from the host and from the device are summed there, in another order.
 4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
@@ -40,7 +41,7 @@ _ABOUT = frozenset(
     requires_grad_ retain_grad detach detach_ size stride dim ndimension numel nelement element_size data_ptr
     storage_offset storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_pinned
     pin_memory is_shared share_memory_ is_set_to is_same_size get_device has_names is_inference numpy dim_order
-    zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_empty new_zeros new_ones new_full
+    zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
@@ -51,9 +52,10 @@ _TELLS = frozenset(  # of what only tells about a parameter: what does so withou
     __dir__ size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
     is_complex is_signed is_conj is_neg get_device has_names is_inference dim_order is_same_size is_tensor
     requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
-    zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_empty new_zeros new_ones new_full
+    zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
     """.split()
 )
+_RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
 _listeners = 0
 _holding: list[Callable[[], None]] = []  # what finishes each step that is under way
@@ -121,7 +123,7 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             _wait_steps(args, kwargs)
             _report(args, kwargs)
             return _given_away(func(*args, **kwargs), args, kwargs)
-        if _writes(func, args, kwargs):
+        if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, keeper_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
             for host in hosts:
                 keeper_of(host).suspect([host])
@@ -149,7 +151,8 @@ def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(keeper_of(host).lend(host)) for host in hosts}
-        return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+        result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+    return next((host for host in hosts if stand_ins[id(host)] is result), result)  # of a write, to be written again
 
 
 def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -157,9 +160,13 @@ def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
     hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
     if not hosts or not keeper_of(hosts[0]).between_steps or _name(func) in _CROSSING:
         return []
-    device = keeper_of(hosts[0]).torch_device
+    return hosts if _on_device(args, kwargs, keeper_of(hosts[0]).torch_device) else []
+
+
+def _on_device(args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether any of the other tensors is on this device."""
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-    return hosts if any(true_device(other) == device for other in others) else []
+    return any(true_device(other) == device for other in others)
 
 
 def _wait_steps(args: Any, kwargs: Any) -> None:
@@ -237,6 +244,12 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
     written = (args[0] if in_place and args else None, kwargs.get("out"))
     return any(type(value) is HostParameter for value in _flat(written))
+
+
+def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether what it writes comes from there: from another tensor, or from the device's random generator."""
+    name = _name(func)
+    return name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
 
 
 def _only_tells(func: Any) -> bool:
