@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 from .compiled import never_compiled_hook
 from .errors import ExactnessError
 from .offload import Offload, OnHost
+from .parameters import true_version
 from .window import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
@@ -48,7 +49,7 @@ class SavedWeight:
         self.stride = tensor.stride()
         self.index = unit.store.field_at(self.offset * tensor.element_size())
         self.host_version = unit.store.version(self.index)
-        self.device_version = unit.binding.outputs[self.index]._version
+        self.device_version = true_version(unit.binding.outputs[self.index])
         self.build = unit.binding.build
         self.memory = unit.store.memory
         self.content = unit.store.content if self.index in unit.store.autocast else None
@@ -63,7 +64,7 @@ class SavedWeight:
             and self.stride == tensor.stride()
             and self.build == binding.build
             and self.host_version == store.version(self.index)
-            and self.device_version == binding.outputs[self.index]._version
+            and self.device_version == true_version(binding.outputs[self.index])
             and (self.content is None or self.content is store.content)
         )
 
@@ -83,7 +84,7 @@ class SavedWeight:
                 )
             return
         host = store.version(self.index)
-        device = binding.outputs[self.index]._version if binding.build == self.build else self.device_version
+        device = true_version(binding.outputs[self.index]) if binding.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -108,7 +109,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # the saved result of a node leads to that node: both would never be freed
-        self.version = tensor._version
+        self.version = true_version(tensor)
 
     def unpacked(self) -> Tensor:
         """It, if it is still what was saved (Rule 3)."""

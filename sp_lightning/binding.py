@@ -24,7 +24,7 @@ from torch import Tensor
 from .errors import ExactnessError
 from .gradients import Gradients, Receive, Uses, link
 from .lending import Lending
-from .parameters import stand_in, true_data, true_grad_fn
+from .parameters import stand_in, true_data, true_grad_fn, true_version
 from .store import UnitStore
 from .units import Slot
 
@@ -162,7 +162,7 @@ class Binding:
 
     def versions(self) -> list[int]:
         """The stand-ins' version counters."""
-        return [output._version for output in self.outputs]
+        return [true_version(output) for output in self.outputs]
 
     def collect_writes(self, replayed: Sequence[int] = ()) -> None:
         """Takes down what model code wrote (Rule 4); what it wrote again in a recomputation is there already."""

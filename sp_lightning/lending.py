@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import ExactnessError
 from .gradients import Gradients, Receive, link
-from .parameters import DeviceParameter, stand_in, true_data, true_grad_fn
+from .parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
 from .store import UnitStore, same_bytes
 
 AS_IS = 'earlier steps did not do that; set wire_dtype="as-is"'
@@ -93,7 +93,7 @@ class Lending:
         while self.lent:
             index, tensor = self.lent.popitem()
             data = tensor.detach()
-            if (tensor._version or tensor.taken[0]) and not self._is_host(index, data):
+            if (true_version(tensor) or tensor.taken[0]) and not self._is_host(index, data):
                 if tensor.requires_grad and true_grad_fn(tensor).name() != "LinkBackward":
                     raise ExactnessError(
                         f"{self._store.names[index]} was written in place while autograd recorded; a leaf that "

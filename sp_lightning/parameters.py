@@ -7,7 +7,7 @@
    the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
    same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
-   Asked for what belongs to a leaf, it answers for its host parameter.
+   Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter.
 4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
    would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Who asks for ``.grad`` waits for gradients that are on their way.
@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ _data: Any = torch.Tensor.data
 _device: Any = torch.Tensor.device
 _dtype: Any = torch.Tensor.dtype
 _grad: Any = torch.Tensor.grad
+_version: Any = torch.Tensor._version
 _grad_fn: Any = torch.Tensor.grad_fn
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -51,6 +53,9 @@ class Keeper(Protocol):
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
+
+    def check_gradient(self, parameter: Tensor) -> None:
+        """Somebody asks for this parameter's gradient: in a backward it has to be what it is in a plain run."""
 
     def wait_step(self, store: Any) -> None:
         """The step of an optimizer that is under way (held.py) is done with this unit."""
@@ -124,12 +129,12 @@ class HostParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        keeper_of(self).land()
-        with torch._C.DisableTorchFunctionSubclass():
-            return _grad.__get__(self)  # type: ignore[no-any-return]
+        keeper_of(self).check_gradient(self)
+        return landed_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        keeper_of(self).check_gradient(self)
         keeper_of(self).land()
         with torch._C.DisableTorchFunctionSubclass():
             _grad.__set__(self, value)
@@ -178,9 +183,30 @@ class DeviceParameter(nn.Parameter):
         self.taken[0] = True
         _data.__get__(self).copy_(value)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "host":
+            raise AttributeError(name)
+        return getattr(self.host, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("host", "taken") or name.startswith("__")
+        if own or hasattr(getattr(type(self), name, None), "__set__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.host, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.host, name)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Changes when either of them is written: what model code makes of a weight may be kept until then."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.host._version + true_version(self)
+
     @property
     def grad(self) -> torch.Tensor | None:
-        grad = self.host.grad
+        grad = landed_grad(self.host)
         return None if grad is None else grad.to(_device.__get__(self))
 
     @grad.setter
@@ -211,12 +237,16 @@ class DeviceParameter(nn.Parameter):
             )
         return self
 
+    def register_hook(self, hook: Any) -> Any:
+        return self.host.register_hook(hook)  # type: ignore[no-untyped-call]
+
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         return self.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_data.__get__(self).clone(), self.requires_grad)
+            kind = nn.Parameter if type(self.host) is HostParameter else type(self.host)
+            memo[id(self)] = kind(_data.__get__(self).clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
@@ -228,6 +258,11 @@ def true_data(parameter: nn.Parameter) -> torch.Tensor:
 def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """``parameter.data = value``, unnoticed."""
     _data.__set__(parameter, value)
+
+
+def true_version(tensor: torch.Tensor) -> int:
+    """Its own version counter."""
+    return _version.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def true_grad_fn(tensor: torch.Tensor) -> Any:
@@ -243,6 +278,13 @@ def true_device(tensor: torch.Tensor) -> torch.device:
 def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as it is, whatever is under way."""
     return _grad.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def landed_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """``parameter.grad``, when all that is under way has arrived."""
+    keeper_of(parameter).land()
+    with torch._C.DisableTorchFunctionSubclass():
+        return true_grad(parameter)
 
 
 def set_true_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -305,7 +347,15 @@ def quietly() -> AbstractContextManager[None]:
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, taken: list[bool]) -> DeviceParameter:
     """Makes an output of the link look like the parameter that it stands for."""
-    output.__class__ = DeviceParameter
+    output.__class__ = _stand_in_class(type(host))
     output.host = host  # type: ignore[attr-defined]
     output.taken = taken  # type: ignore[attr-defined]
     return output  # type: ignore[return-value]
+
+
+@functools.cache
+def _stand_in_class(kind: type[nn.Parameter]) -> type[DeviceParameter]:
+    """For a parameter of this class, which model code may ask for, or call methods of."""
+    return (
+        DeviceParameter if kind in (nn.Parameter, HostParameter) else type(kind.__name__, (DeviceParameter, kind), {})
+    )

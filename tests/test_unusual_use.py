@@ -833,16 +833,92 @@ def halve_gradient(p):
 
 
 class HookingBlock(models.Block):
-    """Registers a hook on its weight from inside its first forward."""
+    """Registers hooks on its weights from inside its first forward."""
 
     def forward(self, x):
         if not hasattr(self, "hooked"):
             self.hooked = self.up.weight.register_post_accumulate_grad_hook(halve_gradient)
+            self.down.weight.register_hook(lambda grad: grad * 0.5)
         return super().forward(x)
 
 
 def test_a_forward_that_registers_a_hook_on_its_weight(device):
     check(models.stack_of(HookingBlock), training(), device)
+
+
+class Scale(nn.Parameter):
+    @property
+    def doubled(self):
+        return self * 2
+
+
+class MarkedBlock(models.Block):
+    """Knows its weights by what was set on them, sets something itself, and has one of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale(torch.ones(models.WIDTH))
+        self.up.weight.share = 0.5
+
+    def forward(self, x):
+        weight = self.up.weight
+        weight.runs = getattr(weight, "runs", 0) + 1
+        x = x * weight.share * weight.runs
+        return super().forward(x * self.scale.doubled if isinstance(self.scale, Scale) else x)
+
+
+def test_what_is_set_on_a_weight_and_its_class_are_there_inside_its_unit(device):
+    def run(net, device):
+        yield from training()(net, device)
+        yield [block.up.weight.runs for block in net.blocks]
+        for block in net.blocks:
+            block.scale = nn.Parameter(block.scale.detach().clone())  # `check` looks for plain ones in the end
+
+    check(models.stack_of(MarkedBlock), run, device)
+
+
+class CachingBlock(models.Block):
+    """Makes something of a weight, and keeps it until the weight's version is another one."""
+
+    version = -1
+
+    def forward(self, x):
+        if self.version != self.up.weight._version:
+            self.version = self.up.weight._version
+            self.shares = self.up.weight.detach().abs().mean(0)
+        return super().forward(x * self.shares)
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_what_is_kept_until_a_weights_version_changes(device, window):
+    check(models.stack_of(CachingBlock), training(), device, window=window)
+
+
+class Disturbed(models.Stack):
+    """Writes random numbers, and what it made on the device, to its weights before each forward."""
+
+    def __init__(self, write):
+        super().__init__(models.Block() for _ in range(3))
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p in self.parameters():
+                self.write(p, torch.full(p.shape, 0.9, device=x.device))
+        return super().forward(x)
+
+
+DISTURBANCES = {
+    "noise": lambda p, _: p.add_(torch.randn_like(p), alpha=0.1),
+    "random": lambda p, _: p.uniform_(-0.1, 0.1),
+    "from the device": lambda p, other: p.mul_(other),
+    "one after the other": lambda p, other: p.mul_(other).add_(other).mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("write", DISTURBANCES)
+def test_a_step_that_writes_to_weights_what_the_device_made(device, write):
+    check(lambda: Disturbed(DISTURBANCES[write]), training(), device)
 
 
 class SparseStack(nn.Module):
