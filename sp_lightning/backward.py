@@ -1,12 +1,14 @@
 """The backward that runs: whose gradients are complete, and which units may be stepped while it goes on.
 
 1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
-   one that uses a weight detached, too, does, and so does a hook that looks at one. If another one comes back all the
-   same, that is an error.
+   one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. If another
+   one comes back all the same, that is an error.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
    steps after: its gradients may be dropped, or others added. So nothing is stepped ahead in it.
+4. Gradients of a unit become complete together, those of a plain run one by one. A hook that asks for one of them while
+   backward is inside the unit gets an error.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Backward:
     def __init__(self) -> None:
         self.running = False
         self._task = -1  # autograd's number of the outermost one
+        self._inside: set[StreamedUnit] = set()  # that it needed, and whose gradients are not complete
         self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
         self._stepping: set[StreamedUnit] = set()  # those of them that may be stepped by now
         self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
@@ -45,6 +48,7 @@ class Backward:
             return False
         self.running = True
         self._task = torch._C._current_graph_task_id()
+        self._inside.clear()
         self._complete.clear()
         self._stepping.clear()
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
@@ -57,6 +61,7 @@ class Backward:
 
     def completed(self, unit: StreamedUnit) -> bool:
         """All uses of the unit's weights in it are done; tells whether the unit may be stepped (Rules 1 and 2)."""
+        self._inside.discard(unit)
         if torch._C._current_graph_task_id() != self._task:
             return False
         self._complete.add(unit)
@@ -67,11 +72,21 @@ class Backward:
     def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
         """It needs this unit (Rule 1)."""
         if unit not in self._complete:
+            self._inside.add(unit)
             return
         self._complete.discard(unit)
         self._left_alone.discard(unit)
         if unit in self._stepping and stepping_ahead:
             raise ExactnessError(
                 f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
-                "which neither it nor a hook that looks at weights did in the steps before; set optimizer_overlap=False"
+                "which neither it nor a hook that looks at weights or changes gradients did in the steps before; set "
+                "optimizer_overlap=False"
+            )
+
+    def check_gradient(self, unit: StreamedUnit, name: str) -> None:
+        """A hook asks for the gradient of this weight (Rule 4)."""
+        if unit in self._inside and torch._C._current_autograd_node() is not None:
+            raise ExactnessError(
+                f"the gradient of {name} was asked for while backward is inside {unit.name}, whose gradients arrive "
+                "together: look at it in a hook on the weight itself, or after backward"
             )

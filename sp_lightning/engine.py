@@ -393,12 +393,24 @@ class Engine:
             with quietly():
                 self.downlink.finish()
 
+    def check_gradient(self, parameter: Tensor) -> None:
+        """In a backward that was not through with it, nobody may ask for it (backward.py, Rule 4)."""
+        if self.backward.running and in_backward():
+            unit = self._by_parameter[id(parameter)]
+            self.backward.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
+
+    def check_changed(self) -> None:
+        """Somebody changed gradients of this backward before the optimizer steps (backward.py, Rule 1)."""
+        for parameter in self.downlink.marks.changed():
+            self._came_to(self._by_parameter[id(parameter)])
+
     def _came_to(self, unit: StreamedUnit) -> None:
         self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
 
     def _in_backward_from_here(self) -> None:
         if self.backward.begin(self._backward_done):
             self.downlink.taken.clear()
+            self.downlink.marks.clear()
             self.finish_steps()
             self._listen()
 
@@ -411,6 +423,7 @@ class Engine:
             self.counters.listener.idle()
             self.downlink.let_go()
             self.land()
+            self.check_changed()
             self._ignore()
             self.settle()
             self.counters.listener.step_may_begin()

@@ -21,6 +21,8 @@
 9. It lands in the second half of the room of all such gradients in FP32, and is widened from the front: what is written
    never reaches what is not read yet. So it takes no memory of its own, and a unit comes down in one piece. The same
    goes for gradients of FP32 master weights.
+10. Somebody may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
+   host parameter past its link. Who steps ahead has to know.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch import Tensor
 from .device import Device
 from .layout import ALIGNMENT, Layout, aligned
 from .overlap import HostThread, StepAhead
-from .parameters import set_true_grad, true_dtype, true_grad
+from .parameters import HostParameter, set_true_grad, true_dtype, true_grad
 from .store import UnitStore
 from .telemetry import Counters
 from .transfer import Arrival, Copies
@@ -158,12 +160,47 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
         start = end
 
 
+class Marks:
+    """What ``.grad`` of parameters was when we last knew it: somebody else may change it within the same backward
+    (Rule 10)."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._changed: list[Tensor] = []
+
+    def taken(self, parameter: Tensor) -> None:
+        """Its gradient is on its way."""
+        self._marks.setdefault(id(parameter), (parameter, _mark(parameter)))
+
+    def landed(self, parameter: Tensor, before: tuple[int, int]) -> None:
+        """It was accumulated, into what was this."""
+        if self._marks[id(parameter)][1] != before:
+            self._changed.append(parameter)
+        self._marks[id(parameter)] = parameter, _mark(parameter)
+
+    def changed(self) -> list[Tensor]:
+        """The parameters whose gradients were changed by somebody else."""
+        return self._changed + [parameter for parameter, mark in self._marks.values() if _mark(parameter) != mark]
+
+    def clear(self) -> None:
+        """Another backward begins."""
+        self._marks.clear()
+        self._changed.clear()
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """What changes when a gradient is written, or another one takes its place; refers to nothing (Rule 7)."""
+    grad = true_grad(parameter)
+    return id(grad), 0 if grad is None else grad._version
+
+
 @dataclass
 class Landing:
     """Gradients of a unit on their way down."""
 
     packing: Packing  # freed early, its memory would be given away while it is read
     host: list[tuple[Tensor, Tensor, Tensor | None]]  # a parameter, where its gradient lands, and is widened
+    marks: Marks
     stream: Any  # on which the packed buffer was made: its memory is given out there again
     done: Arrival
 
@@ -179,7 +216,9 @@ class Landing:
         """They are accumulated; tells whose they were."""
         self.wait()
         for parameter, grad, room in self.host:
+            before = _mark(parameter)
             _accumulate(parameter, grad, room)
+            self.marks.landed(parameter, before)
         return [parameter for parameter, *_ in self.host]
 
 
@@ -195,6 +234,7 @@ class Downlink:
         self._finishing = threading.RLock()
         self._last: Landing | None = None  # whose device buffer is still held
         self.taken: set[int] = set()  # ids of parameters whose gradients were, in this backward
+        self.marks = Marks()
         self.ahead: StepAhead | None = None  # steps what arrives, while a step that may be overlapped is under way
 
     def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
@@ -270,6 +310,8 @@ class Downlink:
         taken = [_known(grads[index]) for index in indices]
         host, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
+        for index in indices:
+            self.marks.taken(store.params[index])
         landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
         self.taken.update(id(store.params[index]) for index in indices)
         if self.ahead is not None and final and not self._under_way:
@@ -286,7 +328,7 @@ class Downlink:
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
         done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
-        self._last = Landing(packing, [], compute, done)
+        self._last = Landing(packing, [], self.marks, compute, done)
         return self._last
 
     def let_go(self) -> None:
@@ -457,7 +499,8 @@ def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Fate:
     except RuntimeError:  # autograd.grad: the gradient itself is asked for
         return Fate.RETURN
     seen = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return Fate.RETURN if seen or grad.layout is not torch.strided else Fate.TAKE
+    unguarded = type(parameter) is not HostParameter  # nobody sees who asks for its gradient
+    return Fate.RETURN if seen or unguarded or grad.layout is not torch.strided else Fate.TAKE
 
 
 def _accumulate(parameter: Tensor, grad: Tensor, room: Tensor | None) -> None:

@@ -265,7 +265,7 @@ class Handle:
         """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""
         for child in self.module.modules():
             for name, parameter in child._parameters.items():
-                if type(parameter) is DeviceParameter:
+                if isinstance(parameter, DeviceParameter):
                     child._parameters[name] = parameter.host
 
     def _detach(self) -> None:
@@ -381,9 +381,11 @@ class Handle:
         if step is None or self._shares_cores:
             yield
             return
+        self.engine.downlink.marks.clear()  # of a backward before
         self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
 
         def rest() -> tuple[list[Group], dict[Any, Any]]:
+            self.engine.check_changed()
             groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
             return groups, ahead.state
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .errors import ExactnessError
 from .optimizer import Group, ShadowStep
 from .simulation import PARTS
 
@@ -146,12 +147,16 @@ class StepAhead:
         self._step = step
         self._thread = thread
         self._may_leave = may_leave
-        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._groups_of: dict[int, list[int]] = {}  # one that is listed twice is stepped twice
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                self._groups_of.setdefault(id(param), []).append(number)
         self._under_way: list[Future[None]] = []
         self._units: list[_Unit] = []  # that are not stepped and not being stepped, oldest first
         self._numbers = itertools.count()  # of units
         self._leaving = False  # what is left of a unit is not taken up again
         self._lock = threading.Lock()  # of all these
+        self._options: Any = None  # of its groups, when the first unit was submitted
         self._known: int | None = None  # how many parameters had state when the first unit was submitted
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
@@ -164,12 +169,18 @@ class StepAhead:
         they are by then; both within what ``timed`` gives."""
         if self._known is None:
             self._known = len(self._optimizer.state)
+            self._options = _options(self._optimizer)
         with self._lock:
             self._units.append(_Unit(next(self._numbers), gradients, timed, then))
             self._under_way.append(self._thread.submit(self._step_next))
 
     def rest(self) -> list[Group]:
         """What the optimizer's own step has to do: all but what was stepped ahead, before backward returned."""
+        if self.stepped and self._options != _options(self._optimizer):
+            raise ExactnessError(
+                "the optimizer's options were changed in backward, when it had stepped some parameters with what they "
+                "were; set optimizer_overlap=False, or change them before"
+            )
         groups = self._optimizer.param_groups
         return [{**group, "params": [p for p in group["params"] if id(p) not in self.stepped]} for group in groups]
 
@@ -230,15 +241,27 @@ class StepAhead:
     def _step_part(self, unit: _Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # host parameters are meant (reads.py)
             unit.land()
-            params = [param for param in unit.next_part() if id(param) in self._group_of]
+            params = [param for param in unit.next_part() if id(param) in self._groups_of]
             groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param in params:
-                groups[self._group_of[id(param)]]["params"].append(param)
+                for number in self._groups_of[id(param)]:
+                    groups[number]["params"].append(param)
             with unit.timed():
                 self._step.step_groups(self._optimizer, groups)
                 if unit.done:
                     unit.then()
         self.stepped.update(map(id, params))
+
+
+def _options(optimizer: Optimizer) -> list[Any]:
+    """What changes when somebody changes an option of a group."""
+    return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _mark(option: Any) -> Any:
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return tuple(map(_mark, option)) if isinstance(option, (tuple, list)) else option
 
 
 def _newest_that_arrived(units: list[_Unit]) -> int:

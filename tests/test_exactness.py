@@ -287,3 +287,94 @@ def test_a_hook_that_begins_to_look_at_a_weight_that_was_stepped_is_an_error(ove
     options = {"window": 2, "optimizer_overlap": overlap}
     with refused(overlap, r"net\.blocks\.3 .* nor a hook that looks at weights"):
         parity.check(case, options, accelerator=device.type)
+
+
+class Changed(models.Stack):
+    """A hook of an early block halves the gradient of a late one's weight, which is complete by then."""
+
+    def __init__(self, where, since=0):
+        super().__init__(models.Block() for _ in range(4))
+        weight, batches, early = self.blocks[3].up.weight, itertools.count(), self.blocks[0].up
+
+        def halve(*_):
+            if next(batches) >= since:
+                weight.grad.mul_(0.5)
+
+        def halve_at_the_end(*_):
+            torch.autograd.Variable._execution_engine.queue_callback(halve)
+
+        if where == "leaf":
+            early.weight.register_post_accumulate_grad_hook(halve)
+        elif where == "module":
+            early.register_full_backward_hook(halve)
+        elif where == "at the end of the first":
+            self.head.register_full_backward_hook(halve_at_the_end)
+        else:
+            early.weight.register_hook(halve if where == "tensor" else halve_at_the_end)
+
+
+@pytest.mark.parametrize("where", ["tensor", "leaf", "module", "at the end of the first", "at the end of the last"])
+def test_a_gradient_that_a_hook_in_backward_changes_is_stepped_with_as_it_is_then(where, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where))
+    parity.check(case, {"window": 2}, accelerator=device.type)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_begins_to_change_a_gradient_that_was_stepped_with_is_an_error(overlap, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed("module", since=2))
+    options = {"window": 2, "optimizer_overlap": overlap}
+    with refused(overlap, r"net\.blocks\.3 .* or changes gradients"):
+        parity.check(case, options, accelerator=device.type)
+
+
+class Square(torch.autograd.Function):
+    """Not seen by torch's function dispatch: on the CPU it leads from a host parameter into the loss."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.square().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def test_a_gradient_that_comes_past_the_units_is_stepped_with():
+    def loss(net, batch):
+        return models.classification(net, batch) + 0.1 * sum(Square.apply(block.up.weight) for block in net.blocks)
+
+    case = dataclasses.replace(models.case("mlp"), make=models.stack_of(models.Block), loss=loss)
+    parity.check(case, {"window": 2}, accelerator="cpu")
+
+
+def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device):
+    def make():
+        net = models.stack_of(models.Block)()
+        net.blocks[2].down.register_full_backward_hook(lambda layer, *_: print(layer.weight.grad))
+        return net
+
+    case = dataclasses.replace(models.case("mlp"), make=make)
+    with pytest.raises(errors.ExactnessError, match=r"down\.weight .* inside net\.blocks\.2, .* arrive together"):
+        parity.check(case, {"window": 2}, accelerator=device.type)
+
+
+class Slowing(models.ZooModule):
+    """A hook changes the rate in the middle of a backward."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        slower = lambda grad: optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] / 2)  # noqa: E731
+        self.net.blocks[0].up.weight.register_hook(slower)
+        return optimizer
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_changes_the_optimizers_options_is_an_error(overlap, device):
+    def run(strategy):
+        return parity.record(lambda: Slowing(models.case("mlp")), strategy, accelerator=device.type)
+
+    expected = run(parity.plain_strategy(device.type))
+    with refused(overlap, "options were changed in backward"):
+        options = {"window": 2, "optimizer_overlap": overlap}
+        parity.compare(expected, run(parity.streaming_strategy(device.type, **options)))

@@ -229,6 +229,18 @@ class Scheduled(models.ZooModule):
         return [optimizer], schedulers
 
 
+class Twice(models.ZooModule):
+    """Its optimizer is given a tied weight by both of its names."""
+
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+
+    def configure_optimizers(self):
+        first, last = self.net.blocks[0], self.net.blocks[-1]
+        last.up.weight = first.up.weight
+        return self.make_optimizer("adamw", [*first.parameters(), *last.parameters()])
+
+
 class Unfreezing(cb.BaseFinetuning):
     def freeze_before_training(self, pl_module):
         self.freeze(pl_module.net.blocks)
@@ -271,7 +283,7 @@ def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
 
 
 @BOTH
-@pytest.mark.parametrize("make_module", [Adversaries, Closures, Measured, Scheduled])
+@pytest.mark.parametrize("make_module", [Adversaries, Closures, Measured, Scheduled, Twice])
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
