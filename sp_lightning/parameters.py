@@ -7,7 +7,8 @@
    the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
    same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
-   Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter.
+   Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter. They
+   are one and the same key of a dictionary.
 4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
    would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Who asks for ``.grad`` waits for gradients that are on their way.
@@ -116,6 +117,11 @@ class HostParameter(nn.Parameter):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # but see reads.py
 
+    def __eq__(self, other: Any) -> Any:
+        return True if isinstance(other, DeviceParameter) and other.host is self else super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
+
     @property
     def data(self) -> torch.Tensor:
         _watchers[id(self)].data_taken()
@@ -182,6 +188,12 @@ class DeviceParameter(nn.Parameter):
         # Another tensor under a stand-in would part it from the unit's buffer: its bytes are taken over instead.
         self.taken[0] = True
         _data.__get__(self).copy_(value)
+
+    def __eq__(self, other: Any) -> Any:
+        return True if other is self.host else super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(self.host)
 
     def __getattr__(self, name: str) -> Any:
         if name == "host":

@@ -859,11 +859,12 @@ class MarkedBlock(models.Block):
         super().__init__()
         self.scale = Scale(torch.ones(models.WIDTH))
         self.up.weight.share = 0.5
+        self.factors = {self.up.weight: 3.0}
 
     def forward(self, x):
         weight = self.up.weight
         weight.runs = getattr(weight, "runs", 0) + 1
-        x = x * weight.share * weight.runs
+        x = x * weight.share * weight.runs * self.factors.get(weight, 1.0)
         return super().forward(x * self.scale.doubled if isinstance(self.scale, Scale) else x)
 
 
