@@ -423,7 +423,8 @@ class Engine:
             self.counters.listener.idle()
             self.downlink.let_go()
             self.land()
-            self.check_changed()
+            if self.downlink.ahead is None:  # else it is checked where that steps the rest
+                self.check_changed()
             self._ignore()
             self.settle()
             self.counters.listener.step_may_begin()

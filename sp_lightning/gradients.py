@@ -50,6 +50,7 @@ from .transfer import Arrival, Copies
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
+Mark = tuple[int, int] | None
 LEAF_PRIORITY = 2**64 - 1
 _kind = operator.attrgetter("dtype", "requires_grad")
 SMALL = 4096  # elements that are widened by way of a copy
@@ -165,22 +166,24 @@ class Marks:
     (Rule 10)."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._marks: dict[Tensor, Mark] = {}
         self._changed: list[Tensor] = []
 
-    def taken(self, parameter: Tensor) -> None:
-        """Its gradient is on its way."""
-        self._marks.setdefault(id(parameter), (parameter, _mark(parameter)))
+    def taken(self, parameters: list[Tensor]) -> None:
+        """Their gradients are on their way."""
+        for parameter in parameters:
+            self._marks.setdefault(parameter, _mark(parameter))
 
-    def landed(self, parameter: Tensor, before: tuple[int, int]) -> None:
-        """It was accumulated, into what was this."""
-        if self._marks[id(parameter)][1] != before:
-            self._changed.append(parameter)
-        self._marks[id(parameter)] = parameter, _mark(parameter)
+    def landed(self, parameters: list[Tensor], before: list[Mark]) -> None:
+        """They were accumulated, into what was this."""
+        for parameter, mark in zip(parameters, before, strict=True):
+            if self._marks[parameter] != mark:
+                self._changed.append(parameter)
+            self._marks[parameter] = _mark(parameter)
 
     def changed(self) -> list[Tensor]:
         """The parameters whose gradients were changed by somebody else."""
-        return self._changed + [parameter for parameter, mark in self._marks.values() if _mark(parameter) != mark]
+        return self._changed + [parameter for parameter, mark in self._marks.items() if _mark(parameter) != mark]
 
     def clear(self) -> None:
         """Another backward begins."""
@@ -188,10 +191,10 @@ class Marks:
         self._changed.clear()
 
 
-def _mark(parameter: Tensor) -> tuple[int, int]:
+def _mark(parameter: Tensor) -> Mark:
     """What changes when a gradient is written, or another one takes its place; refers to nothing (Rule 7)."""
     grad = true_grad(parameter)
-    return id(grad), 0 if grad is None else grad._version
+    return None if grad is None else (id(grad), grad._version)
 
 
 @dataclass
@@ -215,11 +218,12 @@ class Landing:
     def land(self) -> list[Tensor]:
         """They are accumulated; tells whose they were."""
         self.wait()
+        parameters = [parameter for parameter, *_ in self.host]
+        before = list(map(_mark, parameters))
         for parameter, grad, room in self.host:
-            before = _mark(parameter)
             _accumulate(parameter, grad, room)
-            self.marks.landed(parameter, before)
-        return [parameter for parameter, *_ in self.host]
+        self.marks.landed(parameters, before)
+        return parameters
 
 
 class Downlink:
@@ -310,8 +314,7 @@ class Downlink:
         taken = [_known(grads[index]) for index in indices]
         host, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
-        for index in indices:
-            self.marks.taken(store.params[index])
+        self.marks.taken([store.params[index] for index in indices])
         landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
         self.taken.update(id(store.params[index]) for index in indices)
         if self.ahead is not None and final and not self._under_way:

@@ -33,6 +33,7 @@ _data: Any = torch.Tensor.data
 _device: Any = torch.Tensor.device
 _dtype: Any = torch.Tensor.dtype
 _grad: Any = torch.Tensor.grad
+_get_grad: Any = _grad.__get__
 _version: Any = torch.Tensor._version
 _grad_fn: Any = torch.Tensor.grad_fn
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -289,7 +290,7 @@ def true_device(tensor: torch.Tensor) -> torch.device:
 
 def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as it is, whatever is under way."""
-    return _grad.__get__(parameter)  # type: ignore[no-any-return]
+    return _get_grad(parameter)  # type: ignore[no-any-return]
 
 
 def landed_grad(parameter: nn.Parameter) -> torch.Tensor | None:
