@@ -511,12 +511,18 @@ def test_the_optimizer_waits_for_what_is_stepped_ahead():
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_an_error_of_the_thread_that_steps_ahead_is_raised(leaves, monkeypatch):
+    came = threading.Event()
+
+    def fail(*_, **__):
+        came.set()
+        raise Interruption
+
     net = blocks()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         x = models.vectors(0)[0].to(DEVICE)
         optimizer = stepping(net, handle, x)
-        monkeypatch.setattr(torch.optim.SGD, "_init_group", interrupt)
-        with pytest.raises(Interruption), handle.stepping_ahead(optimizer, lambda: leaves):
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", fail)
+        with pytest.raises(Interruption), handle.stepping_ahead(optimizer, lambda: came.wait(60) and leaves):
             optimizer.zero_grad()
             squares(net, x).backward()
 
