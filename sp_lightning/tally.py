@@ -3,6 +3,8 @@
 1. Each storage that appears is counted until it is freed, rounded up as the device's allocator rounds.
 2. It has the term of the moment in which it appears (script.py, Rule 2), until it turns out to be a gradient.
 3. Operators count with the visit under way: their FLOPs as torch counts them, by precision, and that they are kernels.
+   What not every version of torch counts, counts as products of matrices: attention with fewer heads of keys than of
+   queries, and experts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ from torch.utils.flop_counter import flop_registry
 from .layout import aligned
 from .pretence import tensors_of
 from .script import GRADIENTS, KEPT, OUTSIDE, WORKING, Visit
+
+_ATTENTION = {  # kernels, and whether it is backward's
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}"): bool(suffix)
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for suffix in ("", "_backward")
+}
 
 
 @dataclass
@@ -53,12 +61,14 @@ class Tally:
         made = [self.add(tensor) for tensor in tensors_of((out,))]
         visit = self.visits[-1]
         visit.kernels += any(made) or func._schema.is_mutable
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self._count(visit, formula(*args, **kwargs, out_val=out), out)
-        elif func._overloadpacket is torch.ops.aten._grouped_mm:  # which torch does not count: of experts
+        operator = func._overloadpacket
+        if operator in _ATTENTION:
+            self._count(visit, _attention_flops(_ATTENTION[operator], args), out)
+        elif operator is torch.ops.aten._grouped_mm:
             rows = args[0].shape[-2:].numel() if args[1].dim() == 2 else args[0].numel()
             self._count(visit, 2 * rows * args[1].shape[-1], out)
+        elif (formula := flop_registry.get(operator)) is not None:
+            self._count(visit, formula(*args, **kwargs, out_val=out), out)
 
     @staticmethod
     def _count(visit: Visit, flops: float, out: Any) -> None:
@@ -140,3 +150,10 @@ class Tally:
 def storage_key(tensor: Tensor) -> int:
     """Tells a tensor's storage from others; 0 where it has none."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _attention_flops(backward: bool, args: Any) -> int:
+    """Of one kernel. Backward has the scores once more, and two products for each of the two that made the output."""
+    query, key, value = args[backward : backward + 3]
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    return int(2 * scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1]))

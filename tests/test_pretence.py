@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from sp_lightning.kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
 from sp_lightning.pretence import Pretence, Unknown
+from sp_lightning.tally import Tally
 
 HALF = torch.bfloat16
 
@@ -184,11 +185,20 @@ def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
     assert exact <= kept <= exact + 1024  # and the state of a random generator
 
 
+@pytest.mark.parametrize("keys", [8, 2])
+def test_attention_takes_as_many_products_with_fewer_heads_of_keys(keys):
+    tally = Tally(lambda unit: None, lambda: "all")
+    with (pretence := Pretence("cuda")):
+        pretence.observe = tally.observe
+        q, k, v = (torch.randn(2, heads, 256, 64, dtype=HALF, requires_grad=True) for heads in (8, keys, keys))
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=keys < 8).sum().backward()
+    assert tally.visits[-1].flops == (2 + 5) * 2 * (2 * 8 * 256 * 256 * 64)
+
+
 @pytest.mark.simgpu
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     import simgpu  # noqa: F401
-    from sp_lightning.tally import Tally
 
     def peak(run, read):
         q = torch.zeros(1, 2, 2048, 32, requires_grad=True, device=device)
