@@ -285,7 +285,8 @@ def _picked(device: torch.device, asked: Attention) -> str:
     """What a device that is at hand picks, found by running it on next to nothing."""
     # Detached: an output that is saved as it is leads back to its own node, which would never be freed.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), unseen:
+    same_numbers = torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), unseen, same_numbers:
         query, key = (
             torch.zeros(1, heads, 8, asked.width, dtype=asked.dtype, device=device, requires_grad=True)
             for heads in (2, 1 if asked.grouped else 2)

@@ -216,6 +216,17 @@ def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     assert planned == pytest.approx(run_nbytes, rel=0.05)
 
 
+@pytest.mark.simgpu
+def test_to_ask_a_device_at_hand_which_attention_it_picks_draws_none_of_its_random_numbers():
+    import simgpu  # noqa: F401
+
+    before = torch.get_device_module("simgpu").get_rng_state()
+    with Pretence("simgpu"):
+        q = torch.zeros(1, 2, 8, 24, requires_grad=True)  # of a width that nobody asked about before
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert torch.equal(torch.get_device_module("simgpu").get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     "target, asked, kernel",
     [
