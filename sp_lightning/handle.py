@@ -236,6 +236,7 @@ class Handle:
         self.engine.attend()
         self._structure = _structure(self.module)
         self._identities = _identities(self.module)
+        self._forwards = {type(child): type(child).forward for child in self.module.modules()}
 
     def _check_room(self, units: list[Unit]) -> None:
         """Before anything is taken."""
@@ -321,7 +322,10 @@ class Handle:
                 yield Questioner(module)
 
     def _changed(self) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since; not by ``functional_call`` for a call."""
+        """Whether parameters were replaced, added, removed or retyped since, not by ``functional_call`` for a call, or a
+        class was given another forward."""
+        if any(kind.forward is not forward for kind, forward in self._forwards.items()):
+            return True
         if self._identities == _identities(self.module) and not self.engine.any_moved:
             return False
         before, now = self._structure, _structure(self.module)

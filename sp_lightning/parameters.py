@@ -144,6 +144,8 @@ class HostParameter(nn.Parameter):
         keeper_of(self).check_gradient(self)
         keeper_of(self).land()
         with torch._C.DisableTorchFunctionSubclass():
+            if value is not None and true_device(value) != true_device(self):
+                value = value.to(true_device(self), true_dtype(self))  # of a loss on the device
             _grad.__set__(self, value)
 
     @property

@@ -249,7 +249,8 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
     """Whether what it writes comes from there: from another tensor, or from the device's random generator."""
     name = _name(func)
-    return name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
+    there = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
+    return there and device.type != "cpu"
 
 
 def _only_tells(func: Any) -> bool:

@@ -878,6 +878,32 @@ def test_what_is_set_on_a_weight_and_its_class_are_there_inside_its_unit(device)
     check(models.stack_of(MarkedBlock), run, device)
 
 
+def test_gradients_that_are_set_by_hand(device):
+    def run(net, device):
+        optimizer = sgd(net)
+        parameters = list(net.parameters())
+        for x in inputs(device):
+            for p, grad in zip(parameters, torch.autograd.grad(squares(net, x), parameters), strict=True):
+                p.grad = grad * 0.5
+            yield optimizer.step()
+
+    check(blocks, run, device)
+
+
+def test_a_class_that_is_given_another_forward_between_steps(device):
+    class Patched(models.Block):
+        pass
+
+    def patch(net):
+        Patched.forward = lambda self, x: x + self.down(self.up(x).relu())
+
+    def make():
+        Patched.forward = models.Block.forward
+        return models.stack_of(Patched)()
+
+    check(make, training(between=patch), device)
+
+
 class CachingBlock(models.Block):
     """Makes something of a weight, and keeps it until the weight's version is another one."""
 
