@@ -322,8 +322,8 @@ class Handle:
                 yield Questioner(module)
 
     def _changed(self) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since, not by ``functional_call`` for a call, or a
-        class was given another forward."""
+        """Whether parameters were replaced, added, removed or retyped since (not by ``functional_call`` for a call), or
+        a class was given another forward."""
         if any(kind.forward is not forward for kind, forward in self._forwards.items()):
             return True
         if self._identities == _identities(self.module) and not self.engine.any_moved:
