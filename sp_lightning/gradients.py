@@ -50,7 +50,7 @@ from .transfer import Arrival, Copies
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
-Mark = tuple[int, int] | None
+Mark = tuple[list[int], list[int]]
 LEAF_PRIORITY = 2**64 - 1
 _kind = operator.attrgetter("dtype", "requires_grad")
 SMALL = 4096  # elements that are widened by way of a copy
@@ -166,24 +166,24 @@ class Marks:
     (Rule 10)."""
 
     def __init__(self) -> None:
-        self._marks: dict[Tensor, Mark] = {}
+        self._marks: dict[int, tuple[list[Tensor], Mark]] = {}  # by the first of those that came together
         self._changed: list[Tensor] = []
 
     def taken(self, parameters: list[Tensor]) -> None:
         """Their gradients are on their way."""
-        for parameter in parameters:
-            self._marks.setdefault(parameter, _mark(parameter))
+        if id(parameters[0]) not in self._marks:
+            self._marks[id(parameters[0])] = parameters, _mark(parameters)
 
-    def landed(self, parameters: list[Tensor], before: list[Mark]) -> None:
+    def landed(self, parameters: list[Tensor], before: Mark) -> None:
         """They were accumulated, into what was this."""
-        for parameter, mark in zip(parameters, before, strict=True):
-            if self._marks[parameter] != mark:
-                self._changed.append(parameter)
-            self._marks[parameter] = _mark(parameter)
+        known, mark = self._marks[id(parameters[0])]
+        if len(known) != len(parameters) or mark != before:
+            self._changed.append(parameters[0])
+        self._marks[id(parameters[0])] = parameters, _mark(parameters)
 
     def changed(self) -> list[Tensor]:
-        """The parameters whose gradients were changed by somebody else."""
-        return self._changed + [parameter for parameter, mark in self._marks.items() if _mark(parameter) != mark]
+        """Of those that came together and of which one was changed by somebody else, the first."""
+        return self._changed + [known[0] for known, mark in self._marks.values() if _mark(known) != mark]
 
     def clear(self) -> None:
         """Another backward begins."""
@@ -191,10 +191,10 @@ class Marks:
         self._changed.clear()
 
 
-def _mark(parameter: Tensor) -> Mark:
+def _mark(parameters: list[Tensor]) -> Mark:
     """What changes when a gradient is written, or another one takes its place; refers to nothing (Rule 7)."""
-    grad = true_grad(parameter)
-    return None if grad is None else (id(grad), grad._version)
+    grads = list(map(true_grad, parameters))
+    return list(map(id, grads)), [grad._version for grad in grads if grad is not None]
 
 
 @dataclass
@@ -202,7 +202,8 @@ class Landing:
     """Gradients of a unit on their way down."""
 
     packing: Packing  # freed early, its memory would be given away while it is read
-    host: list[tuple[Tensor, Tensor, Tensor | None]]  # a parameter, where its gradient lands, and is widened
+    parameters: list[Tensor]
+    host: list[tuple[Tensor, Tensor | None]]  # where their gradients land, and are widened: nobody else's until then
     marks: Marks
     stream: Any  # on which the packed buffer was made: its memory is given out there again
     done: Arrival
@@ -218,12 +219,11 @@ class Landing:
     def land(self) -> list[Tensor]:
         """They are accumulated; tells whose they were."""
         self.wait()
-        parameters = [parameter for parameter, *_ in self.host]
-        before = list(map(_mark, parameters))
-        for parameter, grad, room in self.host:
+        before = _mark(self.parameters)
+        for parameter, (grad, room) in zip(self.parameters, self.host, strict=True):
             _accumulate(parameter, grad, room)
-        self.marks.landed(parameters, before)
-        return parameters
+        self.marks.landed(self.parameters, before)
+        return self.parameters
 
 
 class Downlink:
@@ -312,11 +312,12 @@ class Downlink:
             slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = sorted(indices, key=lambda index: index not in store.narrow)  # Rule 9
         taken = [_known(grads[index]) for index in indices]
-        host, packing = slab.room(indices, taken)
+        places, packing = slab.room(indices, taken)
         landing = self._send(store, taken, packing)
-        self.marks.taken([store.params[index] for index in indices])
-        landing.host = [(store.params[i], place.tensor, place.room) for i, place in zip(indices, host, strict=True)]
-        self.taken.update(id(store.params[index]) for index in indices)
+        landing.parameters = [store.params[index] for index in indices]
+        landing.host = [(place.tensor, place.room) for place in places]
+        self.marks.taken(landing.parameters)
+        self.taken.update(map(id, landing.parameters))
         if self.ahead is not None and final and not self._under_way:
             timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
             self.ahead.submit(landing, timed, store.convert)
@@ -331,7 +332,7 @@ class Downlink:
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
         done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
-        self._last = Landing(packing, [], self.marks, compute, done)
+        self._last = Landing(packing, [], [], self.marks, compute, done)
         return self._last
 
     def let_go(self) -> None:
