@@ -9,6 +9,9 @@
    steps after: its gradients may be dropped, or others added. So nothing is stepped ahead in it.
 4. Gradients of a unit become complete together, those of a plain run one by one. A hook that asks for one of them while
    backward is inside the unit gets an error.
+5. A hook in it that looks at the optimizer's state would see that of units that are stepped. So the first one that the
+   optimizer steps after shows whether somebody looks, and steps nothing. If he does, none ever steps anything; if he
+   begins to do so when units are stepped, that is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from .errors import ExactnessError
+from .overlap import StepAhead
 from .window import StreamedUnit
 
 
@@ -39,8 +43,9 @@ class Backward:
         self._task = -1  # autograd's number of the outermost one
         self._inside: set[StreamedUnit] = set()  # that it needed, and whose gradients are not complete
         self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
-        self._stepping: set[StreamedUnit] = set()  # those of them that may be stepped by now
+        self._stepping: dict[StreamedUnit, None] = {}  # those of them that may be stepped by now, in this order
         self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
+        self._sees_state: bool | None = None  # of the optimizer; None: not known yet
 
     def begin(self, at_end: Callable[[], None]) -> bool:
         """It needs a unit; tells whether that is its first."""
@@ -66,7 +71,7 @@ class Backward:
             return False
         self._complete.add(unit)
         if unit in self._left_alone:
-            self._stepping.add(unit)
+            self._stepping[unit] = None
         return unit in self._left_alone
 
     def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
@@ -90,3 +95,22 @@ class Backward:
                 f"the gradient of {name} was asked for while backward is inside {unit.name}, whose gradients arrive "
                 "together: look at it in a hook on the weight itself, or after backward"
             )
+
+    def may_step(self, ahead: StepAhead, asked_for: Callable[[], None]) -> bool:
+        """An optimizer steps after it, whose state calls this when somebody asks for it; tells whether units may be
+        stepped before its end (Rule 5)."""
+        if self._sees_state or not ahead.withhold(asked_for):
+            return False
+        known, self._sees_state = self._sees_state is not None, False
+        return known
+
+    def sees_state(self, ahead: StepAhead) -> None:
+        """Somebody in it asks for that (Rule 5)."""
+        self._sees_state = True
+        if ahead.has_begun:
+            raise ExactnessError(
+                f"backward looked at the optimizer's state when it had stepped {next(iter(self._stepping)).name}, "
+                "which it did not in the steps before; set optimizer_overlap=False"
+            )
+        ahead.given_up = "backward looks at its state"
+        ahead.give_back()

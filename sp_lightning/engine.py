@@ -33,6 +33,7 @@ from .gradients import Downlink, Gradients
 from .held import HeldStep
 from .offload import Offload, OnHost
 from .optimizer import Group
+from .overlap import StepAhead
 from .parameters import quietly, true_device, true_grad
 from .recompute import Recompute, Written
 from .store import Residency, UnitStore
@@ -413,6 +414,18 @@ class Engine:
             self.downlink.marks.clear()
             self.finish_steps()
             self._listen()
+        ahead = self.downlink.ahead
+        if ahead is not None and ahead.withheld is None and not self._scopes:
+            may_step = self.backward.may_step(ahead, lambda: self._state_asked_for(ahead))
+            self.downlink.ahead = ahead if may_step else None
+
+    def _state_asked_for(self, ahead: StepAhead) -> None:
+        """That of its optimizer, while it is withheld (overlap.py, Rule 8)."""
+        if in_backward():
+            self.backward.sees_state(ahead)
+            self.downlink.ahead = None
+        else:
+            self.land()
 
     def _backward_done(self) -> None:
         with quietly():

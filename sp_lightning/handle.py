@@ -71,7 +71,7 @@ class Handle:
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._counters = Counters()  # of all engines, one after the other
         self._thread = HostThread()
-        self._said: set[str] = set()  # why steps are not held
+        self._said: set[str] = set()  # why steps do not run beside anything
         self.closed = False
         self._hooks: list[RemovableHandle] = []
         self._attach()
@@ -389,6 +389,7 @@ class Handle:
         self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
 
         def rest() -> tuple[list[Group], dict[Any, Any]]:
+            ahead.give_back()
             self.engine.check_changed()
             groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
             return groups, ahead.state
@@ -402,7 +403,9 @@ class Handle:
         finally:
             self.engine.downlink.ahead = None
             step.rest = None
+            ahead.give_back()
             ahead.sort_state()
+            self._say("the optimizer steps after backward", ahead.given_up)
             self._counters.stepped_ahead += len(ahead.stepped)
 
     @contextlib.contextmanager
@@ -434,13 +437,13 @@ class Handle:
             try:
                 return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
             except Unholdable as reason:
-                self._say_not_held(str(reason))
+                self._say("the next forward waits for the whole step of the optimizer", str(reason))
         return groups, optimizer.state
 
-    def _say_not_held(self, reason: str) -> None:
-        if reason and reason not in self._said:
-            self._said.add(reason)
-            log.info("superpipeline: the next forward waits for the whole step of the optimizer, as %s", reason)
+    def _say(self, what: str, reason: str) -> None:
+        if reason and f"{what}, as {reason}" not in self._said:
+            self._said.add(f"{what}, as {reason}")
+            log.info("superpipeline: %s, as %s", what, reason)
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:
         """A failure in the middle: weights are not those of one step."""

@@ -5,7 +5,7 @@ beside backward (overlap.py) it is what was left at backward's end.
    leads to what it writes: where somebody else refers to a weight's bytes, to a gradient or to state, it is not.
 2. What it writes is not there until it is done. A parameter's data is *vacant*: whoever looks by Python's ways waits
    (parameters.py, reads.py), and whatever else looks at the bytes is told so by an error, never given unfinished ones.
-   ``optimizer.state`` is no attribute: asking for it waits, and puts it back.
+   The optimizer's state is withheld: asking for it waits, and puts it back (state.py).
 3. What it reads is its own: the gradients, which nobody else refers to and which are asked for by ``.grad`` only, and
    copies of the groups' options as they were, since schedulers write to the groups.
 4. It makes no state, as what it would be made like (default types, modes) is the caller's.
@@ -20,10 +20,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,6 +34,7 @@ from torch.optim import SGD, Optimizer
 from .optimizer import Group, ShadowStep, State
 from .overlap import HostThread
 from .parameters import HostParameter, set_true_data, true_data, true_dtype, true_grad
+from .state import Withheld, is_kept, is_kept_of
 from .store import UnitStore, is_shared
 from .telemetry import Listener
 
@@ -46,7 +46,6 @@ MESSAGE = (
     "{name} is being stepped by the optimizer and was read in a way that can not be seen; "
     "set optimizer_overlap=False, or read it by its own methods or by torch's functions"
 )
-_by_optimizer: dict[int, Callable[[], None]] = {}  # what ends the step that holds an optimizer's state back
 _all: weakref.WeakSet[HeldStep] = weakref.WeakSet()
 
 
@@ -131,7 +130,7 @@ class HeldStep:
         self._shadow: Any = None
         self._units: dict[UnitStore, HeldUnit] = {}
         self.params: set[int] = set()  # ids of those that are held
-        self._state: Any = None
+        self._withheld: Withheld | None = None
         self._failed = False
         self._done = False
         self._ended: Callable[[], None] = lambda: None
@@ -143,7 +142,7 @@ class HeldStep:
         Changes nothing. Raises Unholdable where Rule 1 or 4 forbids it. ``is_own`` tells whether nobody but the
         parameter refers to its gradient.
         """
-        if _references(vars(self._optimizer), "state") != _references({"state": {}}, "state"):
+        if is_kept(self._optimizer):
             raise Unholdable("somebody else refers to the optimizer's state")
         units = {store: HeldUnit() for store in order}
         rest: list[Group] = []
@@ -170,15 +169,14 @@ class HeldStep:
         self._ended = ended
         shadow = self._shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(self._optimizer.__dict__)
-        self._state = self._optimizer.state
         _mind_forks()
         _all.add(self)
-        _withhold(self._optimizer, self.finish)
+        self._withheld = Withheld(self._optimizer, self.finish)
         for store, unit in self._units.items():
             timed = listener.work("optimizer", store.unit.name, "step")
             unit.vacate()
             unit.work = self._thread.submit(functools.partial(self._run, store, unit, timed))
-        return self._state
+        return self._withheld.state
 
     @property
     def is_running(self) -> bool:
@@ -219,7 +217,8 @@ class HeldStep:
                 self._say_partly_stepped()
             for unit in self._units.values():
                 unit.occupy()
-            _give_back(self._optimizer, self._state)
+            if self._withheld is not None:
+                self._withheld.give_back()
             self._units, self._shadow = {}, None
             self._ended()
             self._done = True
@@ -278,28 +277,9 @@ def _state_of(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str
     if not all(type(value) is Tensor and value.is_cpu for value in state.values()):
         raise Unholdable(f"the state of {name} is not of tensors on the host")
     del state  # references are counted
-    if _references(optimizer.state, param) != _references({"state": {}}, "state") or not all(
-        _uses(optimizer.state[param], key) == _alone() for key in optimizer.state[param]
-    ):
+    if is_kept_of(optimizer.state, param):
         raise Unholdable(f"somebody else refers to the optimizer's state of {name}")
     return optimizer.state[param]  # type: ignore[no-any-return]
-
-
-def _references(holder: Mapping[Any, Any], key: Any) -> tuple[int, int]:
-    """Strong and weak ones to what is held there."""
-    return sys.getrefcount(holder[key]), weakref.getweakrefcount(holder[key])
-
-
-def _uses(holder: Mapping[Any, Any], key: Any) -> tuple[int, ...]:
-    """References to a tensor that is held there, from Python and C++, and to its bytes."""
-    storage = int(torch._C._storage_Use_Count(holder[key].untyped_storage()._cdata))
-    return *_references(holder, key), holder[key]._use_count(), storage
-
-
-@functools.cache
-def _alone() -> tuple[int, ...]:
-    """What `_uses` tells of a tensor that is held nowhere else."""
-    return _uses({"tensor": torch.zeros(1)}, "tensor")
 
 
 # ---- Rule 2
@@ -313,29 +293,6 @@ def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
     storage.resize_(0)
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, MESSAGE.format(name=name))
     return tensor
-
-
-def _withhold(optimizer: Optimizer, finish: Callable[[], None]) -> None:
-    """``optimizer.state`` is no attribute until it is given back: asking for it finishes the step."""
-    if not _by_optimizer:
-        Optimizer.__getattr__ = _missing  # type: ignore[attr-defined]
-    _by_optimizer[id(optimizer)] = finish
-    vars(optimizer).pop("state", None)
-
-
-def _give_back(optimizer: Optimizer, state: Any) -> None:
-    """Safe twice. What somebody set in the meantime stays."""
-    vars(optimizer).setdefault("state", state)
-    if _by_optimizer.pop(id(optimizer), None) is not None and not _by_optimizer:
-        del Optimizer.__getattr__  # type: ignore[attr-defined]
-
-
-def _missing(optimizer: Optimizer, name: str) -> Any:
-    finish = _by_optimizer.get(id(optimizer))
-    if name != "state" or finish is None:
-        raise AttributeError(f"'{type(optimizer).__name__}' object has no attribute '{name}'")
-    finish()
-    return vars(optimizer)["state"]
 
 
 # ---- Rule 3

@@ -100,7 +100,7 @@ class ShadowStep:
             return None
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
-        shadow.__dict__.pop("state", None)  # references to it are counted (held.py, Rule 1)
+        shadow.__dict__.pop("state", None)  # references to it are counted (state.py, Rule 2)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure_then_regroup() -> Any:

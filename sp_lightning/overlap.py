@@ -13,6 +13,8 @@
    how many threads share an operator, which decides where its vectorized loops end.
 7. Where the CPU computes with several threads, nothing is done beside anything else: threads of both sides would wait
    for each other's on cores that one side can fill alone.
+8. The optimizer's state is withheld from the beginning of backward to the step (state.py, and backward.py, Rule 5).
+   What is kept of it is not stepped ahead. Another thread that asks for it waits for what is under way.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.optim import Optimizer
 from .errors import ExactnessError
 from .optimizer import Group, ShadowStep
 from .simulation import PARTS
+from .state import Withheld, is_kept, is_kept_of
 
 _thread = threading.local()
 _HALF = float("0.5")  # which no compiler sees
@@ -160,7 +163,30 @@ class StepAhead:
         self._known: int | None = None  # how many parameters had state when the first unit was submitted
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
-        self.state: Any = None  # the optimizer's; it may be held back by the time at which it is sorted
+        self.state: Any = None  # the optimizer's, where it is withheld, here or by a step that is held
+        self.given_up = ""  # why nothing is stepped ahead
+        self.withheld: Withheld | None = None
+
+    def withhold(self, finish: Callable[[], None]) -> bool:
+        """Backward begins: asking for the state calls this until it is given back. False: it is kept, and nothing may
+        be stepped ahead (Rule 8)."""
+        if is_kept(self._optimizer):
+            self.given_up = "somebody else refers to the optimizer's state"
+            return False
+        self.withheld = Withheld(self._optimizer, finish)
+        self.state = self.withheld.state
+        return True
+
+    def give_back(self) -> None:
+        """The state can be asked for again. Safe twice."""
+        if self.withheld is not None:
+            self.withheld.give_back()
+            self.withheld = self.state = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was submitted."""
+        return self._known is not None
 
     def submit(
         self, gradients: Arriving, timed: Callable[[], AbstractContextManager[None]], then: Callable[[], None]
@@ -168,7 +194,7 @@ class StepAhead:
         """Gradients are under way whose parameters can be stepped when they arrive, and ``then`` has to do with what
         they are by then; both within what ``timed`` gives."""
         if self._known is None:
-            self._known = len(self._optimizer.state)
+            self._known = len(self._current_state())
             self._options = _options(self._optimizer)
         with self._lock:
             self._units.append(_Unit(next(self._numbers), gradients, timed, then))
@@ -202,13 +228,17 @@ class StepAhead:
         """State that the step made is in the order in which the optimizer's own would have made it (Rule 5)."""
         if self._known is None:
             return
-        state: dict[Any, Any] = self._optimizer.state if self.state is None else self.state
+        state = self._current_state()
         made = list(state)[self._known :]
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         order = {id(param): i for i, param in enumerate(params)}
         for param in sorted(made, key=lambda param: order.get(id(param), len(order))):
             state[param] = state.pop(param)
         self.state = None
+
+    def _current_state(self) -> dict[Any, Any]:
+        state: dict[Any, Any] = vars(self._optimizer).get("state", self.state)
+        return state
 
     def _leave(self) -> None:
         """Rule 4. The thread goes on with the newest meanwhile, and ends with a part of it."""
@@ -241,13 +271,15 @@ class StepAhead:
     def _step_part(self, unit: _Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # host parameters are meant (reads.py)
             unit.land()
+            state = self._current_state()
             params = [param for param in unit.next_part() if id(param) in self._groups_of]
+            params = [param for param in params if param not in state or not is_kept_of(state, param)]
             groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param in params:
                 for number in self._groups_of[id(param)]:
                     groups[number]["params"].append(param)
             with unit.timed():
-                self._step.step_groups(self._optimizer, groups)
+                self._step.step_groups(self._optimizer, groups, state)
                 if unit.done:
                     unit.then()
         self.stepped.update(map(id, params))

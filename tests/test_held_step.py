@@ -107,7 +107,8 @@ def hold(device, request):
         optimizer = make_optimizer(net)
         x = next(inputs(device))
         for _ in range(steps - 1):
-            step(net, optimizer, x)
+            with handle.stepping_ahead(optimizer):  # the first of them shows whether it may (backward.py, Rule 5)
+                step(net, optimizer, x)
         optimizer.zero_grad()
         held = Held(handle, net, optimizer, opens_after)
         request.param(held, x, before)
@@ -298,6 +299,25 @@ def test_a_backward_that_comes_again_accumulates_after_it(device):
     grad = 2 * (x @ weight.T).T @ x
     assert handle.stats()["held_steps"] == 1
     assert_equal(seen, weight - 0.1 * grad)
+
+
+def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_is_done(device):
+    net = nn.Linear(4, 4, bias=False)
+    net.weight.data.fill_(1.0)
+    x = torch.arange(8.0).view(2, 4)
+    grad = 2 * (x @ torch.ones(4, 4)).T @ x
+    with sp_lightning.stream(net, device) as handle:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.125, foreach=False)
+        loss = net(x.to(device)).square().sum()
+        loss.backward(retain_graph=True)
+        Gate(handle).open()
+        with handle.holding(optimizer, lambda: True):
+            optimizer.step()
+        with handle.stepping_ahead(optimizer):
+            loss.backward()
+            optimizer.step()
+        assert handle.stats()["held_steps"] == 1
+    assert_equal(net.weight.data, 1 - 0.125 * grad - 0.125 * 2 * grad)
 
 
 def test_a_step_waits_for_the_one_before(hold):
@@ -830,7 +850,8 @@ def test_why_a_step_is_not_held_is_said_once(module, callbacks, reason, clip, ca
     device = torch.device("cpu")
     with caplog.at_level(logging.INFO, "sp_lightning"):
         fit(module, sp_lightning.SuperpipelineStrategy(window=2), device, callbacks=callbacks, **clip)
-    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+    said = f"the next forward waits for the whole step of the optimizer, as {reason}"
+    assert sum(said in record.getMessage() for record in caplog.records) == 1
 
 
 def test_what_is_held_is_what_was_not_stepped_beside_backward(hold, request):

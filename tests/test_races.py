@@ -543,6 +543,30 @@ def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
         assert all(torch.equal(torch.Tensor.data.__get__(p), q) for p, q in zip(net.parameters(), after, strict=True))
 
 
+def test_another_thread_that_asks_for_the_state_waits_for_what_is_stepped_ahead():
+    net = blocks()
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        x = models.vectors(0)[0].to(DEVICE)
+        optimizer = stepping(net, handle, x)
+        weight, seen = net.blocks[1].up.weight, []
+
+        def look():
+            seen.append(optimizer.state[weight]["momentum_buffer"].clone())
+
+        def look_in_another_thread():
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+
+        in_backward_of_the_first_block(net, look_in_another_thread)
+        optimizer.zero_grad()
+        slow(d2h=SLOW_US)
+        with handle.stepping_ahead(optimizer):
+            squares(net, x).backward()
+            optimizer.step()
+        assert torch.equal(seen[0], optimizer.state[weight]["momentum_buffer"])
+
+
 class Arriving:
     """Gradients of nothing, on their way for a while."""
 
