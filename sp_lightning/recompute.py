@@ -5,9 +5,9 @@ run is the first one and leaves no trace:
 
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
    is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
-   cache, say), Python's and NumPy's random states, weights that the unit writes itself, and what stands in the places
-   of parameters for the time of a call (`torch.func.functional_call`). What knows modules outside of the unit, such as
-   a trainer, is not its own and is left alone.
+   cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what stands in the
+   places of parameters for the time of a call (`torch.func.functional_call`). What knows modules outside of the unit,
+   such as a trainer, is not its own and is left alone.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
@@ -35,11 +35,12 @@ from .activations import tensors_in
 from .device import Device
 from .errors import ExactnessError
 from .offload import Offload, OnHost
-from .parameters import DeviceParameter
+from .parameters import DeviceParameter, quietly
 
 Call = Callable[..., Any]
 # What forward does not change, or what is kept in another way, of a module's attributes.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks".split()
 _SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of something has in common with it
 
 
@@ -148,6 +149,7 @@ class _Before:
             if type(places := module._parameters) is dict  # else it is within a visit: wire.py
             for name, value in places.items()
         ]
+        self._hooks = [(hooks, set(hooks)) for module, _ in self._modules for _, hooks in _hooks_of(module)]
         self._now: list[Callable[[], None]] = []
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
@@ -205,6 +207,9 @@ class _Before:
         for places, name, before in self._parameters:
             if name in places and _host(places[name]) is not before:
                 places[name] = before
+        for hooks, known in self._hooks:
+            for key in hooks.keys() - known:
+                del hooks[key]
         self._written.restored = self.weights
 
     def __exit__(
@@ -217,6 +222,8 @@ class _Before:
         attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
         buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
         parameters = [(places, name, places[name]) for places, name, _ in self._parameters if name in places]
+        of_modules = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
+        of_weights = [(p, {name: set(hooks) for name, hooks in _hooks_of(p)}) for *_, p in self._parameters]
         restored = self._written.restored
 
         def back() -> None:
@@ -225,8 +232,16 @@ class _Before:
                 _set_attributes(module, own)
             for place, name, buffer in buffers:
                 place[name] = buffer
-            for places, name, parameter in parameters:
-                places[name] = parameter
+            for places, name, value in parameters:
+                places[name] = value
+            for hooks, then in of_modules:
+                if hooks.keys() != then.keys():
+                    hooks.clear()
+                    hooks.update(then)
+            for parameter, known in of_weights:
+                for name, hooks in _hooks_of(parameter):
+                    for key in hooks.keys() - known.get(name, set()):
+                        del hooks[key]
             self._written.restored = restored
 
         return back
@@ -235,6 +250,15 @@ class _Before:
 def _host(parameter: Any) -> Any:
     """What stands in the place of a parameter outside of visits."""
     return parameter.host if isinstance(parameter, DeviceParameter) else parameter
+
+
+def _hooks_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The hooks of a module, or of a parameter, by kind."""
+    with quietly():
+        for name in _HOOKS:
+            hooks = getattr(owner, name, None)
+            if hooks is not None:
+                yield name, hooks
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:

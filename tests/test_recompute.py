@@ -294,3 +294,21 @@ class Substituting(nn.Module):
 
 def test_what_took_the_places_of_weights_for_a_call_is_there_in_the_second_run(device):
     check(Substituting, training(), device, activations="recompute")
+
+
+class Hooking(models.Block):
+    """Registers hooks from inside its first forward: on a weight, and on one of its layers."""
+
+    hooked = False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.hooked = True
+            self.up.weight.register_hook(lambda grad: grad * 0.5)
+            self.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0.5))
+            self.up.register_forward_hook(lambda layer, args, output: output * 0.5)
+        return super().forward(x)
+
+
+def test_hooks_that_forward_registers_are_registered_once(device):
+    check(models.stack_of(Hooking), training(), device, activations="recompute")
