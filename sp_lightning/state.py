@@ -1,7 +1,7 @@
 """An optimizer's state while parameters are stepped beside other work, and who else refers to it.
 
 1. It is *withheld* while it could be seen half stepped: ``optimizer.state`` is no attribute, and asking for it calls
-   whoever knows what to do: it waits and gives it back (held.py), or raises an error (overlap.py).
+   whoever knows what to do: it waits and gives it back (held.py), or raises an error (backward.py).
 2. What somebody refers to already he may look at unnoticed. References are counted, to the state as a whole, to that of
    a parameter, to its tensors and to their bytes: what is *kept* is not stepped beside anything.
 """
