@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from .errors import ExactnessError
-from .gradients import Gradients, Receive, Uses, link
 from .lending import Lending
+from .link import Gradients, Receive, Uses, link
 from .parameters import stand_in, true_data, true_grad_fn, true_version
 from .store import UnitStore
 from .units import Slot

@@ -29,8 +29,9 @@ from .compiled import never_compiled, not_compiled_itself
 from .config import Options
 from .device import Device
 from .errors import UnsupportedError
-from .gradients import Downlink, Gradients
+from .gradients import Downlink
 from .held import HeldStep
+from .link import Gradients
 from .offload import Offload, OnHost
 from .optimizer import Group
 from .overlap import StepAhead

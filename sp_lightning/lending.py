@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import ExactnessError
-from .gradients import Gradients, Receive, link
+from .link import Gradients, Receive, link
 from .parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
 from .store import UnitStore, same_bytes
 

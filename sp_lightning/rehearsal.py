@@ -3,7 +3,7 @@
 1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, only on
    tensors without data (pretence.py). What is on the device beside weights is counted (tally.py).
 2. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
-   (gradients.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
+   (link.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
    next unit's are packed (Rule 6).
 3. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
    alone sees is found by the way.
@@ -23,8 +23,8 @@ from .autotune import UnitBytes
 from .backward import in_backward
 from .config import Options
 from .device import Device
-from .gradients import LEAF_PRIORITY, Gradients, Link
 from .layout import ALIGNMENT, Layout, aligned
+from .link import LEAF_PRIORITY, Gradients, Link
 from .offload import Offload, OnHost
 from .pretence import Pretence
 from .recompute import Recompute, Written

@@ -6,7 +6,7 @@
    of work starts as soon as what it waits for has ended and its lane is free; lanes keep the order of issue.
 3. Up: after a unit was evicted, everything that follows waits for what compute was given before (store.py, Rule 3).
 4. Compute: a visit waits for its unit's bytes. Packing a unit's gradients waits until the ones packed before are down
-   (gradients.py, Rule 6); the copy down of the packed ones follows, and then the unit's step.
+   (gradients.py, Rule 3); the copy down of the packed ones follows, and then the unit's step.
 5. The next step begins when the whole optimizer is through. With ``steps_into_forward`` only a unit's way up waits, for
    that unit's own step; then the host steps what arrived last first, as forward needs it first, and turns to what is
    more urgent between the pieces of a unit.

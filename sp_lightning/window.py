@@ -21,9 +21,9 @@ from .autotune import UnitBytes
 from .binding import Binding
 from .config import Options
 from .device import Device
-from .gradients import Gradients
 from .host_bytes import UnitHostBytes
 from .layout import aligned
+from .link import Gradients
 from .schedule import Schedule
 from .store import Residency, UnitStore
 from .telemetry import Counters

@@ -16,7 +16,7 @@ long as the operator is all that ever sees the weight. So:
    saved by a graph that waits for its backward; else it waits for a later pass.
 5. *Guarded.* The same dictionary stays. Any other read is noticed before the weight is used: the reader is lent it in
    FP32 (lending.py), and the weight travels as it is from the next pass on, for good. A second use by the forward is
-   exact (gradients.py, Rule 8), and ends it too.
+   exact (link.py, Rule 4), and ends it too.
 """
 
 from __future__ import annotations

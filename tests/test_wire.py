@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import models
 import sp_lightning
 from sp_lightning.errors import ExactnessError
-from sp_lightning.gradients import _widened
+from sp_lightning.places import widened
 from sp_lightning.store import UnitStore
 
 LATE = 3  # the first step that is not like those before
@@ -569,7 +569,7 @@ def test_a_gradient_is_widened_in_the_room_whose_second_half_it_takes(count, dty
     narrow = torch.empty(0, dtype=dtype).set_(room.untyped_storage(), count, (count,), (1,))
     expected = torch.randn(count).to(dtype)
     narrow.copy_(expected)
-    assert torch.equal(_widened(narrow, room[:count]), expected.float())
+    assert torch.equal(widened(narrow, room[:count]), expected.float())
 
 
 def test_a_bad_value_is_refused():
