@@ -5,39 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.hooks import RemovableHandle
 
-from . import malloc, reads, room, scaler
+from . import room
 from .autotune import UnitBytes
 from .compiled import never_compiled
 from .config import Options
 from .device import Device, DeviceMemoryError
 from .engine import Engine
 from .errors import PartitionError, SuperpipelineError, UnsupportedError
-from .held import HeldStep, Unholdable
 from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
 from .measure import glance
-from .optimizer import Group, ShadowStep, fuse, step_in_pieces
-from .overlap import HostThread, StepAhead
 from .parameters import DeviceParameter, is_watched, unwatch
 from .recorder import Recorder
+from .steps import Steps
 from .telemetry import Counters, Listener
+from .tree import Tree, materialize, move_buffers
 from .units import Unit, partition, slots
 
-SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
 BETWEEN_DEVICES = re.compile(  # torch's words for tensors on two
     r"(on|at|in) (the )?same device|expected device|two devices"
     r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
@@ -68,18 +58,10 @@ class Handle:
         self._trains = trains  # training follows, for certain
         self._only_inference = only_inference  # no training follows, which would need the memory left
         self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._counters = Counters()  # of all engines, one after the other
-        self._thread = HostThread()
-        self._said: set[str] = set()  # why steps do not run beside anything
         self.closed = False
-        self._hooks: list[RemovableHandle] = []
         self._attach()
-        scaler.begin()
-        self._hooks += [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self.steps = Steps(self.engine)
 
     # ---- what is there
 
@@ -118,15 +100,16 @@ class Handle:
         if isinstance(listener, Recorder):
             listener.flush()
 
-    # ---- steps
+    # ---- passes
 
     @never_compiled
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
-        if not self.engine.in_scope and self._changed():
+        if not self.engine.in_scope and self._tree.has_changed(self.engine.any_moved):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
+            self.steps.engine = self.engine
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -188,16 +171,7 @@ class Handle:
             finally:
                 self._detach()
         finally:
-            malloc.as_ever()
-            scaler.end()
-            for step in self._steps.values():
-                if step is not None:
-                    step.close()
-            self._steps.clear()
-            self._thread.close()
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+            self.steps.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -214,7 +188,7 @@ class Handle:
         if not units:
             raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
         self._check_room(units)
-        _materialize(self.module)
+        materialize(self.module)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -234,9 +208,7 @@ class Handle:
             self._abandon()
             raise
         self.engine.attend()
-        self._structure = _structure(self.module)
-        self._identities = _identities(self.module)
-        self._forwards = {type(child): type(child).forward for child in self.module.modules()}
+        self._tree = Tree(self.module)
 
     def _check_room(self, units: list[Unit]) -> None:
         """Before anything is taken."""
@@ -321,146 +293,6 @@ class Handle:
             elif isinstance(module, nn.TransformerEncoder):
                 yield Questioner(module)
 
-    def _changed(self) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since (not by ``functional_call`` for a call), or
-        a class was given another forward."""
-        if any(kind.forward is not forward for kind, forward in self._forwards.items()):
-            return True
-        if self._identities == _identities(self.module) and not self.engine.any_moved:
-            return False
-        before, now = self._structure, _structure(self.module)
-        return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
-        self._counters.listener.step_may_begin()
-        managed = self._managed_by(optimizer)
-        if managed:
-            self._prepare(optimizer)  # its own hooks run after this one, already in this step
-            scaler.hand_over(optimizer)
-        self.engine.optimizing = True
-        if not self.engine.holding:  # else a closure may come first, with a forward beside which the last step runs on
-            reads.pause()
-        self.engine.collect_writes()
-        self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
-
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._steps:
-            self._steps[optimizer] = (fuse if self.options.fused_optimizer else step_in_pieces)(optimizer)
-            if not optimizer.state:
-                malloc.by_themselves()  # its first step makes it
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        malloc.as_ever()
-        self.engine.optimizing = False
-        self._counters.listener.stepped()
-        reads.resume()
-        ahead = self.engine.downlink.ahead
-        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.held}
-        self.engine.suspect(self._managed_by(optimizer), stepped)
-        self.engine.follow()
-
-    def has_other_step_hooks(self, optimizer: torch.optim.Optimizer, after: bool = False) -> bool:
-        """Whether somebody but us wants to be called before this optimizer steps, or after it."""
-        self._prepare(optimizer)
-        own = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
-        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
-        ours = 0 if self._steps[optimizer] is None else 1
-        return len(own) > ours or len(of_all) > 1
-
-    @property
-    def _shares_cores(self) -> bool:
-        """Whether units compute where optimizers step, on all cores (overlap.py, Rule 7)."""
-        return self.device.is_host and torch.get_num_threads() > 1
-
-    @contextlib.contextmanager
-    def stepping_ahead(
-        self, optimizer: torch.optim.Optimizer, may_hold: Callable[[], bool] = lambda: False
-    ) -> Iterator[None]:
-        """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
-        units are stepped while backward still runs, and what is left then as by ``holding``. Where the optimizer does
-        not step each parameter by itself, nothing is different."""
-        self._prepare(optimizer)
-        step = self._steps[optimizer]
-        if step is None or self._shares_cores:
-            yield
-            return
-        self.engine.downlink.marks.clear()  # of a backward before
-        self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
-
-        def rest() -> tuple[list[Group], dict[Any, Any]]:
-            ahead.give_back()
-            self.engine.check_changed()
-            groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
-            return groups, ahead.state
-
-        step.rest = rest
-        try:
-            yield
-        except BaseException:
-            self._say_partly_stepped(ahead)
-            raise
-        finally:
-            self.engine.downlink.ahead = None
-            step.rest = None
-            ahead.give_back()
-            ahead.sort_state()
-            self._say("the optimizer steps after backward", ahead.given_up)
-            self._counters.stepped_ahead += len(ahead.stepped)
-
-    @contextlib.contextmanager
-    def holding(self, optimizer: torch.optim.Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
-        """Within, this optimizer's step returns at once and runs on beside the next forward (held.py), if by then it
-        may, and where nobody could see that it is not done."""
-        self._prepare(optimizer)
-        step = self._steps[optimizer]
-        if step is None or self._shares_cores:
-            yield
-            return
-        step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
-        try:
-            yield
-        finally:
-            step.rest = None
-
-    def _rest(
-        self,
-        optimizer: torch.optim.Optimizer,
-        step: ShadowStep,
-        groups: list[Group],
-        stepped: Collection[int],
-        may_hold: Callable[[], bool],
-    ) -> tuple[list[Group], dict[Any, Any]]:
-        """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
-        self.engine.finish_steps()
-        if self.engine.any_left(groups) and may_hold():
-            try:
-                return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
-            except Unholdable as reason:
-                self._say("the next forward waits for the whole step of the optimizer", str(reason))
-        return groups, optimizer.state
-
-    def _say(self, what: str, reason: str) -> None:
-        if reason and f"{what}, as {reason}" not in self._said:
-            self._said.add(f"{what}, as {reason}")
-            log.info("superpipeline: %s, as %s", what, reason)
-
-    def _say_partly_stepped(self, ahead: StepAhead) -> None:
-        """A failure in the middle: weights are not those of one step."""
-        with contextlib.suppress(Exception):  # it is being raised, or is what is raised
-            ahead.finish()
-        if ahead.stepped:
-            log.error(
-                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
-                "optimizer_overlap=False keeps a failed step from changing any",
-                len(ahead.stepped),
-                len(self.managed),
-            )
-
-    def _managed_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return [param for param in params if self.engine.owner(param) is not None]
-
 
 def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
     """Stream this module's weights through a window on ``device``; train it in your own loop.
@@ -476,61 +308,3 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     """
     parsed = Options.parse(**options)
     return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers live on the device; one that is registered twice becomes two, as by ``module.to()``."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.device != device:
-                with torch.inference_mode(False):
-                    child._buffers[name] = buffer.to(device)
-
-
-def _identities(module: nn.Module) -> list[Any]:
-    """Which parameters stand where: nearly always the same ones, so this is asked first."""
-    found: list[Any] = []
-    children: list[nn.Module | None] = [module]
-    for child in children:  # which grows meanwhile
-        if child is not None:
-            own = child.__dict__
-            if own["_parameters"]:
-                found += own["_parameters"]
-                found += map(id, own["_parameters"].values())
-            children += own["_modules"].values()
-    return found
-
-
-def _structure(module: nn.Module) -> list[Any]:
-    """What tells whether the table of slots still holds."""
-
-    def described(name: str, p: Any) -> Any:
-        if p is None:
-            return name
-        return (name, id(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
-
-    return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
-
-
-def _materialize(module: nn.Module) -> None:
-    """Gives parameters on the meta device their memory, on the host, and their modules' own initial values.
-
-    They stay the objects they are, so what is tied stays tied.
-    """
-    for name, child in module.named_modules():
-        own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        reset = getattr(child, "reset_parameters", None)
-        if reset is None:
-            raise PartitionError(
-                f"{name or type(child).__name__} has parameters on the meta device and no reset_parameters(); "
-                "load its weights before training, or build it under trainer.init_module()"
-            )
-        for tensor in own:
-            if tensor.is_meta:
-                made = torch.empty_like(tensor, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    made = nn.Parameter(made, tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-        reset()

@@ -341,14 +341,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         if not automatic:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         ahead = self._may_step_ahead(optimizer)
-        overlapping = self.handle.stepping_ahead if ahead else self.handle.holding
+        overlapping = self.handle.steps.ahead if ahead else self.handle.steps.held
         with overlapping(optimizer, self._may_hold):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         assert self.handle is not None and self.lightning_module is not None
         reason = between.backward_and_step(self, self.lightning_module, optimizer)
-        if reason is None and self.handle.has_other_step_hooks(optimizer):
+        if reason is None and self.handle.steps.has_other_hooks(optimizer):
             reason = OTHER_HOOKS
         self._say("the optimizer steps after backward", reason)
         return reason is None
@@ -364,7 +364,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None and self.handle is not None
         reason = between.step_and_next(module)
-        if reason is None and self.handle.has_other_step_hooks(module.trainer.optimizers[0], after=True):
+        if reason is None and self.handle.steps.has_other_hooks(module.trainer.optimizers[0], after=True):
             reason = OTHER_HOOKS
         self._say("the next forward waits for the whole step of the optimizer", reason)
         return reason is None and between.next_is_a_training_step(module.trainer)

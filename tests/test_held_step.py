@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, handle):
         self.event = threading.Event()
-        handle._thread.submit(lambda: self.event.wait(60))
+        handle.steps._thread.submit(lambda: self.event.wait(60))
 
     def open(self, after=0.05):
         threading.Timer(after, self.event.set).start()
@@ -60,7 +60,7 @@ class Held:
         """All of it."""
         squares(self.net, x).backward()
         before(self.net, self.optimizer)
-        with self.handle.holding(self.optimizer, lambda: True):
+        with self.handle.steps.held(self.optimizer, lambda: True):
             self.gate = Gate(self.handle)
             self.gate.open(self.opens_after)
             self.optimizer.step()
@@ -69,11 +69,11 @@ class Held:
         """What was not stepped when backward came to the second block."""
 
         def stop(_):
-            self.handle._thread.submit(lambda: None).result()
+            self.handle.steps._thread.submit(lambda: None).result()
             self.gate = Gate(self.handle)
 
         hook = self.net.blocks[1].register_forward_hook(lambda *args: args[2].register_hook(stop) and None)
-        with self.handle.stepping_ahead(self.optimizer, lambda: True):
+        with self.handle.steps.ahead(self.optimizer, lambda: True):
             squares(self.net, x).backward()
             hook.remove()
             before(self.net, self.optimizer)
@@ -107,7 +107,7 @@ def hold(device, request):
         optimizer = make_optimizer(net)
         x = next(inputs(device))
         for _ in range(steps - 1):
-            with handle.stepping_ahead(optimizer):  # the first of them shows whether it may (backward.py, Rule 5)
+            with handle.steps.ahead(optimizer):  # the first of them shows whether it may (backward.py, Rule 5)
                 step(net, optimizer, x)
         optimizer.zero_grad()
         held = Held(handle, net, optimizer, opens_after)
@@ -285,7 +285,7 @@ def test_a_backward_that_comes_again_accumulates_after_it(device):
         loss = net(x).square().sum()
         loss.backward(retain_graph=True)
         Gate(handle).open()
-        with handle.holding(optimizer, lambda: True):
+        with handle.steps.held(optimizer, lambda: True):
             optimizer.step()
         loss.backward()
         return [p.data.clone() for p in net.parameters()]
@@ -311,9 +311,9 @@ def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_i
         loss = net(x.to(device)).square().sum()
         loss.backward(retain_graph=True)
         Gate(handle).open()
-        with handle.holding(optimizer, lambda: True):
+        with handle.steps.held(optimizer, lambda: True):
             optimizer.step()
-        with handle.stepping_ahead(optimizer):
+        with handle.steps.ahead(optimizer):
             loss.backward()
             optimizer.step()
         assert handle.stats()["held_steps"] == 1
@@ -323,7 +323,7 @@ def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_i
 def test_a_step_waits_for_the_one_before(hold):
     held, (net, optimizer) = hold(), plain()
     optimizer.step()
-    with held.handle.holding(held.optimizer, lambda: True):
+    with held.handle.steps.held(held.optimizer, lambda: True):
         held.optimizer.step()
     assert_equal(held.net.state_dict(), net.state_dict())
 
@@ -443,7 +443,7 @@ def test_a_weight_of_a_class_of_its_own_is_stepped_at_once(device, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, device) as handle:
         optimizer, x = adamw(net), next(inputs(device))
         for _ in range(2):
-            with handle.holding(optimizer, lambda: True):
+            with handle.steps.held(optimizer, lambda: True):
                 step(net, optimizer, x)
     assert handle.stats()["held_steps"] == 0 and "head.weight is of a class of its own, Scale" in caplog.text
 
@@ -566,7 +566,7 @@ def test_the_first_unit_is_computed_before_the_last_one_is_stepped(device, monke
         optimizer.zero_grad()
         squares(net, x).backward()
         monkeypatch.setattr(module, name, waits)
-        with handle.holding(optimizer, lambda: True):
+        with handle.steps.held(optimizer, lambda: True):
             optimizer.step()
         net.blocks[1].register_forward_hook(lambda *_: computed.set())
         handle.open_scope("train")

@@ -486,7 +486,7 @@ def stepping(net, handle, x, steps=2):
     optimizer = make_optimizer(net)
     for _ in range(steps):
         optimizer.zero_grad()
-        with handle.stepping_ahead(optimizer):
+        with handle.steps.ahead(optimizer):
             squares(net, x).backward()
             optimizer.step()
     return optimizer
@@ -528,7 +528,7 @@ def test_an_error_of_the_thread_that_steps_ahead_is_raised(leaves, monkeypatch):
         x = models.vectors(0)[0].to(DEVICE)
         optimizer = stepping(net, handle, x)
         monkeypatch.setattr(torch.optim.SGD, "_init_group", fail)
-        with pytest.raises(Interruption), handle.stepping_ahead(optimizer, lambda: came.wait(60) and leaves):
+        with pytest.raises(Interruption), handle.steps.ahead(optimizer, lambda: came.wait(60) and leaves):
             optimizer.zero_grad()
             squares(net, x).backward()
 
@@ -541,7 +541,7 @@ def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
         in_backward_of_the_first_block(net, interrupt)
         optimizer.zero_grad()
         slow(d2h=SLOW_US)
-        with pytest.raises(Interruption), handle.stepping_ahead(optimizer):
+        with pytest.raises(Interruption), handle.steps.ahead(optimizer):
             squares(net, x).backward()
         assert "already stepped 18 of 28 parameters" in caplog.text  # the blocks 1, 2 and 3
         after = [torch.Tensor.data.__get__(p).clone() for p in net.parameters()]
@@ -567,7 +567,7 @@ def test_another_thread_that_asks_for_the_state_waits_for_what_is_stepped_ahead(
         in_backward_of_the_first_block(net, look_in_another_thread)
         optimizer.zero_grad()
         slow(d2h=SLOW_US)
-        with handle.stepping_ahead(optimizer):
+        with handle.steps.ahead(optimizer):
             squares(net, x).backward()
             optimizer.step()
         assert torch.equal(seen[0], optimizer.state[weight]["momentum_buffer"])
@@ -633,7 +633,7 @@ def test_units_are_stepped_while_the_last_gradients_are_on_their_way():
         before = handle.stats()["stepped_ahead"]
         slow(d2h=SLOW_US)
         optimizer.zero_grad()
-        with handle.stepping_ahead(optimizer, lambda: True):
+        with handle.steps.ahead(optimizer, lambda: True):
             squares(net, x).backward()
             optimizer.step()
         assert handle.stats()["stepped_ahead"] - before >= 20  # of 28: but for one unit, if the host is slow

@@ -1,0 +1,190 @@
+"""The steps of optimizers, by whoever calls them, as the options say.
+
+1. An optimizer that has parameters of ours steps them in pieces, or fused (optimizer.py), from its first step on.
+2. While it steps, what it reads and writes is on the host. What is resident is stale afterwards.
+3. Within ``ahead`` units are stepped while backward runs (overlap.py), within ``held`` beside the next forward
+   (held.py). An optimizer that does not step each parameter by itself steps as ever, and so does any where the CPU
+   computes with several threads (overlap.py, Rule 7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from . import malloc, reads, scaler
+from .engine import Engine
+from .held import HeldStep, Unholdable
+from .optimizer import Group, ShadowStep, fuse, step_in_pieces
+from .overlap import HostThread, StepAhead
+
+log = logging.getLogger(__name__)
+
+
+class Steps:
+    """Those of all optimizers, while a module is streamed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine  # another one when the module's parameters changed
+        self._counters = engine.counters
+        self._options = engine.options
+        self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
+        self._thread = HostThread()
+        self._said: set[str] = set()  # why steps do not run beside anything
+        scaler.begin()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Optimizers step as they ever did."""
+        malloc.as_ever()
+        scaler.end()
+        for shadow in self._shadows.values():
+            if shadow is not None:
+                shadow.close()
+        self._shadows.clear()
+        self._thread.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
+        self._counters.listener.step_may_begin()
+        managed = self._managed_by(optimizer)
+        if managed:
+            self._prepare(optimizer)  # its own hooks run after this one, already in this step
+            scaler.hand_over(optimizer)
+        self.engine.optimizing = True
+        if not self.engine.holding:  # else a closure may come first, with a forward beside which the last step runs on
+            reads.pause()
+        self.engine.collect_writes()
+        self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._shadows:
+            self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            if not optimizer.state:
+                malloc.by_themselves()  # its first step makes it
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        malloc.as_ever()
+        self.engine.optimizing = False
+        self._counters.listener.stepped()
+        reads.resume()
+        ahead = self.engine.downlink.ahead
+        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.held}
+        self.engine.suspect(self._managed_by(optimizer), stepped)
+        self.engine.follow()
+
+    def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
+        """Whether somebody but us wants to be called before this optimizer steps, or after it."""
+        self._prepare(optimizer)
+        own = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
+        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
+        ours = 0 if self._shadows[optimizer] is None else 1
+        return len(own) > ours or len(of_all) > 1
+
+    @property
+    def _shares_cores(self) -> bool:
+        """Whether units compute where optimizers step, on all cores (overlap.py, Rule 7)."""
+        return self.engine.device.is_host and torch.get_num_threads() > 1
+
+    @contextlib.contextmanager
+    def ahead(self, optimizer: Optimizer, may_hold: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
+        units are stepped while backward still runs, and what is left then as by ``held``. Where the optimizer does
+        not step each parameter by itself, nothing is different."""
+        self._prepare(optimizer)
+        step = self._shadows[optimizer]
+        if step is None or self._shares_cores:
+            yield
+            return
+        self.engine.downlink.marks.clear()  # of a backward before
+        self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
+
+        def rest() -> tuple[list[Group], dict[Any, Any]]:
+            ahead.give_back()
+            self.engine.check_changed()
+            groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
+            return groups, ahead.state
+
+        step.rest = rest
+        try:
+            yield
+        except BaseException:
+            self._say_partly_stepped(ahead)
+            raise
+        finally:
+            self.engine.downlink.ahead = None
+            step.rest = None
+            ahead.give_back()
+            ahead.sort_state()
+            self._say("the optimizer steps after backward", ahead.given_up)
+            self._counters.stepped_ahead += len(ahead.stepped)
+
+    @contextlib.contextmanager
+    def held(self, optimizer: Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
+        """Within, this optimizer's step returns at once and runs on beside the next forward (held.py), if by then it
+        may, and where nobody could see that it is not done."""
+        self._prepare(optimizer)
+        step = self._shadows[optimizer]
+        if step is None or self._shares_cores:
+            yield
+            return
+        step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
+        try:
+            yield
+        finally:
+            step.rest = None
+
+    def _rest(
+        self,
+        optimizer: Optimizer,
+        step: ShadowStep,
+        groups: list[Group],
+        stepped: Collection[int],
+        may_hold: Callable[[], bool],
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
+        self.engine.finish_steps()
+        if self.engine.any_left(groups) and may_hold():
+            try:
+                return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
+            except Unholdable as reason:
+                self._say("the next forward waits for the whole step of the optimizer", str(reason))
+        return groups, optimizer.state
+
+    def _say(self, what: str, reason: str) -> None:
+        if reason and f"{what}, as {reason}" not in self._said:
+            self._said.add(f"{what}, as {reason}")
+            log.info("superpipeline: %s, as %s", what, reason)
+
+    def _say_partly_stepped(self, ahead: StepAhead) -> None:
+        """A failure in the middle: weights are not those of one step."""
+        with contextlib.suppress(Exception):  # it is being raised, or is what is raised
+            ahead.finish()
+        if ahead.stepped:
+            log.error(
+                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
+                "optimizer_overlap=False keeps a failed step from changing any",
+                len(ahead.stepped),
+                sum(len(unit.store.params) for unit in self.engine.units),
+            )
+
+    def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return [param for param in params if self.engine.owner(param) is not None]
