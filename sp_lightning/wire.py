@@ -59,7 +59,7 @@ class Weight:
             self.give_up()
             return None
         self.dtype = dtype
-        recorded = torch.is_grad_enabled()
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._count(recorded)
         output = binding.outputs[self.index]
         uses = binding.uses.get(self.index)

@@ -151,6 +151,15 @@ def test_evaluation_is_cast_as_well(device):
         assert len(travelling(handle)) == 6
 
 
+def test_gradients_that_are_enabled_where_inference_mode_makes_none(device):
+    net = layers()
+    with sp_lightning.stream(net, device, window=1) as handle, torch.inference_mode(), autocast(device):
+        for x in inputs(device, 3):
+            with torch.enable_grad():
+                assert not net(x).requires_grad
+        assert len(travelling(handle)) == 6
+
+
 def test_a_new_kind_of_pass_that_makes_gradients_is_recorded_first(device):
     net = layers()
     x = next(inputs(device, 1))
