@@ -37,8 +37,8 @@ class SavedWeight:
     """The place of a saved tensor in a unit's buffer (Rule 1)."""
 
     __slots__ = (
-        *("build", "content", "device_version", "dtype", "host_version", "index", "memory", "offset", "shape"),
-        *("stride", "unit"),
+        *("build", "conjugate", "content", "device_version", "dtype", "host_version", "index", "memory", "negative"),
+        *("offset", "shape", "stride", "unit"),
     )
 
     def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
@@ -47,6 +47,7 @@ class SavedWeight:
         self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
         self.shape = tensor.shape
         self.stride = tensor.stride()
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # what operators apply to the bytes
         self.index = unit.store.field_at(self.offset * tensor.element_size())
         self.host_version = unit.store.version(self.index)
         self.device_version = true_version(unit.binding.outputs[self.index])
@@ -62,6 +63,8 @@ class SavedWeight:
             and self.dtype is tensor.dtype
             and self.shape == tensor.shape
             and self.stride == tensor.stride()
+            and self.conjugate == tensor.is_conj()
+            and self.negative == tensor.is_neg()
             and self.build == binding.build
             and self.host_version == store.version(self.index)
             and self.device_version == true_version(binding.outputs[self.index])
@@ -71,7 +74,9 @@ class SavedWeight:
     def tensor(self) -> Tensor:
         """The same view of the unit's buffer, which must be resident."""
         empty = torch.empty(0, dtype=self.dtype, device=self.unit.store.storage.device)
-        return empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)
+        tensor = empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch._neg_view(tensor) if self.negative else tensor
 
     def check(self) -> None:
         """Rules 3 and 4."""

@@ -393,7 +393,7 @@ def difference(expected: Any, actual: Any, bitwise: bool = True) -> str | None:
         parts = [(t._indices(), t._values()) for t in (expected, actual)]
         return difference(parts[0][0], parts[1][0]) or difference(parts[0][1], parts[1][1], bitwise)
     if expected.is_complex():
-        return difference(torch.view_as_real(expected), torch.view_as_real(actual), bitwise)
+        return difference(*(torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual)), bitwise)
     wrong = bits(expected) != bits(actual)
     tolerance = None
     if not bitwise and expected.is_floating_point():

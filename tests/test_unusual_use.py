@@ -610,14 +610,15 @@ def forward_slope(net, x):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("training_too", [False, True])
-def test_function_transforms_over_a_streamed_module(device, transform, training_too):
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_function_transforms_over_a_streamed_module(device, transform, training_too, activations):
     def run(net, device):
         if not training_too:
             net.requires_grad_(False)
         yield tuple(TRANSFORMS[transform](net, next(inputs(device))))
         yield from training()(net.requires_grad_(), device)
 
-    check(blocks, run, device)
+    check(blocks, run, device, activations=activations)
 
 
 def test_per_sample_gradients(device):
@@ -656,6 +657,34 @@ class Tangent(Potential):
 @pytest.mark.parametrize("block", [Potential, Tangent])
 def test_function_transforms_inside_a_unit(device, block):
     check(models.stack_of(block), training(), device)
+
+
+def test_function_transforms_of_units_are_trained_through_where_units_run_again(device):
+    def slope(net, x):
+        return torch.func.vmap(torch.func.grad(lambda x: net(x).sum()))(x).square().mean()
+
+    check(blocks, training(slope), device, activations="recompute")
+
+
+# --- Complex numbers
+
+
+class Complex(nn.Module):
+    """Uses a weight, and what it computes, conjugated and negated: views whose bytes say otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Linear(models.WIDTH, models.WIDTH, dtype=torch.complex64) for _ in range(2))
+
+    def forward(self, x):
+        z = self.one(torch.complex(x, x.cos())).tanh()
+        z = z.conj() @ self.two.weight.mH + z.conj() * self.two.weight[0].conj()
+        return x + z.real * z.conj().imag * self.one.weight.conj().imag[0]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+def test_conjugated_and_negated_views_of_complex_weights(device, activations):
+    check(models.stack_of(Complex), training(), device, activations=activations)
 
 
 # --- Checkpoints in checkpoints
