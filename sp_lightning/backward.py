@@ -1,8 +1,9 @@
 """The backward that runs: whose gradients are complete, and which units may be stepped while it goes on.
 
 1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
-   one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. If another
-   one comes back all the same, that is an error.
+   one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. It has to
+   be seen again of a unit with frozen weights that travel in another type, which may be saved where casts were, and of
+   all units when others of their weights train. If a backward comes back all the same, that is an error.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
@@ -16,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -87,6 +88,10 @@ class Backward:
                 "which neither it nor a hook that looks at weights or changes gradients did in the steps before; set "
                 "optimizer_overlap=False"
             )
+
+    def forget(self, units: Iterable[StreamedUnit]) -> None:
+        """What these need in a backward may be something else from now on (Rule 1)."""
+        self._left_alone.difference_update(units)
 
     def check_gradient(self, unit: StreamedUnit, name: str) -> None:
         """A hook asks for the gradient of this weight (Rule 4)."""

@@ -63,11 +63,13 @@ class Binding:
         self._versions: list[int] = []
         self._baseline: tuple[int, int] = (0, 0)
 
-    def refresh(self) -> None:
-        """Makes the stand-ins, if they are missing or lead to the wrong parameters (Rule 3)."""
+    def refresh(self) -> bool:
+        """Makes the stand-ins, if they are missing or lead to the wrong parameters (Rule 3); tells whether other ones
+        train than did."""
         trainable = [parameter.requires_grad for parameter in self.store.params]
-        if trainable == self._trainable and self.outputs:
-            return
+        changed = trainable != self._trainable and bool(self._trainable)
+        if not changed and self.outputs:
+            return False
         assert not self.bound
         self.uses = {index: Uses() for index in self.store.autocast}
         receive, views = self._receiver(self.uses), self.store.device_views()
@@ -80,6 +82,7 @@ class Binding:
         self.build += 1
         self._versions = self.versions()
         self._baseline = (self.store.aliases(), self._references())
+        return changed
 
     def _receiver(self, uses: dict[int, Uses]) -> Receive:
         """With the gradients of these uses where the node has none."""

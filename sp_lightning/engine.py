@@ -106,6 +106,8 @@ class Engine:
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """These weights of a unit travel in these types from now on (wire.py)."""
+        if not all(unit.store.params[index].requires_grad for index in types):
+            self.backward.forget([unit])
         del self._by_storage[unit.store.storage._cdata]
         self.window.retype(unit, types)
         self._by_storage[unit.store.storage._cdata] = unit
@@ -359,8 +361,8 @@ class Engine:
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
                 self.window.require(unit)
-            if not unit.binding.bound:
-                unit.binding.refresh()
+            if not unit.binding.bound and unit.binding.refresh():
+                self.backward.forget(self.units)
             self._backed = unit if in_backward() else None
 
     def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:

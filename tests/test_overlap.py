@@ -1,6 +1,7 @@
 """The optimizer steps while backward runs where that is exact, and only there; either way the bits are the plain
 run's."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -63,6 +64,45 @@ def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
 def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
     options = {"window": 2, "optimizer_overlap": overlap}
     parity.check(models.case(name), options, accelerator="simgpu", optimizer=optimizer, accumulate=2, epochs=2)
+
+
+class Adapted(models.Block):
+    """A frozen layer beside a trained one, whose gradients are complete before the frozen one is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(models.WIDTH, models.WIDTH, bias=False).requires_grad_(False)
+        self.adapter = torch.nn.Linear(models.WIDTH, models.WIDTH, bias=False)
+        for part in (self.norm, self.up, self.down):
+            part.requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+class Thawing(models.Stack):
+    """All but its last block begins to train in a later step."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__([models.Block().requires_grad_(False), models.Block().requires_grad_(False), Adapted()])
+        self.stem.requires_grad_(False)
+
+    def run(self, x):
+        self.steps += self.training
+        if self.steps > 2:
+            self.blocks[:2].requires_grad_()
+        return super().run(x)
+
+
+@pytest.mark.parametrize("make", [models.stack_of(Adapted), Thawing])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_backward_begins_to_need_with_other_types_or_other_weights_that_train_is_seen_again(
+    device, make, precision
+):
+    case = dataclasses.replace(models.case("mlp"), make=make)
+    parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
 
 
 def test_every_parameter_with_a_gradient_is_stepped_ahead():
