@@ -65,6 +65,9 @@ def _profile(
 MACHINES = {
     machine.name: machine
     for machine in (
+        # NVIDIA Ampere GA102 GPU architecture whitepaper: 128 FLOP of a tensor core in a clock. 112 of them, 3584 CUDA
+        # cores, 1.777 GHz, 12 GB. Two channels of DDR4-3200: 51.2 GB/s.
+        _profile("rtx3060", 25.5e12, 12.7e12, GEN4, 51.2e9, 12 * GIB, 64 * GIB),
         # NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOP/s, 24 GB. Two channels of DDR5-5600: 89.6 GB/s.
         _profile("rtx4090", 165.2e12, 82.6e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),
         # NVIDIA RTX Blackwell GPU architecture whitepaper: 209.5 TFLOP/s, 32 GB. Two channels of DDR5-6400: 102.4 GB/s.

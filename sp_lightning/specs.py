@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from .errors import OptionError
+from .shapes import SHAPES
 from .workloads import WORKLOADS, Workload
 
 SPECS = (
     "a transformers config.json or a directory with one, a torchvision name such as vit_h_14, package.module:function, "
-    f"or one of {', '.join(WORKLOADS)}"
+    f"or one of {', '.join(dict.fromkeys([*WORKLOADS, *SHAPES]))}"
 )
+LENGTH = 2048  # tokens in a row, unless told otherwise
 IMAGE = 224  # its height and width, where a config says none
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depths", "layers_block_type")
 
@@ -37,25 +39,43 @@ class Spec:
     note: str = ""
 
 
-def find(text: str, rows: int, length: int, data: str | None = None) -> Spec:
+def find(text: str, rows: int, length: int | None = None, data: str | None = None) -> Spec:
     """The model of that name, with a batch of so many rows; texts and token sequences have that length.
 
     Args:
         text: One of `SPECS`.
         rows: Of the batch.
-        length: Tokens in a row.
+        length: Tokens in a row; None: as many as the model has, or 2048.
         data: ``package.module:function``: a function of rows and length that gives the batch.
     """
+    if data is None and text in SHAPES.keys() - WORKLOADS:
+        return _of_shape(text, rows, length)
+    length = length or LENGTH
     spec = _found(text, rows, length, data)
     if data is None:
         return spec
     return Spec(spec.name, spec.model, _function("data", data)(rows, length), spec.loss)
 
 
+def _of_shape(name: str, rows: int, length: int | None) -> Spec:
+    shape = SHAPES[name]
+    for library in shape.needs:
+        _needed(library)
+    length = length or shape.seq
+    shape.check(length)
+    return Spec(name, shape.make, shape.inputs(rows, length, torch.Generator()), _own_loss)
+
+
+def _own_loss(net: nn.Module, batch: Any) -> Any:
+    return net(**batch)
+
+
 def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
     path = Path(text)
     if text in WORKLOADS:
         return Spec(text, WORKLOADS[text], rows * length)
+    if text in SHAPES:
+        return Spec(text, SHAPES[text].make, None, _own_loss)
     if path.is_dir() or path.suffix == ".json":
         return _of_config(path / "config.json" if path.is_dir() else path, rows, length, data)
     if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):

@@ -460,7 +460,7 @@ def test_a_budget_that_a_run_refuses_is_refused_by_the_plan(options, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"machine": "abacus"}, "machine must be 'here', a machine.Machine, or one of 'rtx4090', .* got 'abacus'"),
+        ({"machine": "abacus"}, "machine must be 'here', a machine.Machine, or one of 'rtx3060', .* got 'abacus'"),
         ({"precision": "fp4"}, "precision must be one of '32-true', .* got 'fp4'"),
         ({"optimizer": "AdamX"}, "optimizer must be one of Adam, AdamW, .* got 'AdamX'"),
         ({"windows": 2}, "an option must be one of window, .* got 'windows'"),

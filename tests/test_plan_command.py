@@ -1,6 +1,7 @@
 """``python -m sp_lightning plan``: what it prints, what it draws, which models it finds, and what it refuses."""
 
 import json
+import pathlib
 import re
 
 import pytest
@@ -9,6 +10,9 @@ from torch import nn
 
 from sp_lightning import cli, specs, trade
 from sp_lightning.errors import MissingExtraError, OptionError
+from sp_lightning.shapes import SHAPES
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
 
 LLAMA = {
     "model_type": "llama",
@@ -145,6 +149,40 @@ def test_a_torchvision_name_is_a_classifier_with_images(name):
     assert spec.loss(spec.model(), spec.batch).dim() == 0
 
 
+@pytest.mark.parametrize(
+    "name, length, tokens", [("llama-tiny", 8, 8), ("llama-tiny", None, 64), ("vit-tiny", None, 17)]
+)
+def test_a_shape_of_the_benchmarks_has_a_length_of_its_own(name, length, tokens):
+    pytest.importorskip("transformers")
+    spec, shape = specs.find(name, 2, length), SHAPES[name]
+    assert spec.batch.keys() == shape.inputs(2, tokens, torch.Generator()).keys()
+    assert {tuple(t.shape) for t in spec.batch.values() if t.dim() == 2} <= {(2, tokens)}
+    assert spec.loss(spec.model(), spec.batch).requires_grad
+
+
+def test_a_shape_refuses_a_length_that_it_can_not_have():
+    with pytest.raises(OptionError, match="seq must be 17 for this model: patches and a class, got 9"):
+        specs.find("vit-tiny", 2, 9)
+
+
+def test_a_shape_takes_a_batch_of_the_users():
+    spec = specs.find("tiny", 3, 8, "test_plan_command:tokens")
+    assert spec.batch["tokens"].shape == (3, 9)
+    assert spec.loss(spec.model(), spec.batch).requires_grad
+
+
+def tokens(rows, length):
+    return {"tokens": torch.zeros(rows, length + 1, dtype=torch.long)}
+
+
+def test_the_readme_shows_what_is_printed(capsys):
+    """Of the command above it, the first lines."""
+    (command,) = re.findall(r"^python -m sp_lightning plan (.*)$", README.read_text(), re.MULTILINE)
+    run(*command.split())
+    printed = "\n".join(capsys.readouterr().out.splitlines()[:2])
+    assert f"```text\n{printed}\n```" in README.read_text()
+
+
 def test_a_workload_is_planned_for_its_tokens(capsys):
     run("--model", "llama3-8b", "--batch", 8, "--machine", "h100", "--activations", "recompute")
     assert "batch of 16384" in capsys.readouterr().out
@@ -211,7 +249,7 @@ def test_a_file_that_can_not_be_written_ends_with_a_sentence(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--machine", "abacus"), "machine must be 'here', a machine.Machine, or one of 'rtx4090'"),
+        (("--machine", "abacus"), "machine must be 'here', a machine.Machine, or one of 'rtx3060'"),
         (("--batch", 0), "batch must be an int >= 1, got 0"),
         (("--seq", -1), "seq must be an int >= 1, got -1"),
         (("--device-memory", "big"), "device_memory must be bytes such as"),

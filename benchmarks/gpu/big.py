@@ -12,9 +12,9 @@ import sys
 
 from measured import Comparison, begin, merit, ours, parser
 
-from sp_lightning.bench.shapes import SHAPES
 from sp_lightning.config import parse_bytes
 from sp_lightning.host import host_memory
+from sp_lightning.shapes import SHAPES
 
 HOST_BYTES = 18
 SEQUENCE = 6 << 30  # device bytes

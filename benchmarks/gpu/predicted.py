@@ -11,9 +11,9 @@ import torch
 from sp_lightning import plan
 from sp_lightning.bench import Entry, Setting
 from sp_lightning.bench.figures import Result, Row
-from sp_lightning.bench.shapes import build
 from sp_lightning.machine import Machine
 from sp_lightning.planner import RESERVED
+from sp_lightning.shapes import build
 from sp_lightning.units import partition
 
 OPTIMIZERS = {"adamw": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}

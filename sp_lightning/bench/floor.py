@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..machine import Machine
+from ..shapes import multiplied
 from ..simulation import UnitCost, floor
 from ..units import Unit, partition
 from .setting import Setting
-from .shapes import multiplied
 
 CAST = (nn.Linear, nn.modules.conv._ConvNd)  # whose weights autocast casts
 # Read and written by a step, as shares of what FP32 AdamW, which is measured, reads and writes: 28 bytes a parameter.

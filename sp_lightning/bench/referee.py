@@ -23,13 +23,13 @@ import torch
 from ..errors import SuperpipelineError
 from ..host import host_memory
 from ..machine import Machine
+from ..shapes import build
 from .contenders import CONTENDERS
 from .entries import Entry
 from .facts import facts
 from .figures import Result, Row
 from .floor import Costs
 from .setting import Setting
-from .shapes import build
 from .worker import the_machine
 
 COMMAND = [sys.executable, "-m", "sp_lightning.bench.worker"]

@@ -13,7 +13,7 @@ import torch
 from ..config import ACTIVATIONS, parse_bytes
 from ..device import check_supported
 from ..errors import MissingExtraError, OptionError, UnsupportedError
-from .shapes import SHAPES, Shape
+from ..shapes import SHAPES, Shape
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 OPTIMIZERS = ("adamw", "adamw-fused", "sgd")

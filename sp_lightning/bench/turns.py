@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..device import Device
-from .shapes import Batch
+from ..shapes import Batch
 
 
 class Turns:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..device import Device
+from ..shapes import Batch, build
 from .setting import Setting
-from .shapes import Batch, build
 
 BATCHES = 4  # different ones
 RATE = 1e-4

@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="a transformers config.json or its directory, a torchvision name, package.module:function, or a workload",
+        help="a transformers config.json or its directory, a torchvision name, package.module:function or a known name",
     )
     parser.add_argument("--batch", type=int, default=1, help="rows of a batch (default: 1)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens in a row (default: 2048)")
+    parser.add_argument("--seq", type=int, help="tokens in a row (default: as many as the model has, or 2048)")
     parser.add_argument("--data", help="package.module:function of rows and tokens that gives the batch")
     parser.add_argument("--precision", default="bf16-mixed", help="as the Trainer's (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="such as AdamW or SGD (default: the module's own, or AdamW)")
@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
     from ..specs import find
 
     for name in ("batch", "seq"):
-        _check_count(name, getattr(args, name))
+        if getattr(args, name) is not None:
+            _check_count(name, getattr(args, name))
     if args.plot:
         check_picture(args.plot)
     spec = find(args.model, args.batch, args.seq, args.data)

@@ -1,4 +1,4 @@
-"""Models to measure with: published shapes, with random weights.
+"""Models to plan for and to measure with: published shapes, with random weights.
 
 Called with a batch, each gives its loss. Weights are a million random numbers, repeated: as many as the largest models
 have would take longer than measuring them.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import OptionError
+from .errors import OptionError
 
 Batch: TypeAlias = dict[str, Tensor]
 
