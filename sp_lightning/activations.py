@@ -192,10 +192,12 @@ class SavedTensors:
         return saved.unpacked()  # type: ignore[no-any-return]
 
     def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
+        @never_compiled_hook
         def pack(tensor: Tensor) -> Any:
             unit = self._owner(tensor.untyped_storage()._cdata)
             return unit and saved_weight(unit, tensor), outer_pack(tensor)
 
+        @never_compiled_hook
         def unpack(pair: Any) -> Tensor:
             saved, packed = pair
             if saved is not None:

@@ -278,6 +278,27 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
     assert not dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activations):
+    """Around a layer with a hook in backward: what autograd saves there is seen where compiled code calls."""
+
+    def hooked():
+        net, seen = stack(), []
+        for block in net:
+            block.up.register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].clone()))
+        return net, seen
+
+    plain, expected = hooked()
+    for block in plain:
+        block.compile()
+    losses_expected = losses(plain)
+    dynamo.reset()
+    net, seen = hooked()
+    with sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True, activations=activations):
+        assert losses(net) == losses_expected
+    assert all(map(torch.equal, seen, expected))
+
+
 def test_without_it_nothing_is_compiled(fresh_dynamo):
     net = stack()
     with sp_lightning.stream(net, "cpu", window=2, units=["Block"]):
