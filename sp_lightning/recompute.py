@@ -7,7 +7,8 @@ run is the first one and leaves no trace:
    is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
    cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what stands in the
    places of parameters for the time of a call (`torch.func.functional_call`). What knows modules outside of the unit,
-   such as a trainer, is not its own and is left alone.
+   such as a trainer, is not its own and is left alone. What can not be copied is copied in parts, as far as these can;
+   an iterator of which there is no copy is an error.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -59,7 +61,13 @@ class Recompute:
         Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow
         through.
         """
-        before = _Before(root, args, kwargs, self._written)
+        try:
+            before = _Before(root, args, kwargs, self._written)
+        except _CanNotBeCopied:
+            raise ExactnessError(
+                f"{name} keeps, or is passed, an iterator that can not be copied, so its forward can not run again; "
+                "use activations='keep' or 'offload'"
+            ) from None
         known = name in self._leaves_alone
         twins = {} if known else _twins((args, kwargs))
         stowed = before.stow(self._offload) if self._offload is not None and known else []
@@ -304,10 +312,38 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     for shared in _reachable(value):
         memo[id(shared)] = shared
+    trial = dict(memo)  # where a failure leaves what is half copied
     try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # it can not be copied: then it is hoped that forward does not change it, as for any checkpoint
+        made = copy.deepcopy(value, trial)
+    except Exception:
+        return _copied_in_parts(value, memo)
+    memo.update(trial)
+    return made
+
+
+class _CanNotBeCopied(Exception):
+    """An iterator: whoever runs forward has gone on in it."""
+
+
+def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
+    """Of something that can not be copied as a whole: for what can not be at all, such as a lock, it is hoped that
+    forward does not change it, as for any checkpoint."""
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        raise _CanNotBeCopied
+    try:
+        made = copy.copy(value)
+    except Exception:
         return value
+    memo[id(value)] = made
+    if made is value:
+        return value
+    if isinstance(made, list):
+        made[:] = [_copied(item, memo) for item in value]
+    elif isinstance(made, dict):
+        made.update((key, _copied(item, memo)) for key, item in dict.items(value))
+    own = getattr(made, "__dict__", {})
+    own.update({name: _copied(item, memo) for name, item in own.items()})
+    return made
 
 
 def _carries_gradient(value: Any) -> bool:

@@ -183,8 +183,8 @@ def simulate(
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
     return Simulation(
         step_s=end - begin,
-        compute_s=sum(task.work for task in host.tasks if task.lane == "compute" and begin <= task.start < end),
-        stall_s={lane: sum(wait.seconds for wait in waits if wait.stall == WAITS[lane]) for lane in WAITS},
+        compute_s=math.fsum(task.work for task in host.tasks if task.lane == "compute" and begin <= task.start < end),
+        stall_s={lane: math.fsum(wait.seconds for wait in waits if wait.stall == WAITS[lane]) for lane in WAITS},
         peak_nbytes=host.peak,
         timeline=_timeline(host.tasks, units, begin, end),
         waits=waits,
@@ -199,15 +199,15 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     again = streamed[: max(0, len(streamed) - window)]  # the others stay for backward
     stay = streamed[:window]  # from the last backward, unless they were stepped
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
-    forward = sum(unit.forward_flops for unit in units)
-    backward = sum(unit.backward_flops for unit in units) + recompute * forward
+    forward = math.fsum(unit.forward_flops for unit in units)
+    backward = math.fsum(unit.backward_flops for unit in units) + recompute * forward
     return Floor(
         compute_forward=forward / machine.flops_per_s,
         compute_backward=backward / machine.flops_per_s,
         up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s,
         up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s,
         down=sum(unit.down_nbytes for unit in rest) / machine.down_bytes_per_s,
-        optimizer=sum(_step_s(unit, machine) for unit in rest),
+        optimizer=math.fsum(_step_s(unit, machine) for unit in rest),
         first_down=first.down_nbytes / machine.down_bytes_per_s,
         first_step=_step_s(first, machine),
         first_up=first.trained * first.up_nbytes / machine.up_bytes_per_s,
@@ -220,7 +220,7 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
     """Of all units: backward from the last one to it, its way down, the step of it and of all before it, a way up,
     forward from it to the last one."""
     flops = [(1 + recompute) * unit.forward_flops + unit.backward_flops for unit in units]
-    longest = left = sum(flops) / machine.flops_per_s
+    longest = left = math.fsum(flops) / machine.flops_per_s
     steps, up = 0.0, math.inf
     for unit, own in zip(units, flops, strict=True):
         if unit.trained:

@@ -1,7 +1,6 @@
 """What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
 import functools
-import itertools
 import random
 import threading
 import types
@@ -186,7 +185,7 @@ def counted(kept):
 
 COUNTERS = {
     "an object": (types.SimpleNamespace, counted),
-    "an iterator": (functools.partial(itertools.count, 1), next),
+    "an iterator": (lambda: iter([1, 2, 3, 4, 5, 6]), next),
     "torch's generator": (lambda: torch.Generator().manual_seed(3), lambda kept: float(torch.rand((), generator=kept))),
     "NumPy's generator": (lambda: numpy.random.default_rng(3), lambda kept: kept.random()),
     "Python's generator": (lambda: random.Random(3), lambda kept: kept.random()),
@@ -198,6 +197,39 @@ COUNTERS = {
 def test_an_object_that_a_block_changes_is_for_the_second_run_what_it_was_for_the_first(kept, device):
     make, count = COUNTERS[kept]
     check(lambda: models.Stack(Counting(make(), count) for _ in range(3)), training(), device, activations="recompute")
+
+
+def numbers():
+    yield from range(1, 100)
+
+
+@pytest.mark.parametrize("keep", [lambda it: it, lambda it: types.SimpleNamespace(it=[it])], ids=["itself", "inside"])
+def test_an_iterator_that_can_not_be_copied_is_an_error_that_names_the_unit(keep, device):
+    """A generator: since Python 3.14 those of itertools as well."""
+
+    def count(kept):
+        return next(kept.it[0] if isinstance(kept, types.SimpleNamespace) else kept)
+
+    net = models.Stack([models.Block(), Counting(keep(numbers()), count)])
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        with pytest.raises(ExactnessError, match="1 keeps, or is passed, an iterator that can not be copied"):
+            net(torch.randn(2, models.FEATURES, device=device))
+
+
+def test_what_can_not_be_copied_leaves_what_is_passed_beside_it_alone(device):
+    class Passed(models.Block):
+        def forward(self, x, seen=None, lock=None):
+            seen.append(len(seen))
+            return super().forward(x) * torch.full_like(x, 0.1 * len(seen))
+
+    class Net(models.Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, seen=[0], lock=threading.Lock())
+            return self.head(x)
+
+    check(lambda: Net(Passed() for _ in range(3)), training(), device, activations="recompute")
 
 
 def test_what_two_modules_of_a_unit_keep_together_is_one_object_again(device):
