@@ -53,7 +53,7 @@ class SavedWeight:
         self.device_version = true_version(unit.binding.outputs[self.index])
         self.build = unit.binding.build
         self.memory = unit.store.memory
-        self.content = unit.store.content if self.index in unit.store.autocast else None
+        self.content = unit.store.contents[self.index] if self.index in unit.store.autocast else None
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this tensor, which begins where that did, would be saved as the same."""
@@ -68,7 +68,7 @@ class SavedWeight:
             and self.build == binding.build
             and self.host_version == store.version(self.index)
             and self.device_version == true_version(binding.outputs[self.index])
-            and (self.content is None or self.content is store.content)
+            and (self.content is None or self.content is store.contents[self.index])
         )
 
     def tensor(self) -> Tensor:
@@ -82,7 +82,7 @@ class SavedWeight:
         """Rules 3 and 4."""
         store, binding = self.unit.store, self.unit.binding
         if self.content is not None:
-            if self.content is not store.content:
+            if self.content is not store.contents[self.index]:
                 raise ExactnessError(
                     f"{store.names[self.index]} was written between its forward and its backward, which plain autocast "
                     'does not notice; set wire_dtype="as-is"'

@@ -186,6 +186,8 @@ class Binding:
     def overwritten(self, indices: Sequence[int]) -> None:
         """These have new bytes: what autograd saved of the old ones, without our hooks, is an error as in a plain
         run."""
+        if not self.outputs:  # nothing could be saved since its types changed
+            return
         for index in indices:
             torch.autograd.graph.increment_version(self.outputs[index])
         self._versions = self.versions()

@@ -16,8 +16,8 @@
 7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
    change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
 8. What autograd saved in autocast's type stands for a copy that a plain run would have kept: it must not change before
-   its backward. Whoever saved it holds ``content``, an object that is replaced when the bytes are other bytes; and,
-   whatever it saved, ``memory``, which tells that the unit's layout has to stay.
+   its backward. Whoever saved it holds the weight's of ``contents``, an object that is replaced when the bytes are
+   other bytes; and, whatever was saved, ``memory``, which tells that the unit's layout has to stay.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -105,7 +106,8 @@ class UnitStore:
         self._lay_out_wire()
         self._suspect = True
         self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
-        self.content, self.memory = object(), object()
+        self.contents: defaultdict[int, object] = defaultdict(object)
+        self.memory = object()
         self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
         self._own_references = self._references()
 
@@ -365,17 +367,17 @@ class UnitStore:
     def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
         storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
-        remembered, same, self._wire_behind = self.remembered(), True, False
+        remembered, self._wire_behind = self.remembered(), False
         with torch.no_grad():
             for index, place in self._wire_places.items():
                 view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))
                 now = held[index] if index in held else true_data(self.params[index])
                 if remembered and index in self.autocast:
                     now = now.to(view.dtype)
-                    same = same and same_bytes(view, now)
+                    if same_bytes(view, now):
+                        continue
                 view.copy_(now)
-        if not (remembered and same):
-            self.content = object()
+                self.contents.pop(index, None)
 
     def _check_shapes(self) -> None:
         for name, parameter, field in zip(self.names, self.params, self.host_layout.fields, strict=True):

@@ -526,6 +526,46 @@ def write(linear, x):
     return linear(x)
 
 
+class Halved(Layer):
+    """Has a second weight, which no graph saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Linear(models.WIDTH, models.WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.average(x)
+        return super().forward(x) - target
+
+
+def test_between_forward_and_backward_a_weight_may_be_written_that_is_not_saved_but_has_such_neighbours(device):
+    def run(net, device):
+        for x in inputs(device, 5):
+            with autocast(device):
+                loss = squares(net, x)
+            with torch.no_grad():
+                for block in net.blocks:
+                    block.average.weight.lerp_(block.linear.weight, 0.1)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+
+    check(models.stack_of(Halved), run, device)
+
+
+class Decaying(models.Stack):
+    """Writes to the weights of all blocks before the first of them runs, when some are on the device already."""
+
+    def run(self, x):
+        for block in self.blocks:
+            block.linear.weight.data = block.linear.weight.data * 0.9
+        return super().run(x)
+
+
+def test_units_that_are_written_when_they_were_fetched_with_new_types_and_not_visited_yet(device):
+    check(lambda: Decaying(Layer() for _ in range(4)), training(), device, window=3)
+
+
 def test_a_weight_that_its_forward_begins_to_write_is_exact_unless_it_runs_again(device):
     check(layers, training(write), device)
     net = layers()
