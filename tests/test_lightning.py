@@ -767,7 +767,7 @@ def test_the_command_line_describes_every_argument(cli, capsys):
         cli("--trainer.strategy.help", "sp_lightning.SuperpipelineStrategy")
     text = capsys.readouterr().out
     for name in inspect.signature(sp_lightning.SuperpipelineStrategy).parameters:
-        described = re.search(rf"\n  --trainer\.strategy\.{name} .*\n((?: {{12,}}.*\n)+)", text)
+        described = re.search(rf"\n  --trainer\.strategy\.{name},? .*\n((?: {{12,}}.*\n)+)", text)
         assert described, f"{name} is not listed"
         assert len(described[1].split("(type:")[0].split()) >= 5, f"{name} is not described"
 
