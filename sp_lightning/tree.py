@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .errors import PartitionError
+from .units import forward_of
 
 SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
 
@@ -19,12 +20,12 @@ class Tree:
         self._module = module
         self._structure = _structure(module)
         self._identities = _identities(module)
-        self._forwards = {type(child): type(child).forward for child in module.modules()}
+        self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
 
     def has_changed(self, any_moved: bool) -> bool:
         """Whether parameters were replaced, added, removed or retyped since (not by ``functional_call`` for a call), or
         a class was given another forward; ``any_moved``: one has other memory."""
-        if any(kind.forward is not forward for kind, forward in self._forwards.items()):
+        if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
             return True
         if not any_moved and self._identities == _identities(self._module):
             return False

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.errors import PartitionError
@@ -130,6 +131,8 @@ class _Tree:
                 name = f"{prefix}.{key}" if prefix else key
                 if is_lazy(param):
                     raise PartitionError(f"{name} has no shape yet: run one batch through the lazy modules first")
+                if isinstance(module, ScriptModule):
+                    raise PartitionError(f"{name} is out of reach in a TorchScript module: use what it was made from")
                 self.owned[module].append((name, param))
 
     def _weigh(self) -> None:
@@ -325,8 +328,13 @@ class _Auto:
         return resident
 
 
+def forward_of(kind: type[nn.Module]) -> Any:
+    """What its modules run; None for TorchScript's, which have none in Python."""
+    return getattr(kind, "forward", None)
+
+
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return forward_of(type(module)) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

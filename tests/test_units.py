@@ -380,6 +380,12 @@ def test_lazy_parameters_are_refused_by_name():
         partition(Holder(net=nn.LazyLinear(4)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_parameters_of_torchscript_are_refused_by_name():
+    with pytest.raises(PartitionError, match=r"net\.weight is out of reach in a TorchScript module: use what it was"):
+        partition(Holder(net=torch.jit.script(nn.Linear(4, 4))))
+
+
 # --- cut by bytes ----------------------------------------------------------------------------------------------------
 
 

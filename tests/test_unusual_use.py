@@ -666,6 +666,26 @@ def test_function_transforms_of_units_are_trained_through_where_units_run_again(
     check(blocks, training(slope), device, activations="recompute")
 
 
+# --- TorchScript
+
+
+class Scripted(models.Block):
+    """Ends in TorchScript that has buffers and no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.end = torch.jit.script(nn.BatchNorm1d(models.WIDTH, affine=False))
+
+    def forward(self, x):
+        return self.end(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_torchscript_without_parameters(device, activations):
+    check(models.stack_of(Scripted), training(), device, activations=activations)
+
+
 # --- Complex numbers
 
 
