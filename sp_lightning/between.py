@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from .callback import SuperpipelineCallback
@@ -77,13 +76,19 @@ def _hooked(
 ) -> str | None:
     """Which of these hooks the module or a callback overrides."""
     for hook in own:
-        if is_overridden(hook, module, LightningModule):
+        if _has_own(hook, module, LightningModule):
             return f"{type(module).__name__} overrides {hook}"
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         for hook in of_callbacks:
-            if type(callback) not in known and is_overridden(hook, callback, Callback):
+            if type(callback) not in known and _has_own(hook, callback, Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
+
+
+def _has_own(hook: str, part: object, base: type) -> bool:
+    """Whether this hook is another than the base class's: whatever can be called may be one, and may be set on the
+    object. Lightning's ``is_overridden`` knows functions only, and takes what wraps one for that one."""
+    return hook in vars(part) or getattr(type(part), hook) is not getattr(base, hook)
 
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:

@@ -2,6 +2,7 @@
 run's."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import Precision
 
 import models
@@ -148,6 +150,20 @@ class SeesGradients(L.Callback):
         assert all(p.grad is not None for p in module.parameters())
 
 
+class WrapsItsHook(models.ZooModule):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        own = functools.wraps(self.on_after_backward)
+        self.on_after_backward = own(lambda: list(map(torch.sum, self.parameters())))
+
+
+class Looks:
+    """Whatever can be called may be a hook."""
+
+    def __call__(self, trainer, module):
+        assert all(p.grad is not None for p in module.parameters())
+
+
 class ClipsInTheStep(models.ZooModule):
     """After the backward that it runs by itself."""
 
@@ -199,6 +215,8 @@ class HookedOptimizer(models.ZooModule):
         (BackwardItself, [], {}, "overrides backward"),
         (ClipsInTheStep, [], {}, "somebody replaced the optimizer's step"),
         (HookedOptimizer, [], {}, "step hooks beside ours"),
+        (WrapsItsHook, [], {}, "overrides on_after_backward"),
+        (models.ZooModule, [LambdaCallback(on_after_backward=Looks())], {}, "LambdaCallback overrides"),
         (models.ZooModule, [SeesGradients()], {}, "SeesGradients overrides on_before_optimizer_step"),
         (models.ZooModule, [], {"gradient_clip_val": 0.5}, "gradients are clipped"),
         (models.ZooModule, [], {"kind": Doubling}, "Doubling overrides post_backward"),
