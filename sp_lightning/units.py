@@ -133,6 +133,8 @@ class _Tree:
                     raise PartitionError(f"{name} has no shape yet: run one batch through the lazy modules first")
                 if isinstance(module, ScriptModule):
                     raise PartitionError(f"{name} is out of reach in a TorchScript module: use what it was made from")
+                if hasattr(param, "__tensor_flatten__"):
+                    raise PartitionError(f"{name} is made of several tensors by {type(param).__name__}: use plain ones")
                 self.owned[module].append((name, param))
 
     def _weigh(self) -> None:

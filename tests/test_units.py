@@ -7,6 +7,7 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
+import torch.testing._internal.two_tensor
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
@@ -384,6 +385,12 @@ def test_lazy_parameters_are_refused_by_name():
 def test_parameters_of_torchscript_are_refused_by_name():
     with pytest.raises(PartitionError, match=r"net\.weight is out of reach in a TorchScript module: use what it was"):
         partition(Holder(net=torch.jit.script(nn.Linear(4, 4))))
+
+
+def test_parameters_that_are_made_of_several_tensors_are_refused_by_name():
+    weight = torch.testing._internal.two_tensor.TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    with pytest.raises(PartitionError, match=r"net\.weight is made of several tensors by TwoTensor: use plain ones"):
+        partition(Holder(net=Holder(weight=nn.Parameter(weight))))
 
 
 # --- cut by bytes ----------------------------------------------------------------------------------------------------
