@@ -93,7 +93,8 @@ class Steps:
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
         """Whether somebody but us wants to be called before this optimizer steps, or after it."""
         self._prepare(optimizer)
-        own = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
+        # One that wraps another, and never called the base class to construct itself, has none.
+        own = getattr(optimizer, "_optimizer_step_post_hooks" if after else "_optimizer_step_pre_hooks", ())
         of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
         ours = 0 if self._shadows[optimizer] is None else 1
         return len(own) > ours or len(of_all) > 1

@@ -241,6 +241,38 @@ def test_an_optimizer_that_is_not_elementwise_or_not_alone_does_not_overlap(opti
     assert fit(module_of(optimizer=optimizer)) == [0, 0, 0, 0]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has all of another one's, and none of its own."""
+
+    def __init__(self, wrapped):
+        self.wrapped, self.defaults = wrapped, wrapped.defaults
+
+    state = property(lambda self: self.wrapped.state)
+    param_groups = property(lambda self: self.wrapped.param_groups)
+
+    def step(self, closure=None):
+        return self.wrapped.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.wrapped.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.wrapped.state_dict()
+
+
+class Wrapping(models.ZooModule):
+    def configure_optimizers(self):
+        return Wrapper(super().configure_optimizers())
+
+
+def test_an_optimizer_that_wraps_another_and_is_not_constructed_as_one_steps_as_in_a_plain_run(device):
+    def run(strategy):
+        make = functools.partial(Wrapping, models.case("mlp"))
+        return parity.record(make, strategy, accelerator=device.type)
+
+    parity.compare(run(parity.plain_strategy(device.type)), run(parity.streaming_strategy(device.type, window=1)))
+
+
 def test_switched_off_it_is_off():
     assert fit(module_of(), options={"optimizer_overlap": False}) == [0, 0, 0, 0]
 
