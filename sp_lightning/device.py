@@ -376,7 +376,7 @@ class Device:
         blocks: list[torch.Tensor] = []
         with contextlib.suppress(RuntimeError):
             while len(blocks) * block < most:
-                blocks.append(torch.empty(block, dtype=torch.uint8, pin_memory=True))
+                blocks.append(torch.empty(block, dtype=torch.uint8, device="cpu", pin_memory=True))
         return len(blocks) * block
 
     @property

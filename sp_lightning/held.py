@@ -289,7 +289,7 @@ def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
     """A tensor that is as the parameter's data is, but for its bytes: they can not be reached."""
     data = true_data(parameter)
     storage = torch.UntypedStorage(data.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
-    tensor = torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
+    tensor = torch.empty(0, dtype=data.dtype, device="cpu").set_(storage, 0, data.shape, data.stride())
     storage.resize_(0)
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, MESSAGE.format(name=name))
     return tensor

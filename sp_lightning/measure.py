@@ -129,7 +129,7 @@ def measure_link(device: Device, effort: Effort = QUICK) -> Link:
 def measure_dram(effort: Effort = QUICK) -> float:
     """Bytes per second that torch's threads read and write in host memory."""
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
-    values = torch.zeros(nbytes // 4)
+    values = torch.zeros(nbytes // 4, device="cpu")
     return 2 * nbytes / _seconds(Device("cpu"), lambda: values.add_(1), effort)
 
 
@@ -137,8 +137,8 @@ def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:
     """Parameters per second of an FP32 AdamW step on the host, as the library runs it."""
     numel = max(effort.largest_nbytes // 8, FEWEST_PIECES * PIECE * torch.get_num_threads())
     numel = min(numel, host_memory().free // MEMORY_SHARE // 16)
-    weight = torch.nn.Parameter(torch.ones(numel))
-    weight.grad = torch.full((numel,), 1e-3)
+    weight = torch.nn.Parameter(torch.ones(numel, device="cpu"))
+    weight.grad = torch.full((numel,), 1e-3, device="cpu")
     optimizer = torch.optim.AdamW([weight])
     shadow = fuse(optimizer) if fused else step_in_pieces(optimizer)
     assert shadow is not None

@@ -110,7 +110,7 @@ class Offload:
 
     def _send(self, tensor: Tensor, span: Tensor) -> OnHost:
         nbytes = span.numel() * span.element_size()
-        host = torch.empty(0, dtype=span.dtype).set_(
+        host = torch.empty(0, dtype=span.dtype, device="cpu").set_(
             self.device.passing(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
         )
         down = self.device.down

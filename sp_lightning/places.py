@@ -141,7 +141,8 @@ class GradientSlab:
             return place
         field = self._fields[index]
         flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
-        tensor = torch.empty(0, dtype=grad.dtype).set_(flat.untyped_storage(), 0, field.shape, field.stride)
+        empty = torch.empty(0, dtype=grad.dtype, device="cpu")
+        tensor = empty.set_(flat.untyped_storage(), 0, field.shape, field.stride)
         return Place(tensor, flat, 0)
 
 
@@ -175,8 +176,8 @@ def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
 @functools.cache
 def _own_references(from_slab: int) -> tuple[int, int, int]:
     """What there is of a gradient that is its parameter's alone."""
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros(1, device="cpu")
     slab = [parameter.grad] * from_slab
     references = _references_to_grad(parameter)
     slab.clear()

@@ -79,4 +79,4 @@ def _uses(holder: Mapping[Any, Any], key: Any) -> tuple[int, ...]:
 @functools.cache
 def _alone() -> tuple[int, ...]:
     """What `_uses` tells of a tensor that is held nowhere else."""
-    return _uses({"tensor": torch.zeros(1)}, "tensor")
+    return _uses({"tensor": torch.zeros(1, device="cpu")}, "tensor")

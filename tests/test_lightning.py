@@ -53,6 +53,18 @@ class EveryOther(cb.WeightAveraging):
         return step_idx is not None and step_idx % 2 == 0
 
 
+class DefaultDevice(cb.Callback):
+    """Tensors that are made without saying where are made on the device."""
+
+    def setup(self, trainer, pl_module, stage):
+        torch.set_default_device(trainer.strategy.root_device)
+
+    def teardown(self, trainer, pl_module, stage=None):
+        torch.set_default_device(None)
+
+    on_exception = teardown
+
+
 FEATURES = {
     "early_stopping": lambda: {
         "epochs": 5,
@@ -94,6 +106,7 @@ FEATURES = {
     "anomaly_detection": lambda: {"detect_anomaly": True},
     "no_inference_mode": lambda: {"inference_mode": False},
     "clip_norm": lambda: {"clip": ("norm", 0.1), "accumulate": 2},
+    "default_device": lambda: {"callbacks": [DefaultDevice()], "clip": ("norm", 0.1)},
     "clip_value": lambda: {"clip": ("value", 0.01), "accumulate": 3},
 }
 
