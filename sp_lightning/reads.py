@@ -2,7 +2,7 @@
 
 1. While a step or its backward runs, every torch function that is handed host parameters gets their stand-ins, for
    which their units are visited for the time of the call: the same kernels on the same device as in a plain run, and
-   the same way of gradients.
+   the same way of gradients. So does every ``torch.autograd.Function`` that is applied, a reentrant checkpoint's too.
 2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
    other host tensors, and while an optimizer steps: that is about the host parameter. A write of what is on the device,
    or comes from its random generator, is a write there.
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .backward import in_backward
 from .compiled import never_compiled
@@ -57,6 +58,7 @@ _TELLS = frozenset(  # of what only tells about a parameter: what does so withou
 )
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
+_apply: Any = vars(Function)["apply"]
 _listeners = 0
 _holding: list[Callable[[], None]] = []  # what finishes each step that is under way
 
@@ -66,6 +68,7 @@ def listen() -> None:
     global _listeners
     _listeners += 1
     HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
+    Function.apply = classmethod(apply)
 
 
 def pause() -> None:
@@ -90,6 +93,7 @@ def ignore() -> None:
     _listeners -= 1
     if not _listeners:
         HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
+        Function.apply = _apply
 
 
 def hold(finish: Callable[[], None]) -> None:
@@ -132,6 +136,12 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             _wait_steps(args, kwargs)
             return _given_away(func(*args, **kwargs), args, kwargs)
         return _lent(func, args, kwargs, hosts)
+
+
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
+    """``Function.apply``: it asks nobody about what it is handed."""
+    applied, ours = _apply.__get__(None, cls), not torch._C._is_torch_function_enabled()
+    return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:

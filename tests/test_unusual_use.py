@@ -27,19 +27,19 @@ from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedE
 # --- Weights where they are not looked for
 
 
-def through_a_function(block, hidden):
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
 
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            return grad @ weight, grad.t() @ x
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
 
-    return Product.apply(hidden, block.up.weight)
+
+product = Product.apply  # before anything is streamed
 
 
 def through_a_transform(block, hidden):
@@ -50,10 +50,9 @@ def through_a_transform(block, hidden):
 
 
 WAYS = {
-    "a function": through_a_function,
+    "a function that was bound before": lambda block, hidden: product(hidden, block.up.weight),
     "a transform": through_a_transform,
     "a copy": lambda block, hidden: copy.deepcopy(block)(hidden),
-    "a checkpoint": lambda block, hidden: checkpoint(nn.functional.linear, hidden, block.up.weight, use_reentrant=True),
 }
 
 
@@ -788,6 +787,45 @@ class Decaying(models.Stack):
 @pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
 def test_weights_that_backward_reads_outside_their_unit(device, kind):
     check(lambda: kind(models.Block() for _ in range(3)), training(), device)
+
+
+class FusedLoss(torch.autograd.Function):
+    """Computes gradients in its forward, and keeps the weight beside what is saved."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return (x @ weight.t() + bias).square().sum()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.weight, bias = inputs
+        scores = 2 * (x @ ctx.weight.t() + bias)
+        ctx.save_for_backward(x, scores.flatten(0, -2).t() @ x.flatten(0, -2), scores.flatten(0, -2).sum(0), scores)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, for_weight, for_bias, scores = ctx.saved_tensors
+        return grad * (scores @ ctx.weight), grad * for_weight, grad * for_bias
+
+
+HANDED = {
+    "a function": lambda net, x: Product.apply(x, net.stem.weight.t()),
+    "a function, twice": lambda net, x: Product.apply(Product.apply(x, net.stem.weight.t()), net.stem.weight),
+    "a fused loss": lambda net, x: FusedLoss.apply(x, net.head.weight, net.head.bias)[None],
+    "a reentrant checkpoint": lambda net, x: checkpoint(
+        lambda x, weight: (x @ weight).tanh(), x, net.stem.weight, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("handed", HANDED)
+def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed, activations):
+    class Net(models.Stack):
+        def run(self, x):
+            return HANDED[handed](self, super().run(x)).sum() + x
+
+    check(lambda: Net(models.Block() for _ in range(3)), training(), device, activations=activations)
 
 
 @pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
