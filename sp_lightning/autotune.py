@@ -128,9 +128,7 @@ def _check_budget(budget: int, units: Sequence[UnitBytes], resident_nbytes: int)
     needed = worst.nbytes + worst.gradient_nbytes + resident_nbytes
     if needed > budget:
         needs, got = format_both(needed, budget)
-        raise MemoryBudgetError(
-            f"memory_budget needs at least {needs} for {worst.name}, got {got}; raise it, or name smaller units"
-        )
+        raise MemoryBudgetError(f"memory_budget needs at least {needs} for {worst.name}, got {got}; raise it")
 
 
 # ---- time

@@ -23,6 +23,7 @@ from .measure import glance
 from .recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from .room import least_s
 from .spans import Lane
+from .steps import AFTER_BACKWARD
 from .timeline import Timeline, in_words
 from .timeline import measured as measured_timeline
 from .verdict import WAITED_FOR, Measured, Setting, in_unit_of, measured, measured_floor, sentence
@@ -264,7 +265,7 @@ class Observer:
         return [unit.name for unit in self._handle.engine.window.units if unit.unit.resident]
 
     def _setting(self) -> Setting:
-        window, stats = self._handle.engine.window, self._handle.stats()
+        window, stats, steps = self._handle.engine.window, self._handle.stats(), self._handle.steps
         units = window.units
         device = self._handle.device
         spare = 0 if device.is_host else Memory(capacity=device.memory_capacity(), others=device.memory_peak()).spare
@@ -276,7 +277,8 @@ class Observer:
             spare_units=spare // largest,
             threads=torch.get_num_threads(),
             cores=usable_cores(),
-            overlaps=stats["stepped_ahead"] > 0,
+            overlaps=stats["stepped_ahead"] > 0 or steps.shares_cores,
+            waits_as="; ".join(steps.said[AFTER_BACKWARD]),
             single=sum(unit.store.nbytes for unit in units) >= FP32_FROM * sum(unit.unit.numel for unit in units),
             activations=self._handle.options.activations,
         )

@@ -32,6 +32,9 @@ from .overlap import HostThread, StepAhead
 
 log = logging.getLogger(__name__)
 
+AFTER_BACKWARD = "the optimizer steps after backward"
+WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
+
 
 class Steps:
     """Those of all optimizers, while a module is streamed."""
@@ -42,7 +45,7 @@ class Steps:
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
-        self._said: set[str] = set()  # why steps do not run beside anything
+        self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # why, of what does not run beside
         scaler.begin()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
@@ -100,7 +103,7 @@ class Steps:
         return len(own) > ours or len(of_all) > 1
 
     @property
-    def _shares_cores(self) -> bool:
+    def shares_cores(self) -> bool:
         """Whether units compute where optimizers step, on all cores (overlap.py, Rule 7)."""
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
@@ -111,7 +114,7 @@ class Steps:
         not step each parameter by itself, nothing is different."""
         self._prepare(optimizer)
         step = self._shadows[optimizer]
-        if step is None or self._shares_cores:
+        if step is None or self.shares_cores:
             yield
             return
         self.engine.downlink.marks.clear()  # of a backward before
@@ -134,7 +137,7 @@ class Steps:
             step.rest = None
             ahead.give_back()
             ahead.sort_state()
-            self._say("the optimizer steps after backward", ahead.given_up)
+            self.say(AFTER_BACKWARD, ahead.given_up)
             self._counters.stepped_ahead += len(ahead.stepped)
 
     @contextlib.contextmanager
@@ -143,7 +146,7 @@ class Steps:
         may, and where nobody could see that it is not done."""
         self._prepare(optimizer)
         step = self._shadows[optimizer]
-        if step is None or self._shares_cores:
+        if step is None or self.shares_cores:
             yield
             return
         step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
@@ -166,12 +169,13 @@ class Steps:
             try:
                 return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
             except Unholdable as reason:
-                self._say("the next forward waits for the whole step of the optimizer", str(reason))
+                self.say(WHOLE_STEP, str(reason))
         return groups, optimizer.state
 
-    def _say(self, what: str, reason: str) -> None:
-        if reason and f"{what}, as {reason}" not in self._said:
-            self._said.add(f"{what}, as {reason}")
+    def say(self, what: str, reason: str | None) -> None:
+        """In the log, once for each reason."""
+        if reason and reason not in self.said[what]:
+            self.said[what].append(reason)
             log.info("superpipeline: %s, as %s", what, reason)
 
     def _say_partly_stepped(self, ahead: StepAhead) -> None:

@@ -33,6 +33,7 @@ from .errors import OptionError
 from .handle import Handle
 from .parameters import is_watched
 from .progress import waiting
+from .steps import AFTER_BACKWARD, WHOLE_STEP
 
 HOST = torch.device("cpu")
 OTHER_HOOKS = "there are step hooks beside ours"
@@ -123,7 +124,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.handle: Handle | None = None  # of the last run, closed when it ended
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
-        self._said: set[str] = set()  # why the optimizer's step does not run beside anything
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
         check_supported(self.root_device)
 
@@ -350,13 +350,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         reason = between.backward_and_step(self, self.lightning_module, optimizer)
         if reason is None and self.handle.steps.has_other_hooks(optimizer):
             reason = OTHER_HOOKS
-        self._say("the optimizer steps after backward", reason)
+        self.handle.steps.say(AFTER_BACKWARD, reason)
         return reason is None
-
-    def _say(self, what: str, reason: str | None) -> None:
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
-            log.info("superpipeline: %s, as %s", what, reason)
 
     def _may_hold(self) -> bool:
         """Whether the step may run on beside the next forward (held.py): nothing of the user's is called in between
@@ -366,7 +361,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         reason = between.step_and_next(module)
         if reason is None and self.handle.steps.has_other_hooks(module.trainer.optimizers[0], after=True):
             reason = OTHER_HOOKS
-        self._say("the next forward waits for the whole step of the optimizer", reason)
+        self.handle.steps.say(WHOLE_STEP, reason)
         return reason is None and between.next_is_a_training_step(module.trainer)
 
     @contextlib.contextmanager

@@ -38,7 +38,8 @@ class Setting:
     spare_units: int = 0  # more of them that the device has memory for
     threads: int = 1  # of the host's arithmetic
     cores: int = 1
-    overlaps: bool = True  # whether units are stepped while backward runs
+    overlaps: bool = True  # whether units are stepped while backward runs, or would gain nothing by it
+    waits_as: str = ""  # why they are not
     single: bool = False  # whether weights travel in FP32
     activations: str = "keep"
 
@@ -191,8 +192,12 @@ def _optimizer(m: Measured) -> Iterator[Change]:
         faster = m.optimizer_s * (1 - s.threads / s.cores)
         yield Change(f"{s.cores} threads instead of {s.threads}", _without(m, "optimizer", faster))
     if not s.overlaps:
-        what = "units stepped while backward runs (optimizer_overlap=True and nothing that needs all gradients first)"
-        yield Change(what, _without(m, "optimizer", m.backward_s))
+        why = (
+            f"not so now, as {s.waits_as}"
+            if s.waits_as
+            else "optimizer_overlap=True and nothing that needs all gradients first"
+        )
+        yield Change(f"units stepped while backward runs ({why})", _without(m, "optimizer", m.backward_s))
 
 
 def _weights(m: Measured) -> Iterator[Change]:

@@ -223,6 +223,27 @@ def test_a_table_before_and_a_report_after(caplog):
     assert "device peak" in memory and "were to take" in memory and "each step" in sentence
 
 
+@pytest.mark.parametrize(
+    ("options", "overlaps", "why"),
+    [
+        ({"accelerator": "simgpu"}, True, ""),
+        ({"accelerator": "simgpu", "gradient_clip_val": 1.0}, False, "gradients are clipped"),
+        ({"accelerator": "cpu", "gradient_clip_val": 1.0}, True, "gradients are clipped"),  # nothing would be gained
+    ],
+)
+def test_the_report_knows_why_units_are_not_stepped_while_backward_runs(options, overlaps, why, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    seen = []
+
+    class Asking(Callback):
+        def on_train_end(self, trainer, module):
+            (own,) = [one for one in trainer.callbacks if isinstance(one, sp_lightning.SuperpipelineCallback)]
+            seen.append(own._observer.measured().setting)
+
+    fit([Asking()], enable_progress_bar=True, batches=6, **options)
+    assert [(setting.overlaps, setting.waits_as) for setting in seen] == [(overlaps, why)]
+
+
 def test_what_is_measured_for_the_table_is_not_counted_as_the_run_s():
     trainer = fit(enable_progress_bar=True, batches=2, accelerator="simgpu")
     assert trainer.strategy.handle.stats()["device_peak"] < 2**20

@@ -84,7 +84,8 @@ def test_where_nothing_fits_smaller_units_are_named():
 
 def test_a_budget_is_refused_in_the_same_way():
     with pytest.raises(
-        MemoryBudgetError, match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; .* training ad"
+        MemoryBudgetError,
+        match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; raise it; what would fit, .* training ad",
     ):
         check_budget(Options(memory_budget=200 * MIB), [*EIGHT, ROOT], False, means())
     said = r"window 6 does not fit .* window=4 \(650.00 MiB, 13 s\); training adapters .* window=1 \(250.00 MiB, 16"

@@ -29,6 +29,8 @@ def test_an_optimizer_that_could_run_beside_backward():
     m = figures(optimizer=0.7, optimizer_s=0.7, setting={"overlaps": False})
     assert "50 % of each step waits for the host optimizer; with units stepped while backward runs" in sentence(m)
     assert sentence(m).endswith("the step would take about 0.93 s instead of 1.4 s.")
+    m = figures(optimizer=0.7, optimizer_s=0.7, setting={"overlaps": False, "waits_as": "gradients are clipped"})
+    assert "with units stepped while backward runs (not so now, as gradients are clipped) the step" in sentence(m)
 
 
 def test_two_changes_that_gain_as_much_stand_side_by_side():
