@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zlib
@@ -402,6 +403,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tiny_llm,
     said = rf"the tokenizer of larger has {len(words)} tokens, but the model of {tiny_llm} embeds {len(words) - 1}"
     with pytest.raises(BadInput, match=said):
         fit("finetune_llm", f"--model.name_or_path={tiny_llm}", "--data.tokenizer=larger")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_llm, tmp_path):
+    from examples.common.errors import BadInput
+
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_llm, bare, ignore=shutil.ignore_patterns("token*", "*.jinja"))
+    with pytest.raises(BadInput, match=rf"the tokenizer's directory {bare} can not be read"):
+        fit("finetune_llm", f"--model.name_or_path={bare}")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    with pytest.raises(BadInput, match=rf"there is no tokenizer in {bare}; save the model's there too"):
+        fit("finetune_llm", f"--model.name_or_path={bare}")
 
 
 def test_a_line_that_is_not_utf8_is_named():

@@ -30,7 +30,7 @@ def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directo
 
     try:
         return auto_class.from_pretrained(found(name_or_path, what), **options)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(f"{what} {name_or_path} can not be read (looked from {Path.cwd()}): {error}") from error
 
 
@@ -71,7 +71,10 @@ def check_tokenizer(tokenizer: Any, config: Any, name: str, checkpoint: str) -> 
     more: a tokenizer may serve a family's models with images and those without."""
     rows = config.vocab_size
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if any(index >= rows and index not in special for index in tokenizer.get_vocab().values()):
+    tokens = {*tokenizer.get_vocab().values()}
+    if tokens <= special:  # transformers makes an empty one where there is none
+        raise BadInput(f"there is no tokenizer in {name}; save the model's there too, with tokenizer.save_pretrained")
+    if any(index >= rows and index not in special for index in tokens):
         raise BadInput(
             f"the tokenizer of {name} has {len(tokenizer)} tokens, but the model of {checkpoint} embeds {rows}; "
             "use the tokenizer that the model was trained with, or resize the model's embedding first"
