@@ -77,7 +77,7 @@ class _IdleStream(contextlib.nullcontext[None]):
 
 
 def check_supported(device: torch.device) -> None:
-    """Refuses what holds no data of its own."""
+    """Refuses what holds no data of its own, and what is not here."""
     if device.type == "mps":
         raise UnsupportedError(
             "device 'mps' shares its memory with the host, so there is nothing to stream; "
@@ -85,6 +85,8 @@ def check_supported(device: torch.device) -> None:
         )
     if device.type == "meta":
         raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
+    if not torch.get_device_module(device).is_available():
+        raise _refused(str(device))
 
 
 def available() -> list[str]:
@@ -99,15 +101,18 @@ def find(name: str | None = None) -> torch.device:
     found = available()
     if name is None:
         return torch.device(found[0])
-    refusal = OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, found)))
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise refusal from None
+        raise _refused(name) from None
     check_supported(device)
     if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in found:
-        raise refusal
+        raise _refused(name)
     return device
+
+
+def _refused(name: str) -> OptionError:
+    return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
 
 
 class CudaPageLock:
