@@ -79,6 +79,6 @@ def _run_lightning(arguments: Sequence[str] | None) -> None:
 
     LightningCLI(
         args=None if arguments is None else list(arguments),
-        trainer_defaults={"strategy": "superpipeline"},
+        trainer_defaults={"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}},
         parser_kwargs={"prog": "python -m sp_lightning"},
     )

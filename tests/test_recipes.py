@@ -113,6 +113,11 @@ def test_a_documented_command_runs_for_two_steps(command, capsys):
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", capsys.readouterr().out)
 
 
+def test_a_summary_says_of_how_many_batches_a_step_is(capsys):
+    fit("finetune_llm", steps=2)
+    assert re.search(r"[0-9.]+ ms per step of 2 batches", capsys.readouterr().out)
+
+
 FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
 
 
@@ -416,6 +421,13 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_llm, tmp_path):
     (bare / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     with pytest.raises(BadInput, match=rf"there is no tokenizer in {bare}; save the model's there too"):
         fit("finetune_llm", f"--model.name_or_path={bare}")
+
+
+def test_a_checkpoint_that_reads_no_images_is_refused(tiny_llm):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=rf"{tiny_llm} has no processor of images and texts; examples/finetune_llm"):
+        fit("finetune_vlm", f"--model.name_or_path={tiny_llm}")
 
 
 def test_a_line_that_is_not_utf8_is_named():

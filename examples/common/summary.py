@@ -42,14 +42,14 @@ def device_peak(device: torch.device, handle: Any) -> int | None:
     return None if handle is None else int(handle.stats()["device_peak"])
 
 
-def line(loss: float | None, peak: int | None, plain: int, step_ms: float) -> str:
+def line(loss: float | None, peak: int | None, plain: int, step_ms: float, batches: int = 1) -> str:
     """The figures for a reader."""
     return " | ".join(
         [
             *([] if loss is None else [f"loss {loss:.4f}"]),
             *([] if peak is None else [f"device peak {format_bytes(peak)}"]),
             f"plain Lightning would have needed {format_bytes(plain)} and activations",
-            f"{step_ms:.1f} ms per step",
+            f"{step_ms:.1f} ms per step" + (f" of {batches} batches" if batches > 1 else ""),
         ]
     )
 
@@ -77,7 +77,7 @@ class Summary(L.Callback):
         peak = device_peak(trainer.strategy.root_device, getattr(trainer.strategy, "handle", None))
         loss = trainer.callback_metrics.get("loss")
         plain = plain_nbytes(module, trainer.optimizers, averages(trainer))
-        print(line(None if loss is None else float(loss), peak, plain, step_ms))
+        print(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer)
