@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -142,6 +143,12 @@ def test_yaml_names_the_strategy_or_its_class(strategy, toy, capsys):
 def test_the_strategys_arguments_are_checked(toy):
     with pytest.raises(ValueError, match=r"transfer must be at most window \(2\), got 3"):
         main(["fit", *toy(BY_CLASS.replace("transfer: 1", "transfer: 3"))])
+
+
+def test_the_strategys_arguments_are_given_without_its_name(toy, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", *toy(""), "--trainer.strategy.window=2", "--trainer.strategy.units=[Linear]", "--print_config"])
+    assert re.search(r"SuperpipelineStrategy\s+init_args:\s+window: 2\n", capsys.readouterr().out)
 
 
 def test_another_strategy_can_be_named(toy, capsys):

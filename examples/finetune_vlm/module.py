@@ -158,7 +158,9 @@ class CaptionData(Data):
         self.processor = checkpoints.read(AutoProcessor, checkpoint)
         tokenizer = getattr(self.processor, "tokenizer", None)
         if tokenizer is None or not hasattr(self.processor, "image_processor"):
-            raise BadInput(f"{checkpoint} has no processor of images and texts; examples/finetune_llm trains on texts alone")
+            raise BadInput(
+                f"{checkpoint} has no processor of images and texts; examples/finetune_llm trains on texts alone"
+            )
         checkpoints.check_tokenizer(tokenizer, checkpoints.load_config(checkpoint), checkpoint, checkpoint)
         tokenizer.padding_side = "right"
         self.filler = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
