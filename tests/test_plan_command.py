@@ -71,7 +71,7 @@ def of_this_file(*arguments):
 def test_it_prints_memory_time_windows_and_what_to_change(llama, capsys):
     run("--model", llama, "--batch", 4, "--seq", 64, "--machine", "rtx4090", "--device-memory", "2GiB")
     said = capsys.readouterr().out
-    assert "tiny: 0.000181e9 parameters, batch of 4 rows, bf16-mixed, activations 'keep'" in said
+    assert "tiny: 181e3 parameters, batch of 4 rows, bf16-mixed, activations 'keep'" in said
     for words in ("window", "resident root", "kept for backward", "optimizer", "its floor", "chosen", "Change first"):
         assert words in said
     assert "largest batch that fits" in said and ": fits" in said

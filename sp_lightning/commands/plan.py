@@ -109,12 +109,17 @@ def _heading(plan: Plan) -> str:
 
     fits = "fits" if plan.fits else "DOES NOT FIT"
     return (
-        f"{plan.model}: {plan.parameters / 1e9:.3g}e9 parameters, batch of {plan.rows} {plan.counted}, "
+        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}, "
         f"{plan.precision}, activations {plan.options.activations!r}\n"
         f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
         f"{size(plan.host.total)} of {size(plan.machine.host_nbytes)} on the host: {fits}"
     )
+
+
+def _count(number: int) -> str:
+    power = next(power for power in (9, 6, 3, 0) if number >= 10**power or not power)
+    return f"{number / 10**power:.3g}e{power}" if power else str(number)
 
 
 def _table(title: str, *columns: str) -> Any:
