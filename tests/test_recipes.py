@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.error
 import zlib
 
 import lightning as L
@@ -760,6 +761,26 @@ def test_images_that_do_not_fill_a_batch_are_refused():
 
     with pytest.raises(BadInput, match=r"96 records do not fill one batch of data.batch_size=128"):
         fit("finetune_vision", "--data.batch_size=128")
+
+
+def test_a_folder_of_splits_is_not_taken_for_one_of_classes(tmp_path):
+    from examples.common.errors import BadInput
+
+    for split in ("train", "val"):
+        broken_image(tmp_path / "images" / split / "red")
+    with pytest.raises(BadInput, match=r"images has train and val for its classes; --data.path names"):
+        fit("finetune_vision", f"--data.path={tmp_path / 'images'}", "--data.batch_size=1")
+
+
+def test_weights_that_can_not_be_downloaded_are_an_error_that_says_what_else(monkeypatch):
+    from examples.common.errors import BadInput
+
+    def refused(*_, **__):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refused)
+    with pytest.raises(BadInput, match=r"resnet18 can not be downloaded .*no route.*--model.pretrained=false"):
+        fit("finetune_vision", "--model.name_or_path=torchvision/resnet18")
 
 
 def test_a_model_that_torchvision_does_not_have_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import lightning as L
 import torch
@@ -19,6 +20,7 @@ from ..common.loading import Data, TrainLoader
 from ..common.schedule import warmup_then_cosine
 
 TORCHVISION = "torchvision/"
+SPLITS = {"train", "training", "val", "valid", "validation", "test"}  # which no classes are called
 
 
 class FineTuneVision(L.LightningModule):
@@ -118,7 +120,12 @@ def from_torchvision(name: str, classes: int, pretrained: bool) -> nn.Module:
         )
     model = torchvision.models.get_model(name, num_classes=classes)
     if pretrained:
-        state = torchvision.models.get_model_weights(name).DEFAULT.get_state_dict(check_hash=True)
+        try:
+            state = torchvision.models.get_model_weights(name).DEFAULT.get_state_dict(check_hash=True)
+        except URLError as error:
+            raise BadInput(
+                f"the weights of {name} can not be downloaded ({error.reason}); --model.pretrained=false begins without"
+            ) from error
         own = model.state_dict()
         model.load_state_dict({n: t for n, t in state.items() if n in own and t.shape == own[n].shape}, strict=False)
     return model
@@ -159,6 +166,11 @@ class ImageData(Data):
         self.classes: list[str] = self.train_images.classes
         if len(self.classes) < 2:
             raise BadInput(f"{self.path} has the one class {self.classes}; a classifier needs two or more")
+        if {name.lower() for name in self.classes} <= SPLITS:
+            raise BadInput(
+                f"{self.path} has {' and '.join(self.classes)} for its classes; --data.path names the folder "
+                "inside that holds the classes, and --data.val_path the other one"
+            )
         self.val_images = self.folder(val_path, training=False) if val_path else None
         if self.val_images is not None and self.val_images.classes != self.classes:
             raise BadInput(f"{val_path} has the classes {self.val_images.classes}, but {self.path} has {self.classes}")
