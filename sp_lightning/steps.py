@@ -174,7 +174,7 @@ class Steps:
 
     def say(self, what: str, reason: str | None) -> None:
         """In the log, once for each reason."""
-        if reason and reason not in self.said[what]:
+        if reason and not any(reason in said for said in self.said.values()):
             self.said[what].append(reason)
             log.info("superpipeline: %s, as %s", what, reason)
 
