@@ -312,13 +312,13 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     for shared in _reachable(value):
         memo[id(shared)] = shared
-    trial = dict(memo)  # where a failure leaves what is half copied
+    known = set(memo)
     try:
-        made = copy.deepcopy(value, trial)
+        return copy.deepcopy(value, memo)
     except Exception:
+        for half_copied in memo.keys() - known:
+            del memo[half_copied]
         return _copied_in_parts(value, memo)
-    memo.update(trial)
-    return made
 
 
 class _CanNotBeCopied(Exception):
@@ -334,9 +334,10 @@ def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
         made = copy.copy(value)
     except Exception:
         return value
-    memo[id(value)] = made
     if made is value:
         return value
+    memo[id(value)] = made
+    memo.setdefault(id(memo), []).append(value)  # as deepcopy does: an id is nobody else's while its owner lives
     if isinstance(made, list):
         made[:] = [_copied(item, memo) for item in value]
     elif isinstance(made, dict):
