@@ -4,7 +4,7 @@
    tensors without data (pretence.py). What is on the device beside weights is counted (tally.py).
 2. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
    (link.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
-   next unit's are packed (Rule 6).
+   next unit's are packed (gradients.py, Rule 3).
 3. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
    alone sees is found by the way.
 """
