@@ -2,8 +2,8 @@
 
 1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
    one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. It has to
-   be seen again of a unit with frozen weights that travel in another type, which may be saved where casts were, and of
-   all units when others of their weights train. If a backward comes back all the same, that is an error.
+   be seen again when other weights train. If a backward comes back all the same, that is an error. A unit with frozen
+   weights of its own never is: whether they are needed after its gradients depends on what lies below.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -71,9 +71,10 @@ class Backward:
         if torch._C._current_graph_task_id() != self._task:
             return False
         self._complete.add(unit)
-        if unit in self._left_alone:
+        may_step = unit in self._left_alone and all(parameter.requires_grad for parameter in unit.store.params)
+        if may_step:
             self._stepping[unit] = None
-        return unit in self._left_alone
+        return may_step
 
     def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
         """It needs this unit (Rule 1)."""
@@ -89,9 +90,9 @@ class Backward:
                 "optimizer_overlap=False"
             )
 
-    def forget(self, units: Iterable[StreamedUnit]) -> None:
-        """What these need in a backward may be something else from now on (Rule 1)."""
-        self._left_alone.difference_update(units)
+    def forget(self) -> None:
+        """What a backward needs may be something else from now on (Rule 1)."""
+        self._left_alone.clear()
 
     def check_gradient(self, unit: StreamedUnit, name: str) -> None:
         """A hook asks for the gradient of this weight (Rule 4)."""

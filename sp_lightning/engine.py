@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ from .config import Options
 from .device import Device
 from .errors import UnsupportedError
 from .gradients import Downlink
-from .held import HeldStep
+from .holding import Holding
 from .link import Gradients
 from .offload import Offload, OnHost
-from .optimizer import Group
 from .overlap import StepAhead
-from .parameters import quietly, true_device, true_grad
+from .parameters import quietly, true_device
 from .recompute import Recompute, Written
 from .store import Residency, UnitStore
 from .telemetry import Counters
@@ -58,7 +57,7 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._held: HeldStep | None = None  # the step that still runs
+        self.holding = Holding(counters)
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
@@ -100,14 +99,12 @@ class Engine:
     @property
     def any_moved(self) -> bool:
         """Whether any parameter has other memory than the slab that was made for it."""
-        vacant = self._held.vacant if self._held is not None else ()  # of which it is known
+        vacant = self.holding.vacant  # of which it is known
         with quietly():
             return any(unit.store not in vacant and unit.store.moved for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """These weights of a unit travel in these types from now on (wire.py)."""
-        if not all(unit.store.params[index].requires_grad for index in types):
-            self.backward.forget([unit])
         del self._by_storage[unit.store.storage._cdata]
         self.window.retype(unit, types)
         self._by_storage[unit.store.storage._cdata] = unit
@@ -156,7 +153,7 @@ class Engine:
             self._scopes = max(0, self._scopes - 1)
             self.optimizing = self._interrupted.pop() if self._interrupted else False
             if not self._scopes:
-                self.finish_steps()
+                self.holding.finish()
                 self.offload.finish()
                 if not torch.is_grad_enabled():
                     self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
@@ -362,7 +359,7 @@ class Engine:
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
                 self.window.require(unit)
             if not unit.binding.bound and unit.binding.refresh():
-                self.backward.forget(self.units)
+                self.backward.forget()
             self._backed = unit if in_backward() else None
 
     def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
@@ -393,8 +390,7 @@ class Engine:
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        if self._held is not None:
-            self.finish_steps()
+        self.holding.finish()
         if not self.downlink.idle:
             with quietly():
                 self.downlink.finish()
@@ -417,7 +413,7 @@ class Engine:
         if self.backward.begin(self._backward_done):
             self.downlink.taken.clear()
             self.downlink.marks.clear()
-            self.finish_steps()
+            self.holding.finish()
             self._listen()
         ahead = self.downlink.ahead
         if ahead is not None and ahead.withheld is None and not self._scopes:
@@ -449,74 +445,26 @@ class Engine:
 
     # ---- steps that are held (held.py)
 
-    @property
-    def holding(self) -> bool:
-        """Whether a step of an optimizer is under way."""
-        return self._held is not None
-
-    def any_left(self, groups: Sequence[Group]) -> bool:
-        """Whether any parameter of ours is to be stepped."""
-        with quietly():
-            params = (param for group in groups for param in group["params"])
-            return any(self.owner(param) is not None and true_grad(param) is not None for param in params)
-
-    def hold(
-        self, step: HeldStep, groups: Sequence[Group], stepped: Collection[int] = ()
-    ) -> tuple[list[Group], dict[Any, Any]]:
-        """This step of these groups runs on while the next forward begins; gives groups and state of what has to be
-        stepped at once. The parameters with these ids are stepped already. Raises Unholdable."""
+    def next_needed(self) -> list[UnitStore]:
+        """All units, in the order in which the next forward needs them, as far as that is known."""
         resident = (unit.index for unit in self.units if unit.unit.resident)  # part of it may be needed first of all
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
-        stores = [self.units[index].store for index in order]
-        with quietly():
-            rest = step.prepare(groups, stores, self._store_of, self.downlink.is_own)
-            for store in stores:
-                store.suspect(stepped)  # no fill reads it: all have ended since the last backward and scope (Rule 4)
-            self.counters.held_steps += 1
-            self._held = step
-            reads.hold(self.finish_steps)
-            return rest, step.begin(self.counters.listener, self._step_ended)
-
-    @property
-    def held(self) -> Collection[int]:
-        """The ids of parameters whose step runs on."""
-        return self._held.params if self._held is not None else ()
-
-    def _store_of(self, parameter: Tensor) -> UnitStore | None:
-        unit = self._by_parameter.get(id(parameter))
-        return None if unit is None else unit.store
-
-    def finish_steps(self) -> None:
-        """No step is under way any more."""
-        held = self._held
-        if held is not None:
-            stalled = self.counters.stall("optimizer") if held.is_running else contextlib.nullcontext()
-            with stalled, quietly():
-                held.finish()
+        return [self.units[index].store for index in order]
 
     def wait_step(self, store: UnitStore) -> None:
         """That of this unit is done."""
-        held = self._held
-        if held is not None:
-            stalled = self.counters.stall("optimizer") if held.is_stepping(store) else contextlib.nullcontext()
-            with stalled, quietly():
-                held.wait(store)
+        self.holding.wait(store)
 
     def wait_step_of(self, parameter: Tensor) -> None:
         """That of this parameter's unit is done, and in a backward it was not stepped ahead."""
         if in_backward() and id(parameter) in self.downlink.taken:
             self._came_to(self._by_parameter[id(parameter)])
-        if self._held is not None:
+        if self.holding.is_under_way:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether that of this unit is still to come."""
-        held = self._held
-        return held is not None and held.is_stepping(store)
-
-    def _step_ended(self) -> None:
-        self._held = None
-        reads.release(self.finish_steps)
+        return self.holding.is_stepping(store)
 
     # ---- ends
 

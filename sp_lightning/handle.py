@@ -95,7 +95,7 @@ class Handle:
 
     def stop_recording(self) -> None:
         """Reads what was not read yet; waits for the device, and for a step of the optimizer that still runs."""
-        self.engine.finish_steps()
+        self.engine.holding.finish()
         listener, self._counters.listener = self._counters.listener, Listener()
         if isinstance(listener, Recorder):
             listener.flush()
@@ -243,7 +243,7 @@ class Handle:
 
     def _detach(self) -> None:
         try:
-            self.engine.finish_steps()
+            self.engine.holding.finish()
         finally:
             self._stop_streaming()
 

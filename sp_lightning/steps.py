@@ -29,6 +29,8 @@ from .engine import Engine
 from .held import HeldStep, Unholdable
 from .optimizer import Group, ShadowStep, fuse, step_in_pieces
 from .overlap import HostThread, StepAhead
+from .parameters import quietly, true_grad
+from .store import UnitStore
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class Steps:
             self._prepare(optimizer)  # its own hooks run after this one, already in this step
             scaler.hand_over(optimizer)
         self.engine.optimizing = True
-        if not self.engine.holding:  # else a closure may come first, with a forward beside which the last step runs on
+        if (
+            not self.engine.holding.is_under_way
+        ):  # else a closure may come first, with a forward beside which the last step runs on
             reads.pause()
         self.engine.collect_writes()
         self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
@@ -89,7 +93,7 @@ class Steps:
         self._counters.listener.stepped()
         reads.resume()
         ahead = self.engine.downlink.ahead
-        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.held}
+        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.holding.params}
         self.engine.suspect(self._managed_by(optimizer), stepped)
         self.engine.follow()
 
@@ -164,13 +168,34 @@ class Steps:
         may_hold: Callable[[], bool],
     ) -> tuple[list[Group], dict[Any, Any]]:
         """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
-        self.engine.finish_steps()
-        if self.engine.any_left(groups) and may_hold():
+        self.engine.holding.finish()
+        if self._any_left(groups) and may_hold():
             try:
-                return self.engine.hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
+                return self._hold(HeldStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
             except Unholdable as reason:
                 self.say(WHOLE_STEP, str(reason))
         return groups, optimizer.state
+
+    def _any_left(self, groups: list[Group]) -> bool:
+        """Whether any parameter of ours is to be stepped."""
+        with quietly():
+            params = (param for group in groups for param in group["params"])
+            return any(self.engine.owner(param) is not None and true_grad(param) is not None for param in params)
+
+    def _hold(
+        self, step: HeldStep, groups: list[Group], stepped: Collection[int]
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """This step runs on; gives groups and state of what has to be stepped at once."""
+        stores = self.engine.next_needed()
+        with quietly():
+            rest = step.prepare(groups, stores, self._store_of, self.engine.downlink.is_own)
+            for store in stores:
+                store.suspect(stepped)  # no fill reads it: all have ended since the last backward and scope
+            return rest, self.engine.holding.begin(step)
+
+    def _store_of(self, parameter: torch.Tensor) -> UnitStore | None:
+        unit = self.engine.owner(parameter)
+        return None if unit is None else unit.store
 
     def say(self, what: str, reason: str | None) -> None:
         """In the log, once for each reason."""

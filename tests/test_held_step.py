@@ -82,7 +82,7 @@ class Held:
 
     @property
     def is_under_way(self):
-        return self.handle.engine.holding
+        return self.handle.engine.holding.is_under_way
 
 
 def plain(make_optimizer=adamw, steps=2):

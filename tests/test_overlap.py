@@ -82,13 +82,23 @@ class Adapted(models.Block):
         return self.base(x) + self.adapter(x)
 
 
+class Detached(torch.nn.Linear):
+    """Needs its weight after its gradient is complete, if what comes from below is trained."""
+
+    def __init__(self):
+        super().__init__(models.WIDTH, models.WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.detach()) + torch.nn.functional.linear(x.detach(), self.weight)
+
+
 class Thawing(models.Stack):
     """All but its last block begins to train in a later step."""
 
     steps = 0
 
-    def __init__(self):
-        super().__init__([models.Block().requires_grad_(False), models.Block().requires_grad_(False), Adapted()])
+    def __init__(self, last):
+        super().__init__([models.Block().requires_grad_(False), models.Block().requires_grad_(False), last()])
         self.stem.requires_grad_(False)
 
     def run(self, x):
@@ -98,12 +108,33 @@ class Thawing(models.Stack):
         return super().run(x)
 
 
-@pytest.mark.parametrize("make", [models.stack_of(Adapted), Thawing])
+class Deepening(models.Stack):
+    """Trained from its last block on, in later steps from one before that."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__(Adapted() for _ in range(4))
+
+    def run(self, x):
+        self.steps += self.training
+        for number, block in enumerate(self.blocks):
+            x = block(x.detach() if number == (3 if self.steps <= 2 else 1) else x)
+        return x
+
+
+WAYS = {
+    "adapted": models.stack_of(Adapted),
+    "thawing below an adapter": functools.partial(Thawing, Adapted),
+    "thawing below a detached use": functools.partial(Thawing, Detached),
+    "detached deeper down": Deepening,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_what_backward_begins_to_need_with_other_types_or_other_weights_that_train_is_seen_again(
-    device, make, precision
-):
-    case = dataclasses.replace(models.case("mlp"), make=make)
+def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
+    case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
 
 
