@@ -150,7 +150,7 @@ class Plan:
             "link": max(floor.up_forward + floor.up_backward, floor.down),
             "optimizer": floor.optimizer,
         }
-        why = f"the {self.binds} takes {lanes[self.binds]:.3g} s of a step of {self.step_s:.3g} s"
+        why = f"the {self.binds} takes {format_seconds(lanes[self.binds])} of a step of {format_seconds(self.step_s)}"
         if best is None:
             return f"nothing that was tried is faster; {why}"
         return f"{best.what}: {best.cost(self):.2f} times as long per sample, as {why}"

@@ -135,16 +135,16 @@ def sentence(m: Measured) -> str:
     waits = {cause: m.causes.get(cause, 0.0) for cause in WAITED_FOR}
     outside = m.causes.get("other", 0.0)
     cause = max(waits, key=lambda name: waits[name])
+    streaming = f"streaming costs {_percent(sum(waits.values()), m)}"
     if max(waits[cause], outside) < SMALL * m.step_s:
-        streaming = sum(waits.values()) / m.step_s
         return (
-            f"Units compute {_percent(m.causes.get('compute', 0.0), m)} of each step and streaming costs "
-            f"{100 * streaming:.0f} %: a larger window or a faster host would gain next to nothing."
+            f"Units compute {_percent(m.causes.get('compute', 0.0), m)} of each step and {streaming}: "
+            "a larger window or a faster host would gain next to nothing."
         )
     if outside > waits[cause]:
         return (
             f"{_percent(outside, m)} of each step passes outside of the units, with nothing under way that they wait "
-            "for: look at the data loader, the loss, logging and callbacks before anything else."
+            f"for, and {streaming}: look at the data loader, the loss, logging and callbacks."
         )
     return f"{_percent(waits[cause], m)} of each step {WAITED_FOR[cause]}; {_advice(m, cause)}."
 

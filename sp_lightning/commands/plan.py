@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import check_picture
@@ -145,13 +146,20 @@ def _bytes_table(plan: Plan) -> Any:
     return table
 
 
+def _clock(plan: Plan) -> tuple[str, Callable[[float], str]]:
+    """The unit that suits the step, and how times are told in it."""
+    unit, per_s = ("s", 1.0) if plan.step_s >= 1 else ("ms", 1e3)
+    return unit, lambda seconds: f"{seconds * per_s:.4g}"
+
+
 def _time_table(plan: Plan) -> Any:
-    table = _table("Time of a step", "", "s")
-    table.add_row("predicted", f"{plan.step_s:.4g}")
-    table.add_row(f"its floor, made of the {plan.binds}", f"{plan.floor_s:.4g}")
-    table.add_row("compute", f"{plan.simulation.compute_s:.4g}")
+    unit, time = _clock(plan)
+    table = _table("Time of a step", "", unit)
+    table.add_row("predicted", time(plan.step_s))
+    table.add_row(f"its floor, made of the {plan.binds}", time(plan.floor_s))
+    table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
-        table.add_row(f"waiting: {lane}", f"{seconds:.4g}")
+        table.add_row(f"waiting: {lane}", time(seconds))
     batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)
     table.add_row("largest window that fits", str(plan.largest_window))
     table.add_row("largest batch that fits", batch)
@@ -161,22 +169,24 @@ def _time_table(plan: Plan) -> Any:
 def _sweep_table(plan: Plan) -> Any:
     from ..config import format_bytes as size
 
-    table = _table("Windows and transfers", "window", "transfer", "device", "s", "")
+    unit, time = _clock(plan)
+    table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
     shown = [choice for choice in plan.sweep if choice.transfer in (1, plan.transfer)]
     step = max(1, -(-len(shown) // SHOWN))
     for number, choice in enumerate(shown):
         chosen = (choice.window, choice.transfer) == (plan.window, plan.transfer)
         if chosen or number % step == 0:
             mark = "chosen" if chosen else "" if choice.nbytes <= plan.available else "too large"
-            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), f"{choice.step_s:.4g}", mark)
+            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), time(choice.step_s), mark)
     return table
 
 
 def _changes_table(plan: Plan) -> Any:
     from ..config import format_bytes as size
 
-    table = _table("What could be changed", "", "device", "s", "time per sample", "")
+    unit, time = _clock(plan)
+    table = _table("What could be changed", "", "device", unit, "time per sample", "")
     for change in plan.changes:
         mark = "" if change.nbytes <= plan.available else "too large"
-        table.add_row(change.what, size(change.nbytes), f"{change.step_s:.4g}", f"{change.cost(plan):.2f}x", mark)
+        table.add_row(change.what, size(change.nbytes), time(change.step_s), f"{change.cost(plan):.2f}x", mark)
     return table
