@@ -462,6 +462,33 @@ class Device:
             torch.accelerator.synchronize(self.torch_device)
 
 
+# What torch chooses kernels by, and contexts set for a while: how it is asked for, and how it is set.
+_CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+]
+
+
+def kernel_choices() -> list[Any]:
+    """What kernels are chosen by now (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
+    return [ask() for ask, _ in _CHOICES]
+
+
+def choose_kernels(choices: list[Any]) -> None:
+    """They are chosen by this from now on."""
+    for (ask, choose), choice in zip(_CHOICES, choices, strict=True):
+        if ask() != choice:
+            choose(choice)
+
+
 def _locked_by_torch(nbytes: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .optimizer import Group, ShadowStep, State
+from .optimizer import Group, ShadowStep, State, keeps_no_state
 from .overlap import HostThread
 from .parameters import HostParameter, set_true_data, true_data, true_dtype, true_grad
 from .state import Withheld, is_kept, is_kept_of
@@ -269,7 +269,7 @@ def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
 
 def _state_of(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str) -> State:
     """A parameter's state, which nobody else may write or look at."""
-    if isinstance(optimizer, SGD) and not group["momentum"]:
+    if keeps_no_state(optimizer, group):
         return {}
     state = optimizer.state.get(param)
     if not state or (isinstance(optimizer, SGD) and state.get("momentum_buffer") is None):

@@ -147,6 +147,11 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
     return ShadowStep(lambda optimizer: _regroup_in_pieces(optimizer, piece)).attach(optimizer)
 
 
+def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
+    """Whether parameters of this group never have any."""
+    return isinstance(optimizer, SGD) and not group["momentum"]
+
+
 def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """Step host parameters with torch's fused kernels: faster still, but not the bits of the default loop.
 

@@ -8,7 +8,8 @@
 4. Where the step may run on (held.py), nobody waits for what the thread did not come to by the time at which the last
    gradients arrive: they are accumulated, and the rest is left to the step. Of what has arrived the thread takes the
    newest, also between the parts of a unit: what is left is what the next forward needs last.
-5. The order in which state is created is not that of the parameters; it is put right when the step ends.
+5. It makes no state: what it would be made like (default types, modes) is the caller's, and so is its order. A
+   parameter that has none yet is left to the step.
 6. What a thread has of its own and results depend on is the caller's: whether denormal numbers are flushed to zero, and
    how many threads share an operator, which decides where its vectorized loops end.
 7. Where the CPU computes with several threads, nothing is done beside anything else: threads of both sides would wait
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import ExactnessError
-from .optimizer import Group, ShadowStep
+from .optimizer import Group, ShadowStep, keeps_no_state
 from .simulation import PARTS
 from .state import Withheld, is_kept, is_kept_of
 
@@ -160,10 +161,9 @@ class StepAhead:
         self._leaving = False  # what is left of a unit is not taken up again
         self._lock = threading.Lock()  # of all these
         self._options: Any = None  # of its groups, when the first unit was submitted
-        self._known: int | None = None  # how many parameters had state when the first unit was submitted
         self._failed = False
         self.stepped: set[int] = set()  # ids of parameters
-        self.state: Any = None  # the optimizer's, where it is withheld, here or by a step that is held
+        self.state: Any = None  # the optimizer's, where it is withheld
         self.given_up = ""  # why nothing is stepped ahead
         self.withheld: Withheld | None = None
 
@@ -186,15 +186,14 @@ class StepAhead:
     @property
     def has_begun(self) -> bool:
         """Whether anything was submitted."""
-        return self._known is not None
+        return self._options is not None
 
     def submit(
         self, gradients: Arriving, timed: Callable[[], AbstractContextManager[None]], then: Callable[[], None]
     ) -> None:
         """Gradients are under way whose parameters can be stepped when they arrive, and ``then`` has to do with what
         they are by then; both within what ``timed`` gives."""
-        if self._known is None:
-            self._known = len(self._current_state())
+        if self._options is None:
             self._options = _options(self._optimizer)
         with self._lock:
             self._units.append(_Unit(next(self._numbers), gradients, timed, then))
@@ -224,21 +223,12 @@ class StepAhead:
         for work in under_way:
             work.result()
 
-    def sort_state(self) -> None:
-        """State that the step made is in the order in which the optimizer's own would have made it (Rule 5)."""
-        if self._known is None:
-            return
-        state = self._current_state()
-        made = list(state)[self._known :]
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        order = {id(param): i for i, param in enumerate(params)}
-        for param in sorted(made, key=lambda param: order.get(id(param), len(order))):
-            state[param] = state.pop(param)
-        self.state = None
-
-    def _current_state(self) -> dict[Any, Any]:
-        state: dict[Any, Any] = vars(self._optimizer).get("state", self.state)
-        return state
+    def _may_step(self, state: dict[Any, Any], param: Tensor) -> bool:
+        """Whether this parameter is the optimizer's, and what is its own there is (Rules 5 and 8)."""
+        groups = [self._optimizer.param_groups[number] for number in self._groups_of.get(id(param), [])]
+        if state.get(param):
+            return bool(groups) and not is_kept_of(state, param)
+        return bool(groups) and all(keeps_no_state(self._optimizer, group) for group in groups)
 
     def _leave(self) -> None:
         """Rule 4. The thread goes on with the newest meanwhile, and ends with a part of it."""
@@ -271,9 +261,8 @@ class StepAhead:
     def _step_part(self, unit: _Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # host parameters are meant (reads.py)
             unit.land()
-            state = self._current_state()
-            params = [param for param in unit.next_part() if id(param) in self._groups_of]
-            params = [param for param in params if param not in state or not is_kept_of(state, param)]
+            state: dict[Any, Any] = vars(self._optimizer).get("state", self.state)
+            params = [param for param in unit.next_part() if self._may_step(state, param)]
             groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
             for param in params:
                 for number in self._groups_of[id(param)]:

@@ -6,9 +6,10 @@ run is the first one and leaves no trace:
 1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
    is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
    cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what stands in the
-   places of parameters for the time of a call (`torch.func.functional_call`). What knows modules outside of the unit,
-   such as a trainer, is not its own and is left alone. What can not be copied is copied in parts, as far as these can;
-   an iterator of which there is no copy is an error.
+   places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which contexts
+   set around a forward: type and device of new tensors, and what kernels are chosen by. What knows modules outside of
+   the unit, such as a trainer, is not its own and is left alone. What can not be copied is copied in parts, as far as
+   these can; an iterator of which there is no copy is an error.
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .activations import tensors_in
-from .device import Device
+from .device import Device, choose_kernels, kernel_choices
 from .errors import ExactnessError
 from .offload import Offload, OnHost
 from .parameters import DeviceParameter, quietly
@@ -144,6 +145,7 @@ class _Before:
         self._arguments = _copied((args, kwargs), memo)
         self.weights: dict[Any, Tensor] = {}
         self._random = _random_states()
+        self._defaults = _Defaults()
         self._modules = [(module, _copies(_own_attributes(module), memo)) for module in root.modules()]
         self._buffers = [
             (module._buffers, name, buffer.detach().clone())
@@ -158,7 +160,7 @@ class _Before:
             for name, value in places.items()
         ]
         self._hooks = [(hooks, set(hooks)) for module, _ in self._modules for _, hooks in _hooks_of(module)]
-        self._now: list[Callable[[], None]] = []
+        self._now: list[contextlib.ExitStack] = []
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
         self._memo = memo  # of the copies for the run that runs
@@ -205,7 +207,9 @@ class _Before:
         return self._offload.unpack(value).requires_grad_() if isinstance(value, OnHost) else value
 
     def __enter__(self) -> None:
-        self._now = [self._back_to_now()]
+        now = contextlib.ExitStack()
+        self._now = [now]
+        now.callback(self._back_to_now())
         _set_random_states(self._random)
         self._memo = {**self._foreign}
         for module, attributes in self._modules:
@@ -219,11 +223,12 @@ class _Before:
             for key in hooks.keys() - known:
                 del hooks[key]
         self._written.restored = self.weights
+        now.enter_context(self._defaults.again())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._now.pop()()
+        self._now.pop().close()
 
     def _back_to_now(self) -> Callable[[], None]:
         states = _random_states()
@@ -253,6 +258,29 @@ class _Before:
             self._written.restored = restored
 
         return back
+
+
+class _Defaults:
+    """torch's, as they are now (Rule 1)."""
+
+    def __init__(self) -> None:
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._kernels = kernel_choices()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """They are those again within."""
+        now = _Defaults()
+        with contextlib.nullcontext() if self._device == now._device else self._device:
+            self._set()
+            try:
+                yield
+            finally:
+                now._set()
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self._dtype)
+        choose_kernels(self._kernels)
 
 
 def _host(parameter: Any) -> Any:

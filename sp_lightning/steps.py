@@ -3,8 +3,9 @@
 1. An optimizer that has parameters of ours steps them in pieces, or fused (optimizer.py), from its first step on.
 2. While it steps, what it reads and writes is on the host. What is resident is stale afterwards.
 3. Within ``ahead`` units are stepped while backward runs (overlap.py), within ``held`` beside the next forward
-   (held.py). An optimizer that does not step each parameter by itself steps as ever, and so does any where the CPU
-   computes with several threads (overlap.py, Rule 7).
+   (held.py). An optimizer that does not step each parameter by itself steps as ever, and so does one that makes tensors
+   of torch's default type, which a forward or backward beside it may set, and any where the CPU computes with several
+   threads (overlap.py, Rule 7).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -111,14 +112,21 @@ class Steps:
         """Whether units compute where optimizers step, on all cores (overlap.py, Rule 7)."""
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
+    def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
+        """What steps units of this optimizer beside other work; None if nothing may (Rule 3)."""
+        self._prepare(optimizer)
+        if isinstance(optimizer, ASGD):
+            self.say(AFTER_BACKWARD, "ASGD makes tensors of the default type, which forward may set")
+            return None
+        return None if self.shares_cores else self._shadows[optimizer]
+
     @contextlib.contextmanager
     def ahead(self, optimizer: Optimizer, may_hold: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
         units are stepped while backward still runs, and what is left then as by ``held``. Where the optimizer does
         not step each parameter by itself, nothing is different."""
-        self._prepare(optimizer)
-        step = self._shadows[optimizer]
-        if step is None or self.shares_cores:
+        step = self._beside(optimizer)
+        if step is None:
             yield
             return
         self.engine.downlink.marks.clear()  # of a backward before
@@ -127,8 +135,7 @@ class Steps:
         def rest() -> tuple[list[Group], dict[Any, Any]]:
             ahead.give_back()
             self.engine.check_changed()
-            groups, ahead.state = self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
-            return groups, ahead.state
+            return self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
 
         step.rest = rest
         try:
@@ -140,7 +147,6 @@ class Steps:
             self.engine.downlink.ahead = None
             step.rest = None
             ahead.give_back()
-            ahead.sort_state()
             self.say(AFTER_BACKWARD, ahead.given_up)
             self._counters.stepped_ahead += len(ahead.stepped)
 
@@ -148,9 +154,8 @@ class Steps:
     def held(self, optimizer: Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
         """Within, this optimizer's step returns at once and runs on beside the next forward (held.py), if by then it
         may, and where nobody could see that it is not done."""
-        self._prepare(optimizer)
-        step = self._shadows[optimizer]
-        if step is None or self.shares_cores:
+        step = self._beside(optimizer)
+        if step is None:
             yield
             return
         step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)

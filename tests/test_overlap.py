@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import lightning as L
@@ -272,6 +273,22 @@ def test_an_optimizer_that_is_not_elementwise_or_not_alone_does_not_overlap(opti
     assert fit(module_of(optimizer=optimizer)) == [0, 0, 0, 0]
 
 
+class Averaging(models.ZooModule):
+    """Whose optimizer makes tensors of the default type in every step."""
+
+    def configure_optimizers(self):
+        return torch.optim.ASGD(self.parameters(), lr=self.lr, t0=2, foreach=False)
+
+
+@pytest.mark.parametrize("clip", [None, ("norm", 0.5)])
+def test_an_optimizer_whose_step_depends_on_the_default_type_is_not_stepped_beside_what_sets_it(clip):
+    make, options = functools.partial(Averaging, models.case("mlp")), {"precision": "bf16-true", "batches": 12}
+    plainly = parity.record(make, parity.plain_strategy("cpu"), clip=clip, **options)
+    streamed = parity.record(make, parity.streaming_strategy("cpu", window=2), clip=clip, **options)
+    parity.compare(plainly, streamed)
+    assert streamed.telemetry["stepped_ahead"] == streamed.telemetry["held_steps"] == 0
+
+
 class Wrapper(torch.optim.Optimizer):
     """Has all of another one's, and none of its own."""
 
@@ -346,6 +363,35 @@ def test_optimizer_state_is_in_the_order_of_the_parameters():
 
     fit(module, [Order()])
     assert order[0] == [id(p) for p in module.parameters()]
+
+
+class Late(models.Block):
+    """Uses one of its layers from its third step on."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        self.late = torch.nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x):
+        self.steps += self.training
+        x = super().forward(x)
+        return self.late(x) if self.steps > 2 else x
+
+
+def test_optimizer_state_is_made_by_who_calls_the_step(monkeypatch):
+    adam = sys.modules["torch.optim.adam"]
+    made, threads = adam._get_scalar_dtype, []
+
+    def see(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(adam, "_get_scalar_dtype", see)
+    module = models.ZooModule(dataclasses.replace(models.case("mlp"), make=models.stack_of(Late)))
+    assert fit(module)[-1] > 0
+    assert threads == [threading.main_thread()] * len(list(module.parameters()))
 
 
 @pytest.mark.simgpu

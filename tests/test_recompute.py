@@ -1,5 +1,6 @@
 """What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
+import contextlib
 import functools
 import random
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import models
 import sp_lightning
@@ -344,3 +346,40 @@ class Hooking(models.Block):
 
 def test_hooks_that_forward_registers_are_registered_once(device):
     check(models.stack_of(Hooking), training(), device, activations="recompute")
+
+
+@contextlib.contextmanager
+def default_type(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class ByDefault(models.Block):
+    """Depends on the type and the device of new tensors, and on how attention is computed."""
+
+    def forward(self, x):
+        new = torch.empty(0)
+        x = x + (x.abs() + torch.finfo(new.dtype).eps).sqrt() * (2 if new.device == x.device else 1)
+        sequence = x.expand(1, 1, *x.shape)
+        return super().forward(x) + nn.functional.scaled_dot_product_attention(sequence, sequence, sequence)[0, 0]
+
+
+DEFAULTS = {
+    "type": lambda device: default_type(torch.float64),
+    "device": lambda device: device,
+    "kernels": lambda device: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_what_torch_does_by_default_around_a_forward_it_does_in_the_second_run(default, device):
+    def loss(module, x):
+        with DEFAULTS[default](device):
+            return squares(module, x)
+
+    check(models.stack_of(ByDefault), training(loss), device, activations="recompute")
+    assert torch.get_default_dtype() is torch.float32 and torch.backends.cuda.flash_sdp_enabled()
