@@ -169,6 +169,7 @@ class SavedTensors:
                 _hooks._push_saved_tensors_default_hooks(*hooks)
 
     @staticmethod
+    @never_compiled_hook
     def enabled() -> bool:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

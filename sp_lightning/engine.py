@@ -299,10 +299,10 @@ class Engine:
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward of a unit's root that autograd records: as the ``activations`` option says."""
         saved: list[OnHost] = []
-        if torch._C._are_functorch_transforms_active():  # which no checkpoint can be in
+        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # which no checkpoint can be in
             output = call(*args, **kwargs)
         elif self.options.activations.startswith("recompute"):
-            output, saved = self.recompute.run(call, unit.name, root, args, kwargs)
+            output, saved = self.recompute.run(call, unit.name, unit.store.params, root, args, kwargs)
         elif self.options.activations == "offload" and not self._open and not in_backward():
             self.offload.begin()
             try:

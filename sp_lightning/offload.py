@@ -3,7 +3,8 @@
 1. Each tensor goes down once, however often it was saved, and comes back once, to an address of the same alignment:
    kernels are chosen by it.
 2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early,
-   its memory would be given away while it is read.
+   its memory would be given away while it is read. Written until then, by code that may do so after its unit, the copy
+   may be of either: it was *overtaken*, and whoever needs it is told so.
 3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels
    that may still use it. What came back and was not asked for, as its gradient was not, is kept until backward ends:
    that stream waits for the copy before its memory is given out again.
@@ -28,10 +29,12 @@ class OnHost:
     """A saved tensor on the host: the bytes that it spans, and how it looked."""
 
     like: Tensor  # on the meta device
+    version: int
     first: int  # byte of an aligned block at which it begins
     host: Tensor
     arrived: Any  # on the host, recorded on the down stream; a way up that begins earlier carries old bytes
     uses: int = 1
+    overtaken: bool = False  # Rule 2
     pending: int = 0  # unpackings until the device copy can go
     device: Tensor | None = field(default=None)
     ready: Any = None
@@ -45,8 +48,8 @@ class Offload:
         self.counters = counters
         self.active = False  # whether what is saved now belongs to a unit as a whole
         self._visit: dict[Any, OnHost] = {}  # what the unit under way saved
-        self._leaving: list[tuple[Tensor, Any]] = []  # its device tensors, kept until their copies are done
-        self._left: list[tuple[Tensor, Any]] = []  # those of the unit before
+        self._leaving: list[tuple[Tensor, OnHost]] = []  # its device tensors, kept until their copies are done
+        self._left: list[tuple[Tensor, OnHost]] = []  # those of the unit before
         self._on_host: weakref.WeakSet[OnHost] = weakref.WeakSet()
         self._unasked: dict[OnHost, Any] = {}  # what is on its way back, and the stream that its memory is of
 
@@ -72,8 +75,9 @@ class Offload:
         """Drops device tensors whose copies the caller's stream now waits for."""
         if self._left:
             with self.counters.listener.waiting("activations"):
-                for _tensor, arrived in self._left:
-                    arrived.wait(self.device.compute)
+                for tensor, saved in self._left:
+                    saved.arrived.wait(self.device.compute)
+                    saved.overtaken = tensor._version != saved.version
         self._left = []
 
     def finish(self) -> None:
@@ -117,10 +121,10 @@ class Offload:
         down.wait_event(self.device.compute.record_event())
         under_way = self.counters.listener.work("down", "", "activations", nbytes)
         arrived = self.device.send_down([(host.view(torch.uint8), span.view(torch.uint8))], under_way)
-        self._leaving.append((tensor, arrived))
         self.counters.bytes_offloaded += nbytes
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        saved = OnHost(like, span.data_ptr() % ALIGNMENT, host, arrived)
+        saved = OnHost(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived)
+        self._leaving.append((tensor, saved))
         self._on_host.add(saved)
         return saved
 
@@ -149,6 +153,11 @@ class Offload:
 
     def unpack(self, saved: OnHost) -> Tensor:
         """The tensor as it was; the caller's stream is ordered after its bytes."""
+        if saved.overtaken:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(saved.like.shape)}, while it went to the host"
+            )
         self.fetch(saved)
         tensor = saved.device
         assert tensor is not None

@@ -13,7 +13,8 @@ run is the first one and leaves no trace:
 2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
-   a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed.
+   a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed. If any of them, or
+   a weight of the unit, is changed between the two runs, the second one is an error as well.
 3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
    saves other tensors than the first time.
 """
@@ -26,9 +27,9 @@ import functools
 import io
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +57,16 @@ class Recompute:
         self._written = written
         self._leaves_alone: set[str] = set()  # units of which Rule 2 is known
 
-    def run(self, call: Call, name: str, root: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[OnHost]]:
+    def run(
+        self, call: Call, name: str, weights: Sequence[Tensor], root: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, list[OnHost]]:
         """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
 
         Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow
         through.
         """
         try:
-            before = _Before(root, args, kwargs, self._written)
+            before = _Before(name, root, args, kwargs, self._written)
         except _CanNotBeCopied:
             raise ExactnessError(
                 f"{name} keeps, or is passed, an iterator that can not be copied, so its forward can not run again; "
@@ -101,6 +104,7 @@ class Recompute:
             self._leaves_alone.add(name)
         if self._offload is not None and not known:
             stowed = before.stow(self._offload)
+        before.rely_on(weights, kept)
         return output, stowed
 
 
@@ -138,7 +142,8 @@ class Written:
 class _Before:
     """All that Rule 1 names, as it was; as a context, any number of times, the world in which forward runs again."""
 
-    def __init__(self, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
+    def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
+        self._name = name
         self._written = written
         self._foreign = dict(_foreign(root))
         memo = {**self._foreign}  # what several have in common stays common
@@ -164,6 +169,7 @@ class _Before:
         self._offload: Offload | None = None
         self._changes = False  # forward changes its arguments
         self._memo = memo  # of the copies for the run that runs
+        self._relied_on: list[tuple[Tensor, int]] = []  # from the first run to the second, each with its version
 
     def kept(self) -> list[Tensor]:
         """Tensors, neither weights nor buffers, that attributes lead to."""
@@ -188,6 +194,18 @@ class _Before:
         self._offload = offload
         return stowed
 
+    def rely_on(self, weights: Iterable[Tensor], kept: list[tuple[Tensor, int]]) -> None:
+        """These, and what of the arguments is not on the host, stay as they are until the second run (Rule 2)."""
+        here = _mapped(self._arguments, lambda value: None if isinstance(value, OnHost) else value)
+        with quietly():
+            self._relied_on = [*_versions(map(_host, tensors_in(here))), *_versions(weights), *kept]
+
+    def _refuse(self) -> NoReturn:
+        raise ExactnessError(
+            f"a weight of {self._name}, a tensor that was passed to it or one that its modules keep was changed in "
+            "place after its forward, which can not run again; use activations='keep' or 'offload'"
+        )
+
     def arguments(self) -> Any:
         """The arguments of the first run, for another one to change."""
         arguments = self._arguments
@@ -204,9 +222,17 @@ class _Before:
 
     def _back(self, value: Any) -> Any:
         assert self._offload is not None
-        return self._offload.unpack(value).requires_grad_() if isinstance(value, OnHost) else value
+        if not isinstance(value, OnHost):
+            return value
+        if value.overtaken:
+            self._refuse()
+        return self._offload.unpack(value).requires_grad_()
 
     def __enter__(self) -> None:
+        with quietly():
+            changed = _changed(self._relied_on)
+        if changed:
+            self._refuse()
         now = contextlib.ExitStack()
         self._now = [now]
         now.callback(self._back_to_now())

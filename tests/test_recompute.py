@@ -266,6 +266,60 @@ def test_a_tensor_beside_the_buffers_that_is_changed_in_place_is_an_error(device
             net(x)
 
 
+class Doubling(models.Block):
+    """Saves neither what is passed to it nor what it keeps: they may be changed afterwards."""
+
+    def forward(self, x):
+        return super().forward(x * 2 + self.kept)
+
+
+class Changing(models.Stack):
+    """Changes, between a block and the next, what the block needs to run again."""
+
+    def __init__(self, changed):
+        super().__init__(Doubling() for _ in range(4))
+        self.changed = changed
+
+    def run(self, x):
+        kept = torch.ones(x.shape[-1], device=x.device)
+        for block in self.blocks:
+            block.kept = kept if self.changed == "kept" else 1
+            out = block(x)
+            with torch.no_grad():
+                if self.changed == "bias":
+                    block.up.bias += 1
+                elif self.changed != "nothing":
+                    {"passed": x, "kept": kept}[self.changed].add_(1)
+            x = x + out
+        return x
+
+
+@pytest.mark.parametrize("rows", [2, 64])  # too few to wait on the host, and enough
+@pytest.mark.parametrize("changed", ["passed", "kept", "bias", "nothing"])
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_what_is_changed_between_the_two_runs_is_an_error(activations, changed, rows, device):
+    net, x = Changing(changed), torch.ones(rows, models.FEATURES, device=device)
+    error = pytest.raises(ExactnessError, match="changed in place after its forward, which can not run again")
+    with sp_lightning.stream(net, device, window=1, activations=activations):
+        for _ in range(2):  # of the second it is known that the blocks change nothing themselves
+            with contextlib.nullcontext() if changed == "nothing" else error:
+                net(x).sum().backward()
+    if device.type == "simgpu" and (activations, changed) == ("recompute+offload", "passed"):
+        import simgpu
+
+        torch.accelerator.synchronize()
+        simgpu.races()  # of the change and the way to the host: that is the user's
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_where_saved_tensor_hooks_are_disabled_what_units_save_is_kept(activations, device):
+    def loss(net, x):
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return squares(net, x)
+
+    check(blocks, training(loss), device, activations=activations)
+
+
 def test_an_attribute_that_shares_what_is_passed_and_changed_in_place_is_an_error(device):
     class Looking(models.Block):
         def forward(self, x):
