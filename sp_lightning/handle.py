@@ -136,8 +136,9 @@ class Handle:
                 f"{error}\nWeights are on the host; on {self.device.torch_device} are those of the unit whose forward "
                 "runs, and any that a function of torch reads inside a step. A copy of a unit, a transform of its "
                 "forward, or an autograd.Function whose apply was bound before streaming began finds them on the host: "
-                "call it inside the forward of the module that owns them. If the plain run raises this as well, a "
-                "tensor was made without a device"
+                "call it inside the forward of the module that owns them. Gradients are on the host, too: what works "
+                "on them inside a step belongs into the optimizer's own, optimizer.step(closure). If the plain run "
+                "raises this as well, a tensor was made without a device"
             ) from error
 
     def _full(self) -> room.Full:

@@ -42,6 +42,8 @@ _requires_grad: Any = torch.Tensor.requires_grad
 class Keeper(Protocol):
     """Who streams the parameters of a module."""
 
+    optimizing: bool  # whether an optimizer steps, for which all is on the host
+
     @property
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins now."""

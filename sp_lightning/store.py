@@ -191,11 +191,11 @@ class UnitStore:
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Rule 1. What a plain run sets is on the device, often a copy made by ``.to(p.device)``, which is none here:
-        memory that is somebody else's is not shared."""
+        memory that is somebody else's is not shared, but by an optimizer's own code, which runs on the host."""
         host, index = true_data(parameter), self.index_of[id(parameter)]
         if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
             return host  # its own stand-in, as ``module.to()`` within a step sets it
-        shared = self.device.is_host or self.keeper.in_slab(value)
+        shared = self.device.is_host or self.keeper.optimizing or self.keeper.in_slab(value)
         return value if shared and not self.keeper.on_device(value) else value.to("cpu", copy=True)
 
     def suspect(self, stepped: Collection[int] = ()) -> None:

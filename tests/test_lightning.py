@@ -200,6 +200,54 @@ class Closures(models.ZooModule):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Goes uphill to where the gradient is taken, and back; the way up depends on the norm of all gradients."""
+
+    @torch.no_grad()
+    def climb(self):
+        params = [param for group in self.param_groups for param in group["params"]]
+        norms = [param.grad.norm().to(params[0].device) for param in params]
+        scale = 0.05 / (torch.stack(norms).norm() + 1e-12)
+        for param in params:
+            self.state[param]["before"] = param.data.clone()
+            param.add_(param.grad * scale.to(param))
+
+    def descend(self):
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.data = self.state[param]["before"]
+        super().step()
+
+    def step(self, closure=None):
+        loss = closure()
+        self.climb()
+        closure()
+        self.descend()
+        return loss
+
+
+class AwareOfSharpness(models.ZooModule):
+    def __init__(self):
+        super().__init__(models.case("mlp"))
+
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+class AwareByHand(AwareOfSharpness):
+    """Calls the optimizer's own methods where weights seem to be on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers().optimizer
+        for move in optimizer.climb, optimizer.descend:
+            self.manual_backward(self.case.loss(self.net, batch))
+            move()
+            optimizer.zero_grad()
+
+
 class Measured(models.ZooModule):
     """Metrics inside of the module, in a list, and logged as objects; numbers and tensors logged across devices."""
 
@@ -296,10 +344,17 @@ def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
 
 
 @BOTH
-@pytest.mark.parametrize("make_module", [Adversaries, Closures, Measured, Scheduled, Twice])
+@pytest.mark.parametrize("make_module", [Adversaries, AwareOfSharpness, Closures, Measured, Scheduled, Twice])
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
+
+
+@pytest.mark.simgpu
+def test_gradients_that_meet_what_is_on_the_device_inside_a_step_are_an_error_that_says_where_they_belong():
+    trainer = trainer_with("superpipeline", "simgpu")
+    with pytest.raises(UnsupportedError, match=r"optimizer\.step\(closure\)"):
+        trainer.fit(AwareByHand(), models.loader(models.case("mlp"), 1))
 
 
 @BOTH
