@@ -5,7 +5,8 @@ it takes half the bytes on its way, and on the device no second copy that autogr
 long as the operator is all that ever sees the weight. So:
 
 1. *Which.* FP32 weights with one place in the model: ``weight`` of a module of torch's own classes, whose forward reads
-   it once and hands it to an operator that autocast casts for. Not where code is compiled: that passes by all of this.
+   it once and hands it to an operator that autocast casts for. Not where code is compiled, be it a unit or layers
+   inside of one: that passes by all of this, and is to find modules as they are.
 2. *Seen.* During a visit ``module._parameters`` is a dictionary that notices every read of the weight, whoever does it:
    a hook, another module, ``named_parameters()``, a function that asks for its type. The module's own forward, and
    nothing else, is given the weight past it, if autocast is on and no mode, transform or trace looks at operators.
@@ -22,13 +23,14 @@ long as the operator is all that ever sees the weight. So:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .backward import in_backward
+from .compiled import never_compiled_hook, tell_of_compilations
 from .parameters import HostParameter, quietly
 from .window import StreamedUnit
 
@@ -141,7 +143,7 @@ class Guard:
         self._front = front
         self._hides = hides  # the front, where it is out of the way in a visit: then its forward stands there itself
         self._forward = front.forward
-        self._on = False
+        self.on = False
         self.parameters = Guarded(weight, front.module._parameters)
 
     def hide(self) -> None:
@@ -152,7 +154,7 @@ class Guard:
                 self.weight.give_up()  # somebody put another forward in front
         if self.weight.given_up:
             return
-        self._on = True
+        self.on = True
         self.module.__dict__["_parameters"] = self.parameters
         self._front.forward = self  # for a call of the module that begins the visit
         if self._hides is not None:
@@ -160,16 +162,21 @@ class Guard:
 
     def show(self) -> None:
         """It ends."""
-        if self._on:
-            self._on = False
+        self.step_aside()
+        if self._hides is not None:
+            self._hides.show()
+
+    def step_aside(self) -> None:
+        """For the rest of the visit; tells nobody any more who reads the weight."""
+        if self.on:
+            self.on = False
             if self.module.__dict__["_parameters"] is self.parameters:
                 self.module.__dict__["_parameters"] = self.parameters.guarded
             self._front.forward = self._forward
             if self.module.__dict__.get("forward") is self:
                 del self.module.__dict__["forward"]
-        if self._hides is not None:
-            self._hides.show()
 
+    @never_compiled_hook
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.parameters.given = self.weight.use(args, kwargs)
         try:
@@ -246,6 +253,8 @@ class Wire:
         self._change = change
         self._weights: dict[StreamedUnit, list[Weight]] = {}
         self._by_parameter: dict[int, Weight] = {}
+        self._guards: list[Guard] = []
+        self._compiling: set[StreamedUnit] = set()  # in whose visit something was compiled
         self._known: set[Any] = set()  # kinds of passes that were recorded
         self._kind: Any = None
         self._dirty = False  # something may travel in another type than it should
@@ -268,7 +277,8 @@ class Wire:
             return None
         watched = self._by_parameter[id(weight)] = Weight(unit, index, self._given_up)
         self._weights.setdefault(unit, []).append(watched)
-        return Guard(watched, front, hides)
+        self._guards.append(Guard(watched, front, hides))
+        return self._guards[-1]
 
     def _given_up(self) -> None:
         self._dirty = True
@@ -281,13 +291,29 @@ class Wire:
     def stop(self) -> None:
         """Compiled code is about to read weights (Rule 1)."""
         self.enabled = False
-        for weight in self._all():
-            weight.give_up()
+        self._pass_by(self._weights)
+
+    def compilation_begins(self) -> None:
+        """Something is compiled. In a visit it may read weights; where other units that do the same find it compiled
+        already, it read none."""
+        units = {guard.weight.unit for guard in self._guards if guard.on}
+        if units <= self._compiling or not self._compiling:
+            self._pass_by(units)
+            self._compiling |= units
+        else:
+            self.stop()
+
+    def _pass_by(self, units: Collection[StreamedUnit]) -> None:
+        for guard in self._guards:
+            if guard.weight.unit in units:
+                guard.weight.give_up()
+                guard.step_aside()
 
     def begin_pass(self, kind: Any) -> None:
         """The pass so far ends, and one of this kind begins (Rules 3 and 4)."""
         if not self._weights:
             return
+        tell_of_compilations(self)
         if self._kind is not None:
             self._known.add(self._kind)
             for weight in self._all():

@@ -597,6 +597,39 @@ def test_a_reference_that_is_kept_is_an_error_when_it_would_be_old(device):
 # --- Compiled code
 
 
+class Compiling(models.Block):
+    """Compiles a part of its forward: one that runs layers, or one that only computes."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.middle = torch.compile(self.layers if whole else F.gelu, backend="aot_eager", fullgraph=True)
+        self.whole = whole
+
+    def layers(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.middle(x) if self.whole else self.down(self.middle(self.up(x)))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_compiled_inside_a_unit_finds_layers_as_they_are(whole, activations):
+    torch.compiler.reset()
+    check(models.stack_of(lambda: Compiling(whole)), training(), torch.device("cpu"), activations=activations)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_what_is_compiled_with_its_layers_ends_it(whole):
+    torch.compiler.reset()
+    net = models.stack_of(lambda: Compiling(whole))()
+    with sp_lightning.stream(net, "cpu", window=1) as handle:
+        stepped(net, torch.device("cpu"), 3)
+        cast = {name for name in travelling(handle) if name.startswith("blocks.")}
+    assert cast == set() if whole else {f"blocks.{i}.{layer}.weight" for i in (1, 2, 3) for layer in ("up", "down")}
+
+
 def test_what_is_compiled_later_reads_weights_as_they_are():
     def run(net, device):
         yield from training()(net, device)
