@@ -174,9 +174,13 @@ class SavedTensors:
         """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
+    def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
+        """Whose bytes it is made of; none has those of a sparse one."""
+        return self._owner(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
+
     @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:
-        unit = self._owner(tensor.untyped_storage()._cdata)
+        unit = self._unit_of(tensor)
         if unit is not None:
             return saved_weight(unit, tensor)
         packed = self._offload.pack(tensor)
@@ -195,7 +199,7 @@ class SavedTensors:
     def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
         @never_compiled_hook
         def pack(tensor: Tensor) -> Any:
-            unit = self._owner(tensor.untyped_storage()._cdata)
+            unit = self._unit_of(tensor)
             return unit and saved_weight(unit, tensor), outer_pack(tensor)
 
         @never_compiled_hook

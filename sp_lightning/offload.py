@@ -98,7 +98,7 @@ class Offload:
         """Starts the way down; small and foreign tensors stay as they are, and what is more or less than its bytes."""
         if not self.active or tensor.device != self.device.torch_device or tensor.layout is not torch.strided:
             return tensor
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return tensor
         span = _span(tensor)
         if span.numel() * span.element_size() < ALIGNMENT:

@@ -1065,6 +1065,35 @@ def test_sparse_gradients_of_an_embedding(resident):
     check(SparseStack, run, torch.device("cpu"), units=units)
 
 
+class Neighbours(models.Block):
+    """Joins what neighbours in a graph have; how closely they are joined is a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.joined = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        edges = torch.tensor([[0, 0, 1, 2, 3, 3], [1, 2, 0, 3, 2, 3]])
+        graph = torch.sparse_coo_tensor(edges, self.joined, (len(x), len(x)))
+        compressed = torch.eye(len(x)).to_sparse_csr()
+        return compressed @ (graph @ super().forward(x))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+def test_sparse_tensors_in_a_forward(activations):
+    check(models.stack_of(Neighbours), training(), torch.device("cpu"), activations=activations)
+
+
+class Ragged(models.Block):
+    def forward(self, x):
+        return torch.cat(super().forward(torch.nested.as_nested_tensor([x[:1], x[1:]])).unbind())
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_nested_tensors_in_a_forward(activations):
+    check(models.stack_of(Ragged), training(), torch.device("cpu"), activations=activations)
+
+
 # --- Streams, threads, data
 
 
