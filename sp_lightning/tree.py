@@ -23,8 +23,8 @@ class Tree:
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
 
     def has_changed(self, any_moved: bool) -> bool:
-        """Whether parameters were replaced, added, removed or retyped since (not by ``functional_call`` for a call), or
-        a class was given another forward; ``any_moved``: one has other memory."""
+        """Whether parameters were replaced, swapped, added, removed or retyped since (not by ``functional_call`` for a
+        call), or a class was given another forward; ``any_moved``: one has other memory."""
         if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
             return True
         if not any_moved and self._identities == _identities(self._module):
@@ -52,6 +52,7 @@ def _identities(module: nn.Module) -> list[Any]:
             if own["_parameters"]:
                 found += own["_parameters"]
                 found += map(id, own["_parameters"].values())
+                found += map(type, own["_parameters"].values())  # which torch exchanges where it swaps two tensors
             children += own["_modules"].values()
     return found
 
@@ -62,7 +63,7 @@ def _structure(module: nn.Module) -> list[Any]:
     def described(name: str, p: Any) -> Any:
         if p is None:
             return name
-        return (name, id(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
+        return (name, id(p), type(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
 
     return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
 

@@ -328,7 +328,21 @@ def assigned(net):
     net.load_state_dict({name: value.clone() * 0.5 for name, value in net.state_dict().items()}, assign=True)
 
 
-@pytest.mark.parametrize("change", [replaced, assigned])
+def swapped(net):
+    """Under new objects of torch's the same Python objects, as ``swap_module_params_on_conversion`` makes them."""
+    for layer in (net.blocks[1].up, net.head):
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach() * 0.5))
+
+
+def loaded_by_swapping(net):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.load_state_dict({name: value.clone() * 0.5 for name, value in net.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("change", [replaced, assigned, swapped, loaded_by_swapping])
 def test_parameters_replaced_between_steps(device, change):
     def run(net, device):
         for _ in range(3):
