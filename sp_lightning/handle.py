@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 
 from . import room
 from .autotune import UnitBytes
@@ -121,14 +122,20 @@ class Handle:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within, the user's code: where it finds no room on the device, or a weight that is not there, an error says
-        what to do."""
+        """Within, the user's code: where it finds no room on the device, or a weight that is not there, or is to be one
+        graph, an error says what to do."""
         try:
             yield
         except SuperpipelineError:
             raise
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{error}\n{self._full().message()}") from error
+        except Unsupported as error:
+            raise UnsupportedError(
+                f"{error}\nWhere a unit is entered a compiled graph ends, and another one begins: leave out "
+                "fullgraph=True of what is a unit or calls one, or have compile_units=True compile units from inside. "
+                "If the plain run raises this as well, its graph breaks elsewhere"
+            ) from error
         except RuntimeError as error:
             if BETWEEN_DEVICES.search(str(error)) is None:
                 raise

@@ -15,7 +15,7 @@ import simgpu.lightning
 import sp_lightning
 from sp_lightning.autotune import UnitBytes, first_window, largest_window
 from sp_lightning.config import Options
-from sp_lightning.errors import MemoryBudgetError, OptionError
+from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
 from sp_lightning.units import partition
 
 SIMGPU = torch.device("simgpu", 0)
@@ -297,6 +297,17 @@ def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activ
     with sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True, activations=activations):
         assert losses(net) == losses_expected
     assert all(map(torch.equal, seen, expected))
+
+
+def test_a_unit_that_is_to_be_one_graph_from_outside_is_an_error_that_says_what_to_do(fresh_dynamo):
+    net = stack()
+    for block in net:
+        block.compile(backend="eager", fullgraph=True)
+    with (
+        sp_lightning.stream(net, "cpu", window=2, units=["Block"]),
+        pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or have compile_units=True"),
+    ):
+        losses(net)
 
 
 def test_without_it_nothing_is_compiled(fresh_dynamo):
