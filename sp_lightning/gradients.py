@@ -3,8 +3,8 @@
 1. Gradients are *taken* where nobody sees when they arrive: they are packed into one buffer, start their way down, and
    are accumulated into ``.grad`` as autograd would, in the order in which they came, before backward returns.
 2. They are *returned*, arrived, where autograd has something to do with them: hooks on the parameter, and
-   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. What the task does not ask for is
-   dropped.
+   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph; it is an operator like any other as well
+   for gradients that have tangents, or stand for many. What the task does not ask for is dropped.
 3. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
    buffer on its way, one being made.
 4. A gradient in autocast's type comes down as it is, and becomes FP32 on the host: the same value.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .device import Device
 from .layout import ALIGNMENT, Layout
@@ -118,7 +119,7 @@ class Downlink:
 
     def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
         """Takes a unit's gradients, and returns those that autograd has to have (Rules 1 and 2)."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _are_more_than_bytes(grads):
             return self._differentiable(store, grads)
         taken: list[int] = []
         returned: list[int] = []
@@ -239,10 +240,17 @@ class Downlink:
         return tuple(result)
 
     def _differentiable(self, store: UnitStore, grads: Gradients) -> Gradients:
-        """Copies that are part of the graph."""
+        """Copies that are part of the graph, or whatever else their originals are."""
         self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
         fields = store.host_layout.fields
         return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
+
+
+def _are_more_than_bytes(grads: Gradients) -> bool:
+    """Whether they may have tangents, or stand for many (``is_grads_batched``)."""
+    if forward_ad._current_level >= 0:
+        return True
+    return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
 def _known(grad: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torchmetrics
 from side_by_side import blocks, check, fit, inputs, make_trainer, sgd, squares, training
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import models
@@ -259,6 +260,30 @@ def test_autograd_grad_of_some_weights_leaves_grad_alone(device):
             yield torch.autograd.grad(squares(net, x), some), [p.grad for p in net.parameters()]
 
     check(blocks, run, device)
+
+
+def test_gradients_of_many_losses_at_once(device):
+    def run(net, device):
+        weights = [net.blocks[1].up.weight, net.head.bias]
+        for x in inputs(device):
+            out = net(x).sum(0)
+            ones = torch.eye(len(out), device=device)
+            yield torch.autograd.grad(out, weights, grad_outputs=ones, is_grads_batched=True)
+
+    check(blocks, run, device)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_gradients_with_tangents(activations, device):
+    def run(net, device):
+        for x in inputs(device):
+            with forward_ad.dual_level():
+                out = net(forward_ad.make_dual(x, torch.ones_like(x)))
+                out.square().mean().backward()
+                yield [tuple(forward_ad.unpack_dual(p.grad)) for p in net.parameters()]
+            net.zero_grad()
+
+    check(blocks, run, device, activations=activations)
 
 
 def test_a_forward_without_gradients_in_the_middle_of_a_training_step(device):
