@@ -3,7 +3,8 @@
 1. A unit may be stepped ahead (overlap.py) once a backward was seen that did not come back to it after its gradients:
    one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. It has to
    be seen again when other weights train. If a backward comes back all the same, that is an error. A unit with frozen
-   weights of its own never is: whether they are needed after its gradients depends on what lies below.
+   weights of its own never is: whether they are needed after its gradients depends on what lies below. Nor is one of
+   which a weight was lent in this backward (lending.py): the others' gradients may come later.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
@@ -71,7 +72,8 @@ class Backward:
         if torch._C._current_graph_task_id() != self._task:
             return False
         self._complete.add(unit)
-        may_step = unit in self._left_alone and all(parameter.requires_grad for parameter in unit.store.params)
+        whole = not unit.binding.lending.came_apart and all(param.requires_grad for param in unit.store.params)
+        may_step = whole and unit in self._left_alone
         if may_step:
             self._stepping[unit] = None
         return may_step

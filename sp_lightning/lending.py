@@ -46,6 +46,7 @@ class Lending:
         self.lent: dict[int, LentParameter] = {}  # in this visit
         self._kept: list[tuple[int, Tensor]] = []  # in earlier ones
         self._came: dict[tuple[int, int], Any] = {}  # by task and parameter: what brought the gradient
+        self.came_apart = False  # in this backward, gradients of any of them from the others'
 
     def begin(self, index: int) -> None:
         """This one is lent out in every visit."""
@@ -71,6 +72,7 @@ class Lending:
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             self.came(index, receive)
+            self.came_apart = True
             return self._receive(node, grads)
 
         lent: Any = stand_in(link(store, receive, views)[index], parameter, [False])
@@ -87,6 +89,7 @@ class Lending:
     def backward_done(self) -> None:
         """All gradients have arrived."""
         self._came.clear()
+        self.came_apart = False
 
     def take_back(self) -> None:
         """The visit ends (Rule 3)."""

@@ -231,6 +231,11 @@ class DeviceParameter(nn.Parameter):
         self.host.grad = None if value is None else value.to(true_device(self.host))
 
     @property
+    def grad_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of a leaf, and never another one than its own (units.py)."""
+        return true_dtype(self)
+
+    @property
     def grad_fn(self) -> None:  # type: ignore[override]
         return None
 

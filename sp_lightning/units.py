@@ -135,6 +135,8 @@ class _Tree:
                     raise PartitionError(f"{name} is out of reach in a TorchScript module: use what it was made from")
                 if hasattr(param, "__tensor_flatten__"):
                     raise PartitionError(f"{name} is made of several tensors by {type(param).__name__}: use plain ones")
+                if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+                    raise PartitionError(f"{name} wants gradients of another type than its own: leave its grad_dtype")
                 self.owned[module].append((name, param))
 
     def _weigh(self) -> None:

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import Precision
 import models
 import parity
 import sp_lightning
+from sp_lightning.errors import ExactnessError
 from sp_lightning.overlap import HostThread
 
 ROOT = Path(__file__).parent.parent
@@ -137,6 +138,31 @@ WAYS = {
 def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
     case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
+
+
+class LatePenalty(models.Stack):
+    """Begins to ask for a weight beside its layer."""
+
+    steps = 0
+
+    def __init__(self, when):
+        super().__init__(models.Block() for _ in range(3))
+        self.when = when
+
+    def run(self, x):
+        self.steps += self.training
+        weight = self.blocks[1].up.weight
+        before, after = ((self.steps > 2 and self.when == when) for when in ("before", "after"))
+        x = super().run(x + weight.square().mean() if before else x)
+        return x + weight.square().mean() if after else x
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_late_read_beside_a_layer_is_refused_for_what_it_is_also_where_units_are_stepped(device, when):
+    case = dataclasses.replace(models.case("mlp"), make=functools.partial(LatePenalty, when))
+    with pytest.raises(ExactnessError, match=r'by its layer, and by another read.*wire_dtype="as-is"'):
+        parity.check(case, {"window": 1}, accelerator=device.type, batches=4, precision="bf16-mixed")
+    parity.check(case, {"window": 1, "wire_dtype": "as-is"}, accelerator=device.type, batches=4, precision="bf16-mixed")
 
 
 def test_every_parameter_with_a_gradient_is_stepped_ahead():

@@ -393,6 +393,15 @@ def test_parameters_that_are_made_of_several_tensors_are_refused_by_name():
         partition(Holder(net=Holder(weight=nn.Parameter(weight))))
 
 
+def test_parameters_whose_gradients_are_of_another_type_are_refused_by_name():
+    net = Holder(net=nn.Linear(4, 4).bfloat16())
+    net.net.weight.grad_dtype = None
+    assert partition(net)
+    net.net.weight.grad_dtype = torch.float32
+    with pytest.raises(PartitionError, match=r"net\.weight wants gradients of another type than its own"):
+        partition(net)
+
+
 # --- cut by bytes ----------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,28 @@ def test_an_error_about_two_devices_is_told_from_one_about_two_types(said, error
     assert raised.type is error
 
 
+class Asking(models.Block):
+    """Asks what its weights are."""
+
+    def forward(self, x):
+        self.told = [
+            (p.is_leaf, p.grad_fn, p.grad_dtype, p.dtype, p.device, p.requires_grad, p.shape, p.stride())
+            for p in self.parameters()
+        ]
+        return super().forward(x)
+
+
+def test_inside_a_unit_a_weight_tells_what_the_plain_runs_does(device):
+    def told(net):
+        squares(net, next(iter(inputs(device, 1))))
+        return [block.told for block in net.blocks]
+
+    expected = told(models.Stack(Asking() for _ in range(3)).to(device))
+    net = models.Stack(Asking() for _ in range(3))
+    with sp_lightning.stream(net, device, window=1):
+        assert told(net) == expected
+
+
 class Freezing(models.Block):
     """Sets ``requires_grad`` of its own weight; first to what it is."""
 
