@@ -28,15 +28,17 @@ def python(source):
 # ---- import
 
 
-def test_import_takes_under_50_ms_beyond_torch_and_lightning():
+def test_import_takes_less_than_a_sixtieth_of_what_torch_and_lightning_take():
     """Each child forked from a process that has imported those measures a first import, in time of its own CPU.
-    What else the machine does only ever adds to it."""
+    What else the machine does only ever adds to it, and to theirs; 60 ms beside 3.6 s."""
     output = python("""
         import os
         import time
 
+        begin = time.process_time()
         import lightning.pytorch
         import torch
+        print(time.process_time() - begin, flush=True)
 
         for _ in range(5):
             if not os.fork():
@@ -46,8 +48,8 @@ def test_import_takes_under_50_ms_beyond_torch_and_lightning():
                 os._exit(0)
             os.wait()
     """)
-    seconds = [float(line) for line in output.split()]
-    assert len(seconds) == 5 and min(seconds) < 0.05, seconds
+    theirs, *ours = [float(line) for line in output.split()]
+    assert len(ours) == 5 and min(ours) < theirs / 60, (theirs, ours)
 
 
 def new_optional_modules(source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import re
 import zipfile
 
 import lightning as L
@@ -83,11 +84,16 @@ def test_a_tied_weight_is_saved_once(device):
         assert saved(handle.module.state_dict()) == expected
 
 
+def pickled_nbytes(what):
+    """Without its storage's address, which is written in decimal digits."""
+    return len(re.sub(rb"\d{10,}", b"", pickle.dumps(what)))
+
+
 def test_a_pickled_parameter_is_no_larger(device):
     net = adapted()
-    expected = len(pickle.dumps(net.blocks[0].grow.weight))
+    expected = pickled_nbytes(net.blocks[0].grow.weight)
     with sp_lightning.stream(net, device, window=1):
-        assert len(pickle.dumps(net.blocks[0].grow.weight)) == expected
+        assert pickled_nbytes(net.blocks[0].grow.weight) == expected
 
 
 def test_nothing_is_larger_after_streaming_ended(device):
