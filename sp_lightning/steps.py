@@ -75,9 +75,8 @@ class Steps:
             self._prepare(optimizer)  # its own hooks run after this one, already in this step
             scaler.hand_over(optimizer)
         self.engine.optimizing = True
-        if (
-            not self.engine.holding.is_under_way
-        ):  # else a closure may come first, with a forward beside which the last step runs on
+        # A closure may come first, with a forward beside which the last step runs on.
+        if not self.engine.holding.is_under_way:
             reads.pause()
         self.engine.collect_writes()
         self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
