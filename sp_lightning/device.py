@@ -382,7 +382,7 @@ class Device:
         with contextlib.suppress(RuntimeError):
             while len(blocks) * block < most:
                 blocks.append(torch.empty(block, dtype=torch.uint8, device="cpu", pin_memory=True))
-        return len(blocks) * block
+        return min(len(blocks) * block, most)
 
     @property
     def name(self) -> str:

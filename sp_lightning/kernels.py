@@ -5,18 +5,22 @@
    autocast casts them, and attention and dropout become the kernels that the target would run.
 2. Whether to cast is the CPU's flag: model code that is told that it is on the CPU turns that one off and on.
 3. A device that is at hand is asked which attention it picks, by running it on next to nothing; of others it is known.
+   It is begun before model code runs: torch refuses a checkpoint within which a device is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -28,6 +32,7 @@ class _Now:
     """Of the thread that pretends: there is one."""
 
     target = "cuda"
+    device: torch.device | None = None  # of that type, where there is one at hand
 
 
 _now = _Now()
@@ -37,12 +42,26 @@ _now = _Now()
 def of(target: str, autocast: torch.dtype | None) -> Iterator[None]:
     """Within, operators on meta tensors are that device type's."""
     _register()
-    before, _now.target = _now.target, target
+    before = _now.target, _now.device
+    _now.target, _now.device = target, _at_hand(target)
     try:
         with _key_is_on(), _autocast_flag(autocast):
             yield
     finally:
-        _now.target = before
+        _now.target, _now.device = before
+
+
+def _at_hand(target: str) -> torch.device | None:
+    """Rule 3."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type != target:
+        return None
+    try:
+        torch.accelerator.current_device_index()
+    except RuntimeError as error:  # others have all of it, or this process was forked from one that had it
+        log.debug("superpipeline: device %r can not be asked which attention it picks: %s", target, error)
+        return None
+    return device
 
 
 @contextlib.contextmanager
@@ -247,9 +266,9 @@ def _attention_kernel(
         dropout > 0,
         grouped and query.shape[1] != key.shape[1],
     )
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and device.type == _now.target and asked.width and not asked.mask_trains:
-        return _picked(device, asked)
+    if _now.device is not None and asked.width and not asked.mask_trains:
+        with contextlib.suppress(torch.OutOfMemoryError, torch.AcceleratorError):  # of a device that others fill
+            return _picked(_now.device, asked)
     return attention_kernel(_now.target, asked)
 
 

@@ -12,6 +12,7 @@ import time
 
 import hypothesis
 import hypothesis.configuration
+import nullcuda
 import pytest
 import torch
 
@@ -69,6 +70,16 @@ def nothing_left_behind(pytestconfig):
     yield
     new = set(os.listdir(pytestconfig.rootpath)) - before - CACHES
     assert not new, f"a test left {sorted(new)} in {pytestconfig.rootpath}"
+
+
+@pytest.fixture(scope="session")
+def null_cuda():
+    """The environment of processes that have torch's CUDA without a device: `nullcuda.environment`."""
+    try:
+        nullcuda.environment()
+    except ImportError as error:
+        SimgpuUnavailable(error).stop()
+    return nullcuda.environment
 
 
 @pytest.fixture(autouse=True)

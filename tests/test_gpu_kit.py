@@ -18,11 +18,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 slow = pytest.mark.slow
 
 
-def run(tmp_path, name, *arguments):
+def run(tmp_path, name, *arguments, environment=os.environ):
     pytest.importorskip("transformers")
     path = tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / f"{name}.py"), "--small", "--json", str(path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    first = filter(None, [environment.get("PYTHONPATH"), str(ROOT), *sys.path])
+    env = {**environment, "PYTHONPATH": os.pathsep.join(first)}
     done = subprocess.run([*command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(path.read_text()), done
@@ -72,6 +73,33 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, few, tmp_path):
     assert first["differences"] == [] and found["facts"]["device"] == "cpu"
     ours = [row["label"] for row in first["rows"] if row["contender"] == "superpipeline" and row["step_s"]]
     assert [plan["label"] for plan in first["plans"]] == ours and all(plan["step_off"] > -1 for plan in first["plans"])
+
+
+@slow
+@pytest.mark.parametrize(
+    "name, few",
+    [
+        ("fits", ["--model", "llama-1b", "--tokens", "2048"]),
+        ("peers", ["--minutes", "0.5"]),
+        ("big", ["--device-memory", "16GiB"]),
+    ],
+)
+def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
+    """What it finds has no meaning there; that nothing ends it is what matters."""
+    found, done = run(tmp_path, name, *few, environment=null_cuda())
+    assert found["facts"]["device"] == "null-cuda" and found["results"], done.stdout
+    for result in found["results"]:
+        ours = [row for row in result["rows"] if row["contender"] in ("plain", "superpipeline", "fsdp2")]
+        assert ours and not any(row["error"] for row in ours), done.stdout
+        assert all(plan["device_off"] is not None for plan in result["plans"])
+
+
+@slow
+@pytest.mark.parametrize("part", ["zoo", "blocks"])
+def test_no_family_asks_cuda_for_what_it_refuses(part, null_cuda, tmp_path):
+    few = ["--part", part, "--minutes", "0.8", "--jobs", "1"]
+    found, done = run(tmp_path, "exact", *few, environment=null_cuda(zeros=True))
+    assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
 
 
 def test_a_campaign_measures_the_checkout_that_it_is_of(tmp_path):
@@ -134,7 +162,13 @@ def test_every_bar_of_a_result_stands_in_the_table_also_a_missed_one(tmp_path):
 
 
 def test_runs_without_a_real_device_or_of_tiny_models_are_no_results(tmp_path):
-    for name, device, small in (("fits", "cpu", False), ("big", "simgpu", False), ("exact", "nvidia-x", True)):
+    cases = [
+        ("fits", "cpu", False),
+        ("big", "simgpu", False),
+        ("curve", "null-cuda", False),
+        ("exact", "nvidia-x", True),
+    ]
+    for name, device, small in cases:
         result(tmp_path, name, device, small=small)
     assert publish.table(publish.results(tmp_path)).count("not measured") == 6
 

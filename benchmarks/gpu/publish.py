@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/publish.py
 
-What has no result file says "not measured". Runs on a CPU, on a simulated device or of tiny models are no results.
+What has no result file says "not measured". Runs on a CPU, on a device that is none or of tiny models are no results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import campaign
 README = campaign.ROOT / "README.md"
 PICTURE = campaign.ROOT / "docs" / "measured_curve.png"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-NOT_REAL = ("cpu", "simgpu")
+NOT_REAL = ("cpu", "simgpu", "null-cuda")
 ASKED = {
     "exact": "no bit differs from plain Lightning on the same device",
     "pinned": "host memory is page-locked, exact to the page, fast, and given back",

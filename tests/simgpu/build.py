@@ -48,14 +48,15 @@ def library() -> pathlib.Path:
     return path
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """The command."""
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def _require_toolchain() -> None:
-    compiler, header = _compiler()[0], pathlib.Path(sysconfig.get_path("include")) / "Python.h"
-    if not shutil.which(compiler):
-        raise MissingError(f"simgpu needs a C++20 compiler: {compiler!r} ($CXX, else c++) is not on this machine")
+    command, header = compiler()[0], pathlib.Path(sysconfig.get_path("include")) / "Python.h"
+    if not shutil.which(command):
+        raise MissingError(f"simgpu needs a C++20 compiler: {command!r} ($CXX, else c++) is not on this machine")
     if not header.exists():
         raise MissingError(f"simgpu needs Python's headers (python3-dev): {header} is not on this machine")
 
@@ -67,7 +68,7 @@ def _compile(path: pathlib.Path) -> None:
     root = pathlib.Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     command = [
-        *_compiler(),
+        *compiler(),
         *FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *(f"-isystem{i}" for i in includes),

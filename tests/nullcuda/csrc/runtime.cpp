@@ -1,0 +1,506 @@
+// The CUDA runtime, and as much of cuBLAS and NCCL as a step calls, without a device.
+//
+// 1. Kernels do nothing. Memory, copies, streams, events and attributes are what CUDA's manual says, all at once: each
+//    call has done its work when it returns.
+// 2. Device memory can not be touched by the host: its addresses are no one's, and what is copied there lies elsewhere.
+// 3. What CUDA refuses is refused: more memory than there is, a copy that is not within one piece of memory of the kind
+//    that was said, memory locked twice or unlocked by another address, an event or a stream that is not there.
+// 4. An error is kept for the thread that made it until it is asked for.
+#include <driver_types.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using Error = cudaError_t;
+constexpr int kVersion = CUDA_VERSION_MADE_FOR;
+
+size_t setting(const char* name, size_t otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::strtoull(value, nullptr, 10) : otherwise;
+}
+
+const size_t kDeviceBytes = setting("NULLCUDA_BYTES", size_t{140} << 30);
+const size_t kLockableBytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
+const int kCapability = int(setting("NULLCUDA_CAPABILITY", 80));
+
+thread_local Error last_error = cudaSuccess;
+
+Error refuse(Error error) { return last_error = error; }
+
+// ---- memory
+
+enum class Kind { device, locked, registered };
+
+struct Piece {
+  size_t nbytes;
+  Kind kind;
+  char* bytes;  // where the host finds them
+};
+
+std::mutex mutex;  // of all that follows
+std::map<char*, Piece> pieces;
+size_t device_bytes = 0, locked_bytes = 0;
+
+struct Counts {
+  std::atomic<long> up{0}, down{0}, not_locked{0}, kernels{0};
+} counts;
+
+std::pair<char* const, Piece>* piece_at(const void* address) {
+  auto after = pieces.upper_bound((char*)address);
+  if (after == pieces.begin()) return nullptr;
+  auto& found = *std::prev(after);
+  return (char*)address < found.first + found.second.nbytes ? &found : nullptr;
+}
+
+bool on_device(const void* address) {
+  auto* found = piece_at(address);
+  return found && found->second.kind == Kind::device;
+}
+
+bool is_free(const void* address, size_t nbytes) {  // of pieces
+  auto next = pieces.lower_bound((char*)address);
+  return !piece_at(address) && (next == pieces.end() || next->first >= (char*)address + nbytes);
+}
+
+bool within_one(const void* address, size_t nbytes) {
+  auto* found = piece_at(address);
+  return found ? (char*)address + nbytes <= found->first + found->second.nbytes : is_free(address, nbytes);
+}
+
+void* bytes_at(const void* address) {
+  auto* found = piece_at(address);
+  return found ? found->second.bytes + ((char*)address - found->first) : (void*)address;
+}
+
+void* map(size_t nbytes, int protection) {
+  return mmap(nullptr, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+Error take(void** address, size_t nbytes, Kind kind) {
+  std::lock_guard guard(mutex);
+  *address = nullptr;
+  if (!nbytes) return cudaSuccess;
+  size_t& used = kind == Kind::device ? device_bytes : locked_bytes;
+  size_t most = kind == Kind::device ? kDeviceBytes : kLockableBytes;
+  if (nbytes > most - used) return refuse(cudaErrorMemoryAllocation);
+  void* bytes = map(nbytes, PROT_READ | PROT_WRITE);
+  *address = kind == Kind::device ? map(nbytes, PROT_NONE) : bytes;  // Rule 2
+  if (bytes == MAP_FAILED || *address == MAP_FAILED) return refuse(cudaErrorMemoryAllocation);
+  pieces[(char*)*address] = {nbytes, kind, (char*)bytes};
+  used += nbytes;
+  return cudaSuccess;
+}
+
+Error give_back(void* address) {
+  if (!address) return cudaSuccess;
+  std::lock_guard guard(mutex);
+  auto found = pieces.find((char*)address);
+  if (found == pieces.end() || found->second.kind == Kind::registered) return refuse(cudaErrorInvalidValue);
+  const Piece& piece = found->second;
+  (piece.kind == Kind::device ? device_bytes : locked_bytes) -= piece.nbytes;
+  if (piece.bytes != address) munmap(piece.bytes, piece.nbytes);
+  munmap(address, piece.nbytes);
+  pieces.erase(found);
+  return cudaSuccess;
+}
+
+Error copy(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind) {
+  if (!nbytes) return cudaSuccess;
+  {
+    std::lock_guard guard(mutex);
+    bool up = !on_device(from) && on_device(to), down = on_device(from) && !on_device(to);
+    bool across = on_device(from) && on_device(to);
+    bool as_said = kind == cudaMemcpyDefault || kind == (up       ? cudaMemcpyHostToDevice
+                                                         : down   ? cudaMemcpyDeviceToHost
+                                                         : across ? cudaMemcpyDeviceToDevice
+                                                                  : cudaMemcpyHostToHost);
+    if (!as_said || !within_one(to, nbytes) || !within_one(from, nbytes)) return refuse(cudaErrorInvalidValue);
+    if (up) counts.up += nbytes;
+    if (down) counts.down += nbytes;
+    if ((up && !piece_at(from)) || (down && !piece_at(to))) ++counts.not_locked;
+    to = bytes_at(to), from = bytes_at(from);
+  }
+  std::memmove(to, from, nbytes);
+  return cudaSuccess;
+}
+
+Error fill(void* address, int value, size_t nbytes) {
+  char* bytes;
+  {
+    std::lock_guard guard(mutex);
+    if (nbytes && !(on_device(address) && within_one(address, nbytes))) return refuse(cudaErrorInvalidValue);
+    bytes = (char*)bytes_at(address);
+  }
+  char* first = (char*)(((size_t)bytes + 4095) & ~size_t{4095});
+  char* last = (char*)((size_t)(bytes + nbytes) & ~size_t{4095});
+  if (value || last <= first) return std::memset(bytes, value, nbytes), cudaSuccess;
+  std::memset(bytes, 0, first - bytes);
+  madvise(first, last - first, MADV_DONTNEED);  // zeros that take no memory of the host
+  std::memset(last, 0, bytes + nbytes - last);
+  return cudaSuccess;
+}
+
+// ---- streams and events
+
+struct Event {
+  unsigned flags;
+  double at_ms = -1;
+};
+
+std::set<void*> streams, events;
+
+double now_ms() {
+  using namespace std::chrono;
+  return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
+Error known(const std::set<void*>& all, void* one) {
+  std::lock_guard guard(mutex);
+  return all.count(one) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle);
+}
+
+Error known_stream(void* stream) { return size_t(stream) <= 2 ? cudaSuccess : known(streams, stream); }
+
+template <class Handle>
+int made(Handle* handle) {
+  return *handle = (Handle)std::calloc(1, 4096), 0;
+}
+
+}  // namespace
+
+// ---- memory
+
+API Error cudaMalloc(void** address, size_t nbytes) { return take(address, nbytes, Kind::device); }
+API Error cudaFree(void* address) { return give_back(address); }
+API Error cudaHostAlloc(void** address, size_t nbytes, unsigned) { return take(address, nbytes, Kind::locked); }
+API Error cudaMallocHost(void** address, size_t nbytes) { return take(address, nbytes, Kind::locked); }
+API Error cudaFreeHost(void* address) { return give_back(address); }
+
+API Error cudaHostRegister(void* address, size_t nbytes, unsigned) {
+  std::lock_guard guard(mutex);
+  if (!nbytes) return refuse(cudaErrorInvalidValue);
+  if (!is_free(address, nbytes)) return refuse(cudaErrorHostMemoryAlreadyRegistered);
+  if (nbytes > kLockableBytes - locked_bytes) return refuse(cudaErrorMemoryAllocation);
+  pieces[(char*)address] = {nbytes, Kind::registered, (char*)address};
+  locked_bytes += nbytes;
+  return cudaSuccess;
+}
+
+API Error cudaHostUnregister(void* address) {
+  std::lock_guard guard(mutex);
+  auto found = pieces.find((char*)address);
+  if (found == pieces.end() || found->second.kind != Kind::registered) return refuse(cudaErrorHostMemoryNotRegistered);
+  locked_bytes -= found->second.nbytes;
+  pieces.erase(found);
+  return cudaSuccess;
+}
+
+API Error cudaMemGetInfo(size_t* free, size_t* total) {
+  std::lock_guard guard(mutex);
+  *total = kDeviceBytes, *free = kDeviceBytes - device_bytes;
+  return cudaSuccess;
+}
+
+API Error cudaPointerGetAttributes(cudaPointerAttributes* said, const void* address) {
+  std::lock_guard guard(mutex);
+  auto* found = piece_at(address);
+  *said = {};
+  said->type = !found ? cudaMemoryTypeUnregistered : on_device(address) ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+  said->device = found ? 0 : -2;
+  said->devicePointer = found ? (void*)address : nullptr;
+  said->hostPointer = found && !on_device(address) ? (void*)address : nullptr;
+  return cudaSuccess;
+}
+
+API Error cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind) { return copy(to, from, n, kind); }
+
+API Error cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, void* stream) {
+  Error error = known_stream(stream);
+  return error ? error : copy(to, from, n, kind);
+}
+
+API Error cudaMemcpy2DAsync(
+    void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind,
+    void* stream) {
+  for (size_t row = 0; row < height; ++row) {
+    void* line = (char*)to + row * to_pitch;
+    if (Error error = cudaMemcpyAsync(line, (const char*)from + row * from_pitch, width, kind, stream)) return error;
+  }
+  return cudaSuccess;
+}
+
+API Error cudaMemset(void* address, int value, size_t nbytes) { return fill(address, value, nbytes); }
+API Error cudaMemsetAsync(void* address, int value, size_t nbytes, void*) { return fill(address, value, nbytes); }
+
+// ---- the device
+
+API Error cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+API Error cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+API Error cudaSetDevice(int device) { return device ? refuse(cudaErrorInvalidDevice) : cudaSuccess; }
+API Error cudaDriverGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
+API Error cudaRuntimeGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
+
+API Error cudaGetDeviceProperties(cudaDeviceProp* is, int) {
+  *is = {};
+  std::strcpy(is->name, "Null CUDA");
+  is->major = kCapability / 10, is->minor = kCapability % 10;
+  is->totalGlobalMem = kDeviceBytes;
+  is->sharedMemPerBlock = 48 << 10, is->sharedMemPerBlockOptin = is->sharedMemPerMultiprocessor = 160 << 10;
+  is->regsPerBlock = is->regsPerMultiprocessor = 64 << 10;
+  is->warpSize = 32, is->multiProcessorCount = 108;
+  is->maxThreadsPerBlock = is->maxThreadsDim[0] = is->maxThreadsDim[1] = 1024, is->maxThreadsDim[2] = 64;
+  is->maxThreadsPerMultiProcessor = 2048, is->maxBlocksPerMultiProcessor = 32;
+  is->maxGridSize[0] = 0x7fffffff, is->maxGridSize[1] = is->maxGridSize[2] = 0xffff;
+  is->memPitch = 0x7fffffff, is->textureAlignment = 512, is->totalConstMem = 64 << 10, is->l2CacheSize = 40 << 20;
+  is->memoryBusWidth = 5120, is->concurrentKernels = is->cooperativeLaunch = is->streamPrioritiesSupported = 1;
+  is->canMapHostMemory = is->unifiedAddressing = is->hostRegisterSupported = is->canUseHostPointerForRegisteredMem = 1;
+  is->asyncEngineCount = 3, is->pciBusID = 1;
+  return cudaSuccess;
+}
+
+API Error cudaGetDeviceProperties_v2(cudaDeviceProp* is, int device) { return cudaGetDeviceProperties(is, device); }
+
+API Error cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  cudaDeviceProp is;
+  cudaGetDeviceProperties(&is, 0);
+  static const std::map<int, int> said = {
+      {cudaDevAttrMaxThreadsPerBlock, is.maxThreadsPerBlock},
+      {cudaDevAttrMaxBlockDimX, is.maxThreadsDim[0]},
+      {cudaDevAttrMaxBlockDimY, is.maxThreadsDim[1]},
+      {cudaDevAttrMaxBlockDimZ, is.maxThreadsDim[2]},
+      {cudaDevAttrMaxGridDimX, is.maxGridSize[0]},
+      {cudaDevAttrMaxGridDimY, is.maxGridSize[1]},
+      {cudaDevAttrMaxGridDimZ, is.maxGridSize[2]},
+      {cudaDevAttrMaxSharedMemoryPerBlock, int(is.sharedMemPerBlock)},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, int(is.sharedMemPerBlockOptin)},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, int(is.sharedMemPerMultiprocessor)},
+      {cudaDevAttrWarpSize, is.warpSize},
+      {cudaDevAttrMaxRegistersPerBlock, is.regsPerBlock},
+      {cudaDevAttrMultiProcessorCount, is.multiProcessorCount},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, is.maxThreadsPerMultiProcessor},
+      {cudaDevAttrMaxBlocksPerMultiprocessor, is.maxBlocksPerMultiProcessor},
+      {cudaDevAttrComputeCapabilityMajor, is.major},
+      {cudaDevAttrComputeCapabilityMinor, is.minor},
+      {cudaDevAttrCanMapHostMemory, 1},
+      {cudaDevAttrConcurrentKernels, 1},
+      {cudaDevAttrUnifiedAddressing, 1},
+      {cudaDevAttrHostRegisterSupported, 1},
+      {cudaDevAttrCooperativeLaunch, 1},
+  };
+  auto found = said.find(which);
+  *value = found == said.end() ? 0 : found->second;
+  return cudaSuccess;
+}
+
+API Error cudaDeviceGetPCIBusId(char* text, int nbytes, int) {
+  std::snprintf(text, nbytes, "0000:01:00.0");
+  return cudaSuccess;
+}
+
+API Error cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (least) *least = 0;
+  if (greatest) *greatest = -5;
+  return cudaSuccess;
+}
+
+API Error cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
+
+// ---- streams and events
+
+API Error cudaStreamCreateWithPriority(void** stream, unsigned, int) {
+  made(stream);
+  std::lock_guard guard(mutex);
+  streams.insert(*stream);
+  return cudaSuccess;
+}
+API Error cudaStreamCreateWithFlags(void** stream, unsigned) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+API Error cudaStreamCreate(void** stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+API Error cudaStreamQuery(void* stream) { return known_stream(stream); }
+API Error cudaStreamSynchronize(void* stream) { return known_stream(stream); }
+API Error cudaStreamGetPriority(void* stream, int* priority) { return *priority = 0, known_stream(stream); }
+
+API Error cudaStreamIsCapturing(void* stream, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, known_stream(stream);
+}
+API Error cudaStreamGetCaptureInfo(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  if (id) *id = 0;
+  return cudaStreamIsCapturing(stream, status);
+}
+API Error cudaStreamGetCaptureInfo_v2(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  return cudaStreamGetCaptureInfo(stream, status, id);
+}
+
+API Error cudaLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
+  call(data);
+  return known_stream(stream);
+}
+API Error cudaStreamAddCallback(void* stream, void (*call)(void*, Error, void*), void* data, unsigned) {
+  call(stream, cudaSuccess, data);
+  return known_stream(stream);
+}
+
+API Error cudaEventCreateWithFlags(void** event, unsigned flags) {
+  std::lock_guard guard(mutex);
+  events.insert(*event = new Event{flags});
+  return cudaSuccess;
+}
+API Error cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+
+API Error cudaEventDestroy(void* event) {
+  std::lock_guard guard(mutex);
+  if (!events.erase(event)) return refuse(cudaErrorInvalidResourceHandle);
+  delete (Event*)event;
+  return cudaSuccess;
+}
+
+API Error cudaEventRecord(void* event, void* stream) {
+  Error error = known(events, event);
+  if (!error) ((Event*)event)->at_ms = now_ms();
+  return error ? error : known_stream(stream);
+}
+API Error cudaEventRecordWithFlags(void* event, void* stream, unsigned) { return cudaEventRecord(event, stream); }
+API Error cudaEventQuery(void* event) { return known(events, event); }
+API Error cudaEventSynchronize(void* event) { return known(events, event); }
+
+API Error cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  Error error = known(events, event);
+  return error ? error : known_stream(stream);
+}
+
+API Error cudaEventElapsedTime(float* ms, void* from, void* to) {
+  for (void* event : {from, to}) {
+    if (Error error = known(events, event)) return error;
+    const Event& at = *(Event*)event;
+    if (at.flags & cudaEventDisableTiming || at.at_ms < 0) return refuse(cudaErrorInvalidResourceHandle);
+  }
+  *ms = float(((Event*)to)->at_ms - ((Event*)from)->at_ms);
+  return cudaSuccess;
+}
+
+// ---- errors (Rule 4)
+
+API Error cudaGetLastError() {
+  Error error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+API Error cudaPeekAtLastError() { return last_error; }
+API const char* cudaGetErrorName(Error) { return "cudaErrorOfNullCuda"; }
+API const char* cudaGetErrorString(Error error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory" : "refused by the null CUDA runtime";
+}
+
+// ---- kernels (Rule 1)
+
+API Error cudaFuncGetAttributes(cudaFuncAttributes* has, const void*) {
+  *has = {};
+  has->maxThreadsPerBlock = 1024, has->numRegs = 32, has->maxDynamicSharedSizeBytes = 160 << 10;
+  has->binaryVersion = has->ptxVersion = kCapability;
+  return cudaSuccess;
+}
+API Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
+  return *count = 2, cudaSuccess;
+}
+API Error cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
+  return *count = 2, cudaSuccess;
+}
+API Error cudaGetSymbolAddress(void** address, const void*) {
+  static char symbol[1 << 16];
+  return *address = symbol, cudaSuccess;
+}
+API Error cudaLaunchKernel(const void*, ...) { return ++counts.kernels, cudaSuccess; }
+API Error cudaLaunchKernelExC(const void*, ...) { return ++counts.kernels, cudaSuccess; }
+API Error __cudaLaunchKernel(const void*, ...) { return ++counts.kernels, cudaSuccess; }
+API Error __cudaGetKernel(void** kernel, const void* function) { return *kernel = (void*)function, cudaSuccess; }
+API void** __cudaRegisterFatBinary(void*) {
+  static void* handle;
+  return &handle;
+}
+
+struct Size {
+  unsigned x, y, z;
+};
+
+API Error __cudaPopCallConfiguration(Size* grid, Size* block, size_t* shared, void* stream) {
+  *grid = *block = {1, 1, 1}, *shared = 0, *(void**)stream = nullptr;
+  return cudaSuccess;
+}
+
+// ---- the driver, of which torch asks the runtime for functions by name
+
+namespace {
+long nothing() { return 0; }
+int device_of(int* device, int) { return *device = 0, 0; }
+int is_active(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
+}  // namespace
+
+API Error cudaGetDriverEntryPointByVersion(
+    const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  static const std::map<std::string, void*> some = {
+      {"cuDeviceGet", (void*)device_of}, {"cuDevicePrimaryCtxGetState", (void*)is_active}};
+  auto found = some.find(name);
+  *function = found == some.end() ? (void*)nothing : found->second;
+  if (result) *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+// ---- libraries: handles, one algorithm for each product, and collectives of one process
+
+API int cublasCreate_v2(void** handle) { return made(handle); }
+API int cusolverDnCreate(void** handle) { return made(handle); }
+API int cusparseCreate(void** handle) { return made(handle); }
+API int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
+API int cublasGetMathMode(void*, int* mode) { return *mode = 0; }
+API int cublasLtMatmulAlgoGetHeuristic(
+    void*, void*, void*, void*, void*, void*, void*, int, void* found, int* count) {
+  return std::memset(found, 0, 64), *count = 1, 0;
+}
+
+struct UniqueId {
+  char text[128];
+};
+
+API int ncclGetUniqueId(UniqueId* id) { return *id = {}, 0; }
+API int ncclCommInitRank(void** comm, int, UniqueId, int) { return made(comm); }
+API int ncclCommInitRankConfig(void** comm, int, UniqueId, int, void*) { return made(comm); }
+API int ncclCommGetAsyncError(void*, int* error) { return *error = 0; }
+API int ncclCommUserRank(void*, int* rank) { return *rank = 0; }
+API int ncclCommCount(void*, int* count) { return *count = 1, 0; }
+
+namespace {
+int whole(const void* from, void* to, size_t count, int type) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return from == to ? 0 : int(copy(to, from, count * sizes[type], cudaMemcpyDeviceToDevice));
+}
+}  // namespace
+
+API int ncclAllGather(const void* from, void* to, size_t n, int type, void*, void*) { return whole(from, to, n, type); }
+API int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void*, void*) {
+  return whole(from, to, n, type);
+}
+API int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, void*, void*) {
+  return whole(from, to, n, type);
+}
+API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*, void*) {
+  return whole(from, to, n, type);
+}
+
+// ---- what tests ask
+
+API void nullcuda_counts(long* out) {
+  out[0] = counts.up, out[1] = counts.down, out[2] = counts.not_locked, out[3] = counts.kernels;
+  std::lock_guard guard(mutex);
+  out[4] = long(device_bytes), out[5] = long(locked_bytes);
+}

@@ -1,0 +1,187 @@
+"""torch's own CUDA code, without its kernels' numbers (nullcuda): what raises, what is copied, what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def run(null_cuda):
+    """Gives what a Python process there prints at last, as JSON."""
+    pytest.importorskip("transformers")
+
+    def run(code, *arguments, **settings):
+        env = null_cuda(**settings)
+        path = [env["PYTHONPATH"], str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)]
+        command = [sys.executable, "-c", PREAMBLE + code, *arguments]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+PREAMBLE = """
+import functools, json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import nullcuda
+import sp_lightning
+
+assert torch.cuda.get_device_name() == "Null CUDA"
+
+def llama(hidden=256, layers=6, vocabulary=1024):
+    heads = hidden // 64
+    return LlamaForCausalLM(LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocabulary))
+
+def step(model, optimizer, ids):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+"""
+
+
+def test_all_that_travels_is_page_locked_and_counted_and_takes_its_memory_once(run):
+    found = run("""
+said = {}
+ways = [{"activations": name} for name in ("keep", "recompute", "offload", "recompute+offload")]
+for options in [*ways, {"host_memory": "pageable"}, {"optimizer_overlap": False}]:
+    model = llama()
+    handle = sp_lightning.stream(model, "cuda", window=2, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+    for _ in range(3):
+        step(model, optimizer, ids)
+    before, stats = nullcuda.counts(), handle.stats()
+    for _ in range(3):
+        step(model, optimizer, ids)
+    after, later = nullcuda.counts(), handle.stats()
+    counted = {name: later[name] - stats[name] for name in later if name.startswith("bytes")}
+    said[str(options)] = [[b - a for a, b in zip(before, after)], counted]
+    if options != {"optimizer_overlap": False}:  # the last is still open when the process ends
+        handle.close()
+print(json.dumps(said))
+""")
+    for options, (counts, counted) in found.items():
+        up, down, not_locked, kernels, device_nbytes, locked_nbytes = counts
+        assert kernels and not (not_locked or device_nbytes or locked_nbytes), (options, counts)
+        assert up == counted["bytes_up"] + counted["bytes_brought_back"], options
+        said = counted["bytes_down"] + counted["bytes_offloaded"] + counted["bytes_written_back"]
+        assert said <= down <= said + 3, options  # transformers asks once a step whether there is padding
+
+
+@pytest.mark.parametrize(
+    "activations",
+    ["keep", "recompute+offload", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recompute", "offload"))],
+)
+def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run):
+    """To a hundredth: cuBLAS, too, takes its workspace of it."""
+    planned, measured = run(
+        """
+import lightning as L
+from sp_lightning.machine import MACHINES
+from sp_lightning.planner import RESERVED
+
+options = {"activations": sys.argv[1], "window": 2}
+shape = dict(hidden=768, layers=5, vocabulary=16000)
+plan = sp_lightning.plan(
+    functools.partial(llama, **shape), {"input_ids": torch.zeros(8, 1024, dtype=torch.long)}, precision="bf16-mixed",
+    optimizer="AdamW", machine=MACHINES["h200"], device="cuda",
+    loss=lambda module, batch: module(**batch, labels=batch["input_ids"]).loss, **options,
+)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = llama(**shape)
+
+    def training_step(self, batch, _):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+trainer = L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(**options), accelerator="gpu", devices=1,
+    precision="bf16-mixed", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(24, 1024, dtype=torch.long), 8))
+planned = sum(nbytes for name, nbytes in plan.device_terms.items() if name != RESERVED)
+print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
+""",
+        activations,
+    )
+    assert planned == pytest.approx(measured, rel=0.015), (planned, measured)
+
+
+def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(run):
+    """The README's, beside a device that can be asked, and beside one that others fill."""
+    arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()
+    for nbytes in (2**34, 1000):
+        lines = run(
+            """
+import contextlib, io, runpy
+sys.argv = ["sp_lightning", "plan", *sys.argv[1:]]
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    runpy.run_module("sp_lightning", run_name="__main__")
+print(json.dumps(out.getvalue().splitlines()[:2]))
+""",
+            *arguments,
+            nbytes=nbytes,
+        )
+        assert "\n".join(lines) in (ROOT / "README.md").read_text()
+
+
+def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
+    found = run(
+        """
+said = {}
+for kind in ("auto", "pinned"):
+    model = llama()
+    try:
+        with sp_lightning.stream(model, "cuda", window=2, host_memory=kind) as handle:
+            optimizer = torch.optim.AdamW(model.parameters())
+            ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+            for _ in range(3):
+                step(model, optimizer, ids)
+            said[kind] = torch.ones(2, device="cuda").shape[0]
+    except sp_lightning.errors.HostMemoryError as error:
+        said[kind] = str(error)
+    said[kind + " after"] = (torch.ones(2, device="cuda") + 1).shape[0]
+print(json.dumps(said))
+""",
+        lockable=16 << 20,
+    )
+    assert found["auto"] == found["auto after"] == found["pinned after"] == 2
+    assert "could not be page-locked" in found["pinned"]
+
+
+def test_a_device_that_is_full_is_told_as_what_it_is(run):
+    found = run(
+        """
+model = llama()
+with sp_lightning.stream(model, "cuda", window=2) as handle:
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, torch.zeros(2, 64, dtype=torch.long, device="cuda"))
+    try:
+        step(model, optimizer, torch.zeros(64, 512, dtype=torch.long, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        said = [type(error).__name__, str(error)]
+    optimizer.zero_grad()
+    step(model, optimizer, torch.zeros(2, 64, dtype=torch.long, device="cuda"))
+print(json.dumps(said))
+""",
+        nbytes=256 << 20,
+    )
+    assert found[0] == "DeviceMemoryError", found
