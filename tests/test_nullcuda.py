@@ -141,7 +141,7 @@ print(json.dumps(out.getvalue().splitlines()[:2]))
             *arguments,
             nbytes=nbytes,
         )
-        assert "\n".join(lines) in (ROOT / "README.md").read_text()
+        assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
 def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
