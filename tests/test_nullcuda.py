@@ -51,7 +51,7 @@ def step(model, optimizer, ids):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(ids.device)
 """
 
 
@@ -186,3 +186,40 @@ print(json.dumps(said))
         nbytes=256 << 20,
     )
     assert found[0] == "DeviceMemoryError", found
+
+
+def test_another_device_than_the_first_is_streamed_to_alone(run):
+    touches = run(
+        """
+import lightning as L
+
+ways = [{"activations": name} for name in ("keep", "recompute", "offload", "recompute+offload")]
+for options in [*ways, {"host_memory": "pageable"}, {"optimizer_overlap": False}]:
+    model = llama()
+    with sp_lightning.stream(model, "cuda:1", window=2, **options):
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = torch.zeros(2, 64, dtype=torch.long, device="cuda:1")
+        for _ in range(3):
+            step(model, optimizer, ids)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+
+    def training_step(self, batch, _):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+by_hand = [nullcuda.touches(0), nullcuda.touches(1)]
+trainer = L.Trainer(strategy="superpipeline", accelerator="gpu", devices=[1], precision="bf16-mixed", max_steps=3,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(6, 64, dtype=torch.long), 2))
+print(json.dumps([by_hand, [nullcuda.touches(0), nullcuda.touches(1)]]))
+""",
+        devices=2,
+    )
+    (first, second), (first_after, second_after) = touches
+    assert not first and not first_after and 0 < second < second_after, touches

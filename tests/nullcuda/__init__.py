@@ -24,12 +24,15 @@ SITE = pathlib.Path(__file__).parent / "site"
 
 
 def environment(zeros: bool = False, **settings: int) -> dict[str, str]:
-    """Of a process that has it. ``nbytes``: of the device; ``lockable``: bytes that can be page-locked."""
+    """Of a process that has it.
+
+    ``nbytes``: of a device; ``lockable``: bytes that can be page-locked; ``devices``: how many there are.
+    """
     from . import build
 
     libraries = build.directory()
     found = dict(os.environ)
-    names = {"nbytes": "NULLCUDA_BYTES", "lockable": "NULLCUDA_LOCKABLE"}
+    names = {"nbytes": "NULLCUDA_BYTES", "lockable": "NULLCUDA_LOCKABLE", "devices": "NULLCUDA_DEVICES"}
     found |= {names[name]: str(value) for name, value in settings.items()}
     found["LD_PRELOAD"] = str(libraries / build.RUNTIME)
     found["LD_LIBRARY_PATH"] = os.pathsep.join([str(libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
@@ -46,7 +49,7 @@ class Counts(NamedTuple):
     down: int
     not_locked: int  # copies from or to host memory that is not page-locked
     kernels: int
-    device_nbytes: int  # that are taken now
+    device_nbytes: int  # that are taken now, of all devices
     locked_nbytes: int
 
 
@@ -55,3 +58,8 @@ def counts() -> Counts:
     out = (ctypes.c_long * 6)()
     ctypes.CDLL(None).nullcuda_counts(out)
     return Counts(*out)
+
+
+def touches(device: int) -> int:
+    """How often this process made, queued or asked for anything there."""
+    return int(ctypes.CDLL(None).nullcuda_touches(device))

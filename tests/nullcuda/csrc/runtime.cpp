@@ -6,6 +6,8 @@
 // 3. What CUDA refuses is refused: more memory than there is, a copy that is not within one piece of memory of the kind
 //    that was said, memory locked twice or unlocked by another address, an event or a stream that is not there.
 // 4. An error is kept for the thread that made it until it is asked for.
+// 5. There may be several devices. Each thread has a current one; a kernel goes to a stream of that, and an event to a
+//    stream of the device that it was made on. A device is touched when anything is made, queued or asked for there.
 #include <driver_types.h>
 #include <sys/mman.h>
 
@@ -33,11 +35,19 @@ size_t setting(const char* name, size_t otherwise) {
 
 const size_t kDeviceBytes = setting("NULLCUDA_BYTES", size_t{140} << 30);
 const size_t kLockableBytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
+const int kDevices = int(setting("NULLCUDA_DEVICES", 1));
 const int kCapability = int(setting("NULLCUDA_CAPABILITY", 80));
 
 thread_local Error last_error = cudaSuccess;
 
 Error refuse(Error error) { return last_error = error; }
+
+// ---- devices (Rule 5)
+
+thread_local int current = 0;
+std::atomic<long> touches[64];
+
+int touched() { return ++touches[current], current; }
 
 // ---- memory
 
@@ -47,11 +57,12 @@ struct Piece {
   size_t nbytes;
   Kind kind;
   char* bytes;  // where the host finds them
+  int device;
 };
 
 std::mutex mutex;  // of all that follows
 std::map<char*, Piece> pieces;
-size_t device_bytes = 0, locked_bytes = 0;
+size_t device_bytes[64], locked_bytes = 0;
 
 struct Counts {
   std::atomic<long> up{0}, down{0}, not_locked{0}, kernels{0};
@@ -92,13 +103,13 @@ Error take(void** address, size_t nbytes, Kind kind) {
   std::lock_guard guard(mutex);
   *address = nullptr;
   if (!nbytes) return cudaSuccess;
-  size_t& used = kind == Kind::device ? device_bytes : locked_bytes;
+  size_t& used = kind == Kind::device ? device_bytes[touched()] : locked_bytes;
   size_t most = kind == Kind::device ? kDeviceBytes : kLockableBytes;
   if (nbytes > most - used) return refuse(cudaErrorMemoryAllocation);
   void* bytes = map(nbytes, PROT_READ | PROT_WRITE);
   *address = kind == Kind::device ? map(nbytes, PROT_NONE) : bytes;  // Rule 2
   if (bytes == MAP_FAILED || *address == MAP_FAILED) return refuse(cudaErrorMemoryAllocation);
-  pieces[(char*)*address] = {nbytes, kind, (char*)bytes};
+  pieces[(char*)*address] = {nbytes, kind, (char*)bytes, current};
   used += nbytes;
   return cudaSuccess;
 }
@@ -109,7 +120,7 @@ Error give_back(void* address) {
   auto found = pieces.find((char*)address);
   if (found == pieces.end() || found->second.kind == Kind::registered) return refuse(cudaErrorInvalidValue);
   const Piece& piece = found->second;
-  (piece.kind == Kind::device ? device_bytes : locked_bytes) -= piece.nbytes;
+  (piece.kind == Kind::device ? device_bytes[piece.device] : locked_bytes) -= piece.nbytes;
   if (piece.bytes != address) munmap(piece.bytes, piece.nbytes);
   munmap(address, piece.nbytes);
   pieces.erase(found);
@@ -156,22 +167,39 @@ Error fill(void* address, int value, size_t nbytes) {
 
 struct Event {
   unsigned flags;
+  int device;  // of the first stream that it was recorded on
   double at_ms = -1;
 };
 
-std::set<void*> streams, events;
+std::set<void*> events;
+std::map<void*, int> streams;  // and their devices
 
 double now_ms() {
   using namespace std::chrono;
   return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
 }
 
-Error known(const std::set<void*>& all, void* one) {
+Error known_event(void* event) {
   std::lock_guard guard(mutex);
-  return all.count(one) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle);
+  return events.count(event) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle);
 }
 
-Error known_stream(void* stream) { return size_t(stream) <= 2 ? cudaSuccess : known(streams, stream); }
+int device_of_stream(void* stream) {  // -1: there is none
+  if (size_t(stream) <= 2) return current;  // the default one of the current device
+  std::lock_guard guard(mutex);
+  auto found = streams.find(stream);
+  return found == streams.end() ? -1 : found->second;
+}
+
+Error known_stream(void* stream) {
+  int device = device_of_stream(stream);
+  return device < 0 ? refuse(cudaErrorInvalidResourceHandle) : (++touches[device], cudaSuccess);
+}
+
+Error launch(void* stream) {
+  if (device_of_stream(stream) != touched()) return refuse(cudaErrorInvalidResourceHandle);
+  return ++counts.kernels, cudaSuccess;
+}
 
 template <class Handle>
 int made(Handle* handle) {
@@ -193,7 +221,7 @@ API Error cudaHostRegister(void* address, size_t nbytes, unsigned) {
   if (!nbytes) return refuse(cudaErrorInvalidValue);
   if (!is_free(address, nbytes)) return refuse(cudaErrorHostMemoryAlreadyRegistered);
   if (nbytes > kLockableBytes - locked_bytes) return refuse(cudaErrorMemoryAllocation);
-  pieces[(char*)address] = {nbytes, Kind::registered, (char*)address};
+  pieces[(char*)address] = {nbytes, Kind::registered, (char*)address, touched()};
   locked_bytes += nbytes;
   return cudaSuccess;
 }
@@ -209,7 +237,7 @@ API Error cudaHostUnregister(void* address) {
 
 API Error cudaMemGetInfo(size_t* free, size_t* total) {
   std::lock_guard guard(mutex);
-  *total = kDeviceBytes, *free = kDeviceBytes - device_bytes;
+  *total = kDeviceBytes, *free = kDeviceBytes - device_bytes[touched()];
   return cudaSuccess;
 }
 
@@ -218,7 +246,7 @@ API Error cudaPointerGetAttributes(cudaPointerAttributes* said, const void* addr
   auto* found = piece_at(address);
   *said = {};
   said->type = !found ? cudaMemoryTypeUnregistered : on_device(address) ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
-  said->device = found ? 0 : -2;
+  said->device = found ? found->second.device : -2;
   said->devicePointer = found ? (void*)address : nullptr;
   said->hostPointer = found && !on_device(address) ? (void*)address : nullptr;
   return cudaSuccess;
@@ -246,9 +274,12 @@ API Error cudaMemsetAsync(void* address, int value, size_t nbytes, void*) { retu
 
 // ---- the device
 
-API Error cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-API Error cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-API Error cudaSetDevice(int device) { return device ? refuse(cudaErrorInvalidDevice) : cudaSuccess; }
+API Error cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSuccess; }
+API Error cudaGetDevice(int* device) { return *device = current, cudaSuccess; }
+API Error cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return refuse(cudaErrorInvalidDevice);
+  return current = device, cudaSuccess;
+}
 API Error cudaDriverGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
 API Error cudaRuntimeGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
 
@@ -322,7 +353,7 @@ API Error cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuc
 API Error cudaStreamCreateWithPriority(void** stream, unsigned, int) {
   made(stream);
   std::lock_guard guard(mutex);
-  streams.insert(*stream);
+  streams[*stream] = touched();
   return cudaSuccess;
 }
 API Error cudaStreamCreateWithFlags(void** stream, unsigned) { return cudaStreamCreateWithPriority(stream, 0, 0); }
@@ -332,7 +363,8 @@ API Error cudaStreamSynchronize(void* stream) { return known_stream(stream); }
 API Error cudaStreamGetPriority(void* stream, int* priority) { return *priority = 0, known_stream(stream); }
 
 API Error cudaStreamIsCapturing(void* stream, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, known_stream(stream);
+  *status = cudaStreamCaptureStatusNone;  // an optimizer of torch asks it of the current device, whatever it steps
+  return device_of_stream(stream) < 0 ? refuse(cudaErrorInvalidResourceHandle) : cudaSuccess;
 }
 API Error cudaStreamGetCaptureInfo(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
   if (id) *id = 0;
@@ -353,7 +385,7 @@ API Error cudaStreamAddCallback(void* stream, void (*call)(void*, Error, void*),
 
 API Error cudaEventCreateWithFlags(void** event, unsigned flags) {
   std::lock_guard guard(mutex);
-  events.insert(*event = new Event{flags});
+  events.insert(*event = new Event{flags, touched()});
   return cudaSuccess;
 }
 API Error cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
@@ -366,22 +398,23 @@ API Error cudaEventDestroy(void* event) {
 }
 
 API Error cudaEventRecord(void* event, void* stream) {
-  Error error = known(events, event);
-  if (!error) ((Event*)event)->at_ms = now_ms();
-  return error ? error : known_stream(stream);
+  if (Error error = known_event(event)) return error;
+  if (((Event*)event)->device != device_of_stream(stream)) return refuse(cudaErrorInvalidResourceHandle);
+  ((Event*)event)->at_ms = now_ms();
+  return known_stream(stream);
 }
 API Error cudaEventRecordWithFlags(void* event, void* stream, unsigned) { return cudaEventRecord(event, stream); }
-API Error cudaEventQuery(void* event) { return known(events, event); }
-API Error cudaEventSynchronize(void* event) { return known(events, event); }
+API Error cudaEventQuery(void* event) { return known_event(event); }
+API Error cudaEventSynchronize(void* event) { return known_event(event); }
 
 API Error cudaStreamWaitEvent(void* stream, void* event, unsigned) {
-  Error error = known(events, event);
+  Error error = known_event(event);
   return error ? error : known_stream(stream);
 }
 
 API Error cudaEventElapsedTime(float* ms, void* from, void* to) {
   for (void* event : {from, to}) {
-    if (Error error = known(events, event)) return error;
+    if (Error error = known_event(event)) return error;
     const Event& at = *(Event*)event;
     if (at.flags & cudaEventDisableTiming || at.at_ms < 0) return refuse(cudaErrorInvalidResourceHandle);
   }
@@ -420,21 +453,31 @@ API Error cudaGetSymbolAddress(void** address, const void*) {
   static char symbol[1 << 16];
   return *address = symbol, cudaSuccess;
 }
-API Error cudaLaunchKernel(const void*, ...) { return ++counts.kernels, cudaSuccess; }
-API Error cudaLaunchKernelExC(const void*, ...) { return ++counts.kernels, cudaSuccess; }
-API Error __cudaLaunchKernel(const void*, ...) { return ++counts.kernels, cudaSuccess; }
+struct Size {
+  unsigned x, y, z;
+};
+
+API Error cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
+API Error __cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
+API Error cudaLaunchCooperativeKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
+API Error cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { return launch(how->stream); }
 API Error __cudaGetKernel(void** kernel, const void* function) { return *kernel = (void*)function, cudaSuccess; }
 API void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
 }
 
-struct Size {
-  unsigned x, y, z;
-};
+thread_local struct {
+  Size grid, block;
+  size_t shared;
+  void* stream;
+} launched;
 
+API unsigned __cudaPushCallConfiguration(Size grid, Size block, size_t shared, void* stream) {
+  return launched = {grid, block, shared, stream}, 0;
+}
 API Error __cudaPopCallConfiguration(Size* grid, Size* block, size_t* shared, void* stream) {
-  *grid = *block = {1, 1, 1}, *shared = 0, *(void**)stream = nullptr;
+  *grid = launched.grid, *block = launched.block, *shared = launched.shared, *(void**)stream = launched.stream;
   return cudaSuccess;
 }
 
@@ -442,8 +485,8 @@ API Error __cudaPopCallConfiguration(Size* grid, Size* block, size_t* shared, vo
 
 namespace {
 long nothing() { return 0; }
-int device_of(int* device, int) { return *device = 0, 0; }
-int is_active(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
+int device_of(int* device, int ordinal) { return *device = ordinal, 0; }
+int is_active(int device, unsigned* flags, int* active) { return *flags = 0, *active = touches[device] > 0, 0; }
 }  // namespace
 
 API Error cudaGetDriverEntryPointByVersion(
@@ -502,5 +545,8 @@ API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*
 API void nullcuda_counts(long* out) {
   out[0] = counts.up, out[1] = counts.down, out[2] = counts.not_locked, out[3] = counts.kernels;
   std::lock_guard guard(mutex);
-  out[4] = long(device_bytes), out[5] = long(locked_bytes);
+  out[4] = 0, out[5] = long(locked_bytes);
+  for (int device = 0; device < kDevices; ++device) out[4] += long(device_bytes[device]);
 }
+
+API long nullcuda_touches(int device) { return touches[device]; }

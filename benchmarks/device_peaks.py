@@ -1,0 +1,78 @@
+"""What torch's CUDA allocator gives out for models of real size, beside the plan, without a GPU.
+
+    python benchmarks/device_peaks.py [--only llama-8b] [--json FILE]
+
+Every process has torch's CUDA code on a runtime whose kernels do nothing (tests/nullcuda): memory is taken and given
+back as on a GPU, next to none of it is touched. Models have the real width and few blocks, so that 14 GiB of host
+memory hold them; the device's peak hardly depends on how many there are. Times are of the host alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
+
+SETTINGS: list[tuple[str, int, int, str, int, dict[str, str]]] = [  # batch, tokens of each, activations, window
+    ("llama-8b:1", 4, 2048, "recompute", 2, {"device_memory": "24GiB", "optimizer": "sgd"}),
+    ("llama-8b:1", 2, 2048, "recompute", 2, {"device_memory": "16GiB", "optimizer": "sgd"}),
+    ("llama-1b:4", 2, 8192, "recompute", 3, {}),
+    ("llama-3b:4", 2, 2048, "recompute+offload", 1, {}),
+    ("llama-3b:4", 2, 2048, "recompute+offload", 2, {}),
+    ("llama-1b:4", 2, 2048, "offload", 2, {}),
+    ("llama-1b:4", 2, 2048, "keep", 2, {}),
+    ("vit-h:8", 64, 257, "recompute", 2, {}),
+]
+
+
+def measure(only: str, path: str | None) -> None:
+    """On the null CUDA."""
+    import predicted
+
+    from sp_lightning import bench
+    from sp_lightning.config import format_bytes
+
+    found = []
+    for model, batch, seq, activations, window, others in SETTINGS:
+        if only not in model:
+            continue
+        work = {"model": model, "batch": batch, "seq": seq, "activations": activations, **others}
+        once = {"precision": "bf16-mixed", "steps": 1, "repetitions": 1, "device": "cuda"}
+        setting = bench.Setting.parse(**work, **once)
+        result = bench.compare(setting, [bench.Entry("superpipeline", {"window": window})], lambda line: None)
+        (row,) = result.rows
+        label = f"{model}, {batch} x {seq}, {activations}, window {window}"
+        if row.error is not None:
+            sys.stdout.write(f"{label}: {row.error}\n")
+            continue
+        (plan,) = predicted.beside(result, [row])
+        repetition = row.repetitions[0]
+        found.append({"label": label, **plan, "allocated": row.device_peak, "reserved": repetition["reserved_peak"]})
+        sys.stdout.write(
+            f"{label}: given out {format_bytes(row.device_peak)}, plan {format_bytes(plan['device_nbytes'])} "
+            f"({plan['device_off']:+.2%}), held by the allocator {format_bytes(repetition['reserved_peak'])}\n"
+        )
+        sys.stdout.flush()
+    if path is not None:
+        pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="models with this in their name")
+    parser.add_argument("--json", help="result file")
+    options = parser.parse_args()
+    if "nullcuda" not in os.environ.get("LD_PRELOAD", ""):
+        import nullcuda
+
+        os.execve(sys.executable, [sys.executable, *sys.argv], nullcuda.environment())
+    measure(options.only, options.json)
+
+
+if __name__ == "__main__":
+    main()
