@@ -88,8 +88,10 @@ print(json.dumps(said))
     "activations",
     ["keep", "recompute+offload", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recompute", "offload"))],
 )
-def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run):
-    """To a hundredth: cuBLAS, too, takes its workspace of it."""
+def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run, monkeypatch):
+    """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     planned, measured = run(
         """
 import lightning as L
@@ -123,7 +125,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 """,
         activations,
     )
-    assert planned == pytest.approx(measured, rel=0.015), (planned, measured)
+    assert planned <= measured <= planned + planned // 1000, (planned, measured)
 
 
 def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(run):
