@@ -7,12 +7,14 @@
 3. It is locked once and unlocked once: by `unlock`, when its last tensor dies, or when the interpreter ends, whichever
    comes first. The mapping outlives its lock, because what unlocks it holds it.
 4. A forked process does not get locked pages. Linux would copy all of them, for each worker of a ``DataLoader``; a
-   plain run's weights are not there either. Nor does it unlock what is its parent's.
+   plain run's weights are not there either. Whoever looks at them there is told so by an error, as the missing pages
+   would end the process. Nor does it unlock what is its parent's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -23,6 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_locked: dict[int, int] = {}  # storages of slabs, by their address
+MESSAGE = (
+    "a weight or gradient that is streamed lies in page-locked memory, which a forked process does not have: read it "
+    "before the fork, or start the process by 'spawn'"
+)
 CHUNK = 32 << 20  # bytes that a thread touches at a time
 MOST_THREADS = 8  # beyond which the kernel's own locks are what takes the time
 
@@ -56,6 +63,8 @@ class Slabs:
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
         _share_with_forks(mapping, False)
+        _locked[flat.data_ptr()] = flat.untyped_storage()._cdata
+        _mind_forks()
         return flat
 
     def unlock(self) -> None:
@@ -96,8 +105,20 @@ def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> N
     if os.getpid() == process:
         lock.unlock(address)
         _share_with_forks(mapping, True)
+        _locked.pop(address, None)
 
 
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    os.register_at_fork(after_in_child=_refuse_all)
+
+
+def _refuse_all() -> None:
+    """In a forked process (Rule 4)."""
+    for storage in _locked.values():
+        torch._C._set_storage_data_ptr_access_error_msg(storage, MESSAGE)

@@ -53,6 +53,31 @@ def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
     assert [call for call, _ in cudart.calls].count("unregister") == 1
 
 
+@pytest.mark.parametrize("way", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.clone, lambda flat: flat[3].item()])
+def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
+    made = Slabs()
+    flat, plain = made.locked(8192, CudaPageLock(SIMGPU)), made.plain(8192)
+
+    def told():
+        way(plain)
+        try:
+            way(flat[4096:])
+        except RuntimeError as error:
+            return "forked process" in str(error)
+
+    assert in_a_child(told)
+    made.unlock()
+    assert in_a_child(lambda: way(flat) is not None)
+
+
+def in_a_child(check):
+    """Whether it holds in a forked process, which lives to tell."""
+    child = os.fork()
+    if not child:
+        os._exit(0 if check() else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def test_a_slab_that_can_not_be_locked_is_not_unlocked(cudart):
     cudart.room = 0
     with pytest.raises(RuntimeError, match="CUDA error 2: out of memory"):
