@@ -27,8 +27,8 @@ hypothesis.settings.register_profile("suite", database=None, deadline=None, dera
 hypothesis.settings.load_profile("suite")
 
 
-class SimgpuUnavailable(importlib.abc.MetaPathFinder):
-    """Stands in the way of ``import simgpu``: the importing test is skipped with the reason, or fails.
+class Unavailable(importlib.abc.MetaPathFinder):
+    """A device that can not be simulated: the test that imports simgpu is skipped with the reason, or fails.
 
     Only a missing tool skips, and only outside CI: sources that do not compile are a failure everywhere.
     """
@@ -51,7 +51,7 @@ simgpu = unavailable = None
 try:
     import simgpu  # before any backward pass: the autograd engine makes its device threads once
 except (ImportError, RuntimeError) as error:
-    unavailable = SimgpuUnavailable(error)
+    unavailable = Unavailable(error)
     sys.meta_path.insert(0, unavailable)
 
 
@@ -74,11 +74,11 @@ def nothing_left_behind(pytestconfig):
 
 @pytest.fixture(scope="session")
 def null_cuda():
-    """The environment of processes that have torch's CUDA without a device: `nullcuda.environment`."""
+    """Makes the environment of processes that have torch's CUDA without a device: `nullcuda.environment`."""
     try:
         nullcuda.environment()
     except ImportError as error:
-        SimgpuUnavailable(error).stop()
+        Unavailable(error).stop()
     return nullcuda.environment
 
 

@@ -485,6 +485,8 @@ class HostOptimizerStrategy(SingleDeviceStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         self.move_optimizer_state()
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(take_down)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
@@ -502,18 +504,29 @@ class HostOptimizerStrategy(SingleDeviceStrategy):
             move_parameters(optimizer, self.root_device)  # a closure may be called several times
             return closure()
 
+        # Not right after the closure: a GradScaler's unscaling comes between the two, and does not wait for its factor
+        # where gradients are on another device than it is. For an optimizer that unscales by itself that is later.
+        plugin = self.precision_plugin
+        scaled = getattr(plugin, "scaler", None) and getattr(optimizer, "_step_supports_amp_scaling", False)
+
         def clip(after_closure: Callable[..., Any], *args: Any) -> Any:
-            move_parameters(optimizer, torch.device("cpu"))
+            if not scaled:
+                move_parameters(optimizer, torch.device("cpu"))
             return after_closure(*args)
 
-        # Not right after the closure: a GradScaler's unscaling comes between the two, and does not wait for its factor
-        # where gradients are on another device than it is.
-        plugin = self.precision_plugin
         try:
             with mock.patch.object(plugin, "_after_closure", in_front_of(plugin._after_closure, clip)):
                 return super().optimizer_step(optimizer, compute, model, **kwargs)
         finally:
             move_parameters(optimizer, self.root_device)
+
+
+def take_down(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """All that a step needs is there: torch does not wait for a GradScaler's factor that comes down."""
+    move_parameters(optimizer, torch.device("cpu"))
+    for name in ("grad_scale", "found_inf"):
+        if isinstance(value := vars(optimizer).get(name), Tensor):
+            setattr(optimizer, name, value.cpu())
 
 
 def move_parameters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -95,10 +95,11 @@ def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
 
 
 @slow
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("part", ["zoo", "blocks"])
-def test_no_family_asks_cuda_for_what_it_refuses(part, null_cuda, tmp_path):
+def test_cells_are_exact_through_torchs_cuda(part, late, null_cuda, tmp_path):
     few = ["--part", part, "--minutes", "0.8", "--jobs", "1"]
-    found, done = run(tmp_path, "exact", *few, environment=null_cuda(zeros=True))
+    found, done = run(tmp_path, "exact", *few, environment=null_cuda(numbers=True, late=late))
     assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
 
 

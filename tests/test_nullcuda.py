@@ -1,4 +1,5 @@
-"""torch's own CUDA code, without its kernels' numbers (nullcuda): what raises, what is copied, what memory it takes."""
+"""torch's own CUDA code on a machine without a GPU (nullcuda): what raises, what is copied, what memory it takes, and
+whether numbers are the plain run's."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def run(null_cuda):
 
 
 PREAMBLE = """
-import functools, json, sys
+import contextlib, functools, json, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import nullcuda
@@ -225,3 +226,103 @@ print(json.dumps([by_hand, [nullcuda.touches(0), nullcuda.touches(1)]]))
     )
     (first, second), (first_after, second_after) = touches
     assert not first and not first_after and 0 < second < second_after, touches
+
+
+# ---- numbers
+
+
+CELLS = [
+    ("llama", "bf16-mixed", 1, "recompute+offload"),
+    ("llama", "16-mixed", 2, "keep"),
+    ("dropout", "32-true", 2, "recompute"),
+    ("uneven_convnet", "bf16-mixed", 1, "offload"),
+    ("lstm", "32-true", 1, "recompute"),
+    ("mixture_of_experts", "bf16-true", 100, "recompute+offload"),
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_results_are_plain_lightnings(late, run):
+    """What nothing orders raises; what waits too little has other numbers at once or late."""
+    found = run(
+        """
+import models, parity
+said = []
+with contextlib.redirect_stdout(sys.stderr):
+    for case, precision, window, activations in json.loads(sys.argv[1]):
+        options = {"window": window, "activations": activations}
+        told = parity.check(models.case(case), options, accelerator="cuda", precision=precision)
+        said.append(told["fetches"])
+    make = functools.partial(models.ZooModule, models.case("mlp"), fused=True)  # which unscales by itself
+    for options in ({}, {"optimizer_overlap": False}):
+        strategies = parity.plain_strategy("cuda"), parity.streaming_strategy("cuda", **options)
+        runs = [parity.record(make, strategy, accelerator="cuda", precision="16-mixed") for strategy in strategies]
+        parity.compare(*runs)
+print(json.dumps(said))
+""",
+        json.dumps(CELLS),
+        numbers=True,
+        late=late,
+    )
+    assert len(found) == len(CELLS) and all(found)
+
+
+ORDERED = """
+x, host = torch.zeros(1 << 16, device="cuda"), torch.zeros(1 << 16).pin_memory()
+torch.cuda.synchronize()
+side = torch.cuda.Stream()
+said = []
+for waits in (True, False):
+    x += 1
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+        early = host[0].item()
+        side.synchronize()
+        said.append([early, host[0].item()])
+    except RuntimeError as error:
+        said.append(str(error).splitlines()[0])
+    torch.cuda.synchronize()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("late, early", [(False, 1.0), (True, 0.0)])
+def test_a_copy_is_late_where_it_may_be_and_refused_where_nothing_orders_it(late, early, run):
+    ordered, unordered = run(ORDERED, numbers=True, late=late)
+    assert ordered == [early, 1.0]
+    assert "a copy down reads on stream" in unordered and "aten::add_ writes on stream 0" in unordered
+
+
+def test_random_numbers_are_of_cudas_generator(run):
+    same, other, host = run(
+        """
+def draw():
+    return [torch.rand(3, device="cuda").tolist(), torch.nn.functional.dropout(torch.ones(9, device="cuda")).tolist()]
+
+torch.manual_seed(1)
+state = torch.cuda.get_rng_state()
+first = draw()
+torch.cuda.set_rng_state(state)
+again, then = draw(), draw()
+host = torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(1)))
+print(json.dumps([first == again, first == then, host]))
+""",
+        numbers=True,
+    )
+    assert (same, other, host) == (True, False, True)
+
+
+def test_what_the_cpu_has_no_kernel_for_is_an_error(run):
+    said = run(
+        """
+try:
+    torch._cudnn_init_dropout_state(0.5, True, 1, dtype=torch.uint8, device="cuda")
+except NotImplementedError as error:
+    print(json.dumps(str(error)))
+""",
+        numbers=True,
+    )
+    assert "no numbers for aten::_cudnn_init_dropout_state" in said

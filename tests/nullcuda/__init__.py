@@ -1,15 +1,18 @@
-"""torch's own code for CUDA on a machine without a GPU: a CUDA runtime whose kernels do nothing, for other processes.
+"""torch's own code for CUDA on a machine without a GPU: a CUDA runtime and a driver, for other processes.
 
 >>> subprocess.run([sys.executable, "script.py"], env=nullcuda.environment())
 
-What a script does there with device "cuda" goes through torch's kernels' launching code, its caching allocator, its
-streams, its page-locked memory, and ends in csrc/runtime.cpp, which says what it checks. So there is no number to
-compare, but everything else: what raises, what is copied from where, how much memory is taken and when, to the byte.
+What a script does there with device "cuda" goes through torch's launching code, its caching allocator, its streams and
+its page-locked memory, and ends in csrc/runtime.cpp, which says what it checks: what raises, what is copied from where,
+how much memory is taken and when, to the byte, and whether anything orders what must be.
 
-* ``zeros=True``: no memory is kept for later, so all memory is new, and every result is zero. Two runs are then equal
-  where they do the same, and the allocator keeps no figures.
-* Without it, results are what was in the memory before: losses, and all that is decided by them, have no meaning.
-* cuDNN and compiled kernels need a device: convolutions and recurrent layers take torch's own way.
+* Kernels do nothing: results are what was in the memory before, and losses, and all that is decided by them, have no
+  meaning. What a model of any size does to memory takes little time.
+* ``numbers=True``: the CPU's kernels run in their place, on the same bytes (csrc/kernels.cpp). Results have meaning and
+  can be compared; what memory kernels take for themselves is no longer seen.
+* ``late=True``: copies are done as late as CUDA may do them. Without it, at once: who does not wait where he must has
+  other numbers in one of both.
+* cuDNN, fused attention and compiled kernels need a device: torch's other ways are taken.
 * Every process says that its device is "Null CUDA"; no result of a campaign is one (benchmarks/gpu/publish.py).
 """
 
@@ -23,7 +26,7 @@ from typing import NamedTuple
 SITE = pathlib.Path(__file__).parent / "site"
 
 
-def environment(zeros: bool = False, **settings: int) -> dict[str, str]:
+def environment(numbers: bool = False, late: bool = False, **settings: int) -> dict[str, str]:
     """Of a process that has it.
 
     ``nbytes``: of a device; ``lockable``: bytes that can be page-locked; ``devices``: how many there are.
@@ -34,11 +37,13 @@ def environment(zeros: bool = False, **settings: int) -> dict[str, str]:
     found = dict(os.environ)
     names = {"nbytes": "NULLCUDA_BYTES", "lockable": "NULLCUDA_LOCKABLE", "devices": "NULLCUDA_DEVICES"}
     found |= {names[name]: str(value) for name, value in settings.items()}
+    if numbers:
+        found["NULLCUDA_KERNELS"] = str(libraries / build.KERNELS)
+    if late:
+        found["NULLCUDA_LATE"] = "1"
     found["LD_PRELOAD"] = str(libraries / build.RUNTIME)
     found["LD_LIBRARY_PATH"] = os.pathsep.join([str(libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     found["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if zeros:
-        found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     return found
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -26,26 +27,30 @@ class MissingError(ImportError):
     """This machine lacks what the build needs; nothing is wrong with the sources."""
 
 
-def build_dir() -> pathlib.Path:
+def folder(kind: str, decided_by: object, sources: Iterable[pathlib.Path], last: str, make: Callable) -> pathlib.Path:
+    """The one of the cache that ``make`` has filled for this torch, these sources and whatever else decides what it
+    makes; ``last`` is the file that it makes last."""
     root = os.environ.get("SIMGPU_BUILD_DIR") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "simgpu")
-    # Not torch's own path: the library holds no reference to it, since torch has loaded its libraries by then.
-    key = hashlib.sha256(repr((torch.version.git_version, torch.__version__, sys.version, FLAGS)).encode())
-    for file in sorted(SOURCES.iterdir()):
+    key = hashlib.sha256(repr((torch.version.git_version, torch.__version__, decided_by)).encode())
+    for file in sorted(sources):
         key.update(file.name.encode() + b"\0" + file.read_bytes())
-    return pathlib.Path(root).expanduser() / f"torch-{torch.__version__}-{key.hexdigest()[:12]}"
+    path = pathlib.Path(root).expanduser() / f"{kind}-{torch.__version__}-{key.hexdigest()[:12]}"
+    if not (path / last).exists():
+        path.mkdir(parents=True, exist_ok=True)
+        with open(path / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies: it never goes stale
+            if not (path / last).exists():
+                for left in path.glob("*.tmp"):  # of a build that was killed
+                    left.unlink()
+                make(path)
+    return path
 
 
 def library() -> pathlib.Path:
     """The library's path, once it is there."""
-    path = build_dir() / f"simgpu_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not path.exists():
-        _require_toolchain()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies: it never goes stale
-            if not path.exists():
-                _compile(path)
-    return path
+    name = f"simgpu_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    # Not torch's own path: the library holds no reference to it, since torch has loaded its libraries by then.
+    return folder("torch", (sys.version, FLAGS), SOURCES.iterdir(), name, lambda path: _make(path / name)) / name
 
 
 def compiler() -> list[str]:
@@ -53,33 +58,33 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
-def _require_toolchain() -> None:
+def compile(target: pathlib.Path, *arguments: str) -> None:
+    """Runs the compiler; the target is there at once, so that whoever sees it sees all of it."""
+    temporary = target.with_suffix(".tmp")
+    command = [*compiler(), *arguments, "-o", str(temporary)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{target.name}: {shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+    os.replace(temporary, target)
+
+
+def with_torch() -> list[str]:
+    """What compiles and links against torch's C++."""
+    root = pathlib.Path(torch.__file__).parent
+    return [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *(f"-isystem{path}" for path in (root / "include", root / "include/torch/csrc/api/include")),
+        *(f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"),
+    ]
+
+
+def _make(path: pathlib.Path) -> None:
     command, header = compiler()[0], pathlib.Path(sysconfig.get_path("include")) / "Python.h"
     if not shutil.which(command):
         raise MissingError(f"simgpu needs a C++20 compiler: {command!r} ($CXX, else c++) is not on this machine")
     if not header.exists():
         raise MissingError(f"simgpu needs Python's headers (python3-dev): {header} is not on this machine")
-
-
-def _compile(path: pathlib.Path) -> None:
-    for left in path.parent.glob("*.tmp"):  # of a build that was killed
-        left.unlink()
-    temporary = path.parent / f"{os.getpid()}.tmp"
-    root = pathlib.Path(torch.__file__).parent
-    includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    command = [
-        *compiler(),
-        *FLAGS,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        *(f"-isystem{i}" for i in includes),
-        str(SOURCES / "module.cpp"),
-        *(f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
-        *("-o", str(temporary)),
-    ]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"simgpu: {shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
-    os.replace(temporary, path)  # at once: whoever sees it sees all of it
+    compile(path, *FLAGS, f"-isystem{header.parent}", str(SOURCES / "module.cpp"), *with_torch(), "-ltorch_python")
 
 
 def load():

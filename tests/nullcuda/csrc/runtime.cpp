@@ -1,13 +1,17 @@
 // The CUDA runtime, and as much of cuBLAS and NCCL as a step calls, without a device.
 //
-// 1. Kernels do nothing. Memory, copies, streams, events and attributes are what CUDA's manual says, all at once: each
-//    call has done its work when it returns.
+// 1. Kernels do nothing, unless kernels.cpp gives them numbers. Memory, copies, streams, events and attributes are what
+//    CUDA's manual says.
 // 2. Device memory can not be touched by the host: its addresses are no one's, and what is copied there lies elsewhere.
 // 3. What CUDA refuses is refused: more memory than there is, a copy that is not within one piece of memory of the kind
 //    that was said, memory locked twice or unlocked by another address, an event or a stream that is not there.
 // 4. An error is kept for the thread that made it until it is asked for.
 // 5. There may be several devices. Each thread has a current one; a kernel goes to a stream of that, and an event to a
 //    stream of the device that it was made on. A device is touched when anything is made, queued or asked for there.
+// 6. Work is done when it is queued; or, with NULLCUDA_LATE, when something that must come after it is to be done: a
+//    kernel of its stream, what waits for its event, the host that waits. Memory that is not locked is read at once.
+// 7. Two accesses to memory that nothing orders, one of them a write, are refused (simgpu/csrc/order.h): of copies, and
+//    of kernels that have numbers.
 #include <dlfcn.h>
 #include <driver_types.h>
 #include <sys/mman.h>
@@ -17,9 +21,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
+#include <vector>
+
+#include "../../simgpu/csrc/order.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -35,10 +45,13 @@ size_t setting(const char* name, size_t otherwise) {
 
 const size_t kDeviceBytes = setting("NULLCUDA_BYTES", size_t{140} << 30);
 const size_t kLockableBytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
+const bool kLate = setting("NULLCUDA_LATE", 0);
+const bool kNumbers = std::getenv("NULLCUDA_KERNELS");
 const int kDevices = int(setting("NULLCUDA_DEVICES", 1));
 constexpr int kCapability = 80;
 
 thread_local Error last_error = cudaSuccess;
+thread_local std::string last_race;  // that was refused as an illegal address
 
 Error refuse(Error error) { return last_error = error; }
 
@@ -60,7 +73,8 @@ struct Piece {
   int device;
 };
 
-std::mutex mutex;  // of all that follows
+using Lock = std::lock_guard<std::recursive_mutex>;
+std::recursive_mutex mutex;  // of all that follows
 std::map<char*, Piece> pieces;
 size_t device_bytes[64], locked_bytes = 0;
 
@@ -95,12 +109,106 @@ void* bytes_at(const void* address) {
   return found ? found->second.bytes + ((char*)address - found->first) : (void*)address;
 }
 
+// ---- order (Rules 6 and 7)
+
+using Work = std::function<void()>;
+
+struct Stream {
+  int device;
+  size_t id;
+  order::Clock clock{};
+  std::deque<Work> waiting{};
+  long queued = 0, done = 0;
+};
+
+struct Event {
+  unsigned flags;
+  int device;  // that it was made on
+  double at_ms = -1;
+  Stream* stream = nullptr;  // where it was recorded, after so much of its work
+  long position = 0;
+  order::Clock clock{};
+  bool is_there() const { return !stream || stream->done >= position; }
+};
+
+std::set<void*> events;
+std::map<void*, Stream> streams;
+std::vector<Stream>& defaults = *[] {
+  auto* made = new std::vector<Stream>;
+  for (int device = 0; device < kDevices; ++device) made->push_back({device, size_t(device)});
+  return made;
+}();
+order::Clock host_clock;
+order::History history;
+
+void run(Stream& stream, long until) {
+  while (stream.done < until) {
+    Work next = std::move(stream.waiting.front());
+    stream.waiting.pop_front();
+    next();
+    ++stream.done;
+  }
+}
+
+void queue(Stream& stream, Work work) {
+  stream.waiting.push_back(std::move(work));
+  ++stream.queued;
+  if (!kLate) run(stream, stream.queued);
+}
+
+Error look(Stream& stream, const char* name, const std::vector<order::Access>& accesses) {
+  std::string race = history.add(stream.clock, stream.id, host_clock, name, accesses);
+  if (race.empty()) return cudaSuccess;
+  last_race = "null CUDA race: " + race;
+  return refuse(cudaErrorIllegalAddress);
+}
+
+void wait_for(Stream& stream) {  // the host does
+  run(stream, stream.queued);
+  order::join(host_clock, stream.clock);
+}
+
+void wait_for_device(int device) {
+  wait_for(defaults[device]);
+  for (auto& [handle, stream] : streams)
+    if (stream.device == device) wait_for(stream);
+}
+
+Stream* stream_at(void* handle) {
+  if (size_t(handle) <= 2) return &defaults[current];  // the default one of the current device
+  auto found = streams.find(handle);
+  return found == streams.end() ? (refuse(cudaErrorInvalidResourceHandle), nullptr) : &found->second;
+}
+
+Stream* touched_stream(void* handle) {
+  Stream* stream = stream_at(handle);
+  if (stream) ++touches[stream->device];
+  return stream;
+}
+
+Event* event_at(void* handle) {
+  return events.count(handle) ? (Event*)handle : (refuse(cudaErrorInvalidResourceHandle), nullptr);
+}
+
+double now_ms() {
+  using namespace std::chrono;
+  return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
+// What is asked again and again comes about in the end.
+bool not_yet() {
+  static long asked = 0;
+  return ++asked % 64 != 0;
+}
+
+// ---- memory that is taken and given back, copied and filled
+
 void* map(size_t nbytes, int protection) {
   return mmap(nullptr, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
 
 Error take(void** address, size_t nbytes, Kind kind) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   *address = nullptr;
   if (!nbytes) return cudaSuccess;
   size_t& used = kind == Kind::device ? device_bytes[touched()] : locked_bytes;
@@ -116,9 +224,10 @@ Error take(void** address, size_t nbytes, Kind kind) {
 
 Error give_back(void* address) {
   if (!address) return cudaSuccess;
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   auto found = pieces.find((char*)address);
   if (found == pieces.end() || found->second.kind == Kind::registered) return refuse(cudaErrorInvalidValue);
+  wait_for_device(found->second.device);
   const Piece& piece = found->second;
   (piece.kind == Kind::device ? device_bytes[piece.device] : locked_bytes) -= piece.nbytes;
   if (piece.bytes != address) munmap(piece.bytes, piece.nbytes);
@@ -127,77 +236,70 @@ Error give_back(void* address) {
   return cudaSuccess;
 }
 
-Error copy(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind) {
+Error copy(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind, void* handle) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  if (!stream) return last_error;
   if (!nbytes) return cudaSuccess;
-  {
-    std::lock_guard guard(mutex);
-    bool up = !on_device(from) && on_device(to), down = on_device(from) && !on_device(to);
-    bool across = on_device(from) && on_device(to);
-    bool as_said = kind == cudaMemcpyDefault || kind == (up       ? cudaMemcpyHostToDevice
-                                                         : down   ? cudaMemcpyDeviceToHost
-                                                         : across ? cudaMemcpyDeviceToDevice
-                                                                  : cudaMemcpyHostToHost);
-    if (!as_said || !within_one(to, nbytes) || !within_one(from, nbytes)) return refuse(cudaErrorInvalidValue);
-    if (up) counts.up += nbytes;
-    if (down) counts.down += nbytes;
-    if ((up && !piece_at(from)) || (down && !piece_at(to))) ++counts.not_locked;
-    to = bytes_at(to), from = bytes_at(from);
+  bool up = !on_device(from) && on_device(to), down = on_device(from) && !on_device(to);
+  bool across = on_device(from) && on_device(to);
+  bool as_said = kind == cudaMemcpyDefault || kind == (up       ? cudaMemcpyHostToDevice
+                                                       : down   ? cudaMemcpyDeviceToHost
+                                                       : across ? cudaMemcpyDeviceToDevice
+                                                                : cudaMemcpyHostToHost);
+  if (!as_said || !within_one(to, nbytes) || !within_one(from, nbytes)) return refuse(cudaErrorInvalidValue);
+  if (up) counts.up += nbytes;
+  if (down) counts.down += nbytes;
+  if ((up && !piece_at(from)) || (down && !piece_at(to))) ++counts.not_locked;
+  std::vector<order::Access> accesses;
+  if (piece_at(from)) accesses.push_back({(const char*)from, nbytes, false});
+  if (piece_at(to)) accesses.push_back({(const char*)to, nbytes, true});
+  if (Error race = look(*stream, up ? "a copy up" : down ? "a copy down" : "a copy", accesses)) return race;
+  const bool read_now = kLate && !piece_at(from), wait = !piece_at(to);
+  char *target = (char*)bytes_at(to), *source = (char*)bytes_at(from);
+  if (read_now) {
+    std::vector<char> read(source, source + nbytes);
+    queue(*stream, [=, read = std::move(read)] { std::memcpy(target, read.data(), nbytes); });
+  } else {
+    queue(*stream, [=] { std::memmove(target, source, nbytes); });
   }
-  std::memmove(to, from, nbytes);
+  if (wait) wait_for(*stream);
   return cudaSuccess;
 }
 
-Error fill(void* address, int value, size_t nbytes) {
-  char* bytes;
-  {
-    std::lock_guard guard(mutex);
-    if (nbytes && !(on_device(address) && within_one(address, nbytes))) return refuse(cudaErrorInvalidValue);
-    bytes = (char*)bytes_at(address);
-  }
+void fill_bytes(char* bytes, int value, size_t nbytes) {
   char* first = (char*)(((size_t)bytes + 4095) & ~size_t{4095});
   char* last = (char*)((size_t)(bytes + nbytes) & ~size_t{4095});
-  if (value || last <= first) return std::memset(bytes, value, nbytes), cudaSuccess;
+  if (value || last <= first) {
+    std::memset(bytes, value, nbytes);
+    return;
+  }
   std::memset(bytes, 0, first - bytes);
   madvise(first, last - first, MADV_DONTNEED);  // zeros that take no memory of the host
   std::memset(last, 0, bytes + nbytes - last);
+}
+
+Error fill(void* address, int value, size_t nbytes, void* handle) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  if (!stream) return last_error;
+  if (!nbytes) return cudaSuccess;
+  if (!on_device(address) || !within_one(address, nbytes)) return refuse(cudaErrorInvalidValue);
+  if (Error race = look(*stream, "a fill", {{(const char*)address, nbytes, true}})) return race;
+  char* bytes = (char*)bytes_at(address);
+  queue(*stream, [=] { fill_bytes(bytes, value, nbytes); });
   return cudaSuccess;
 }
 
-// ---- streams and events
+// ---- kernels
 
-struct Event {
-  unsigned flags;
-  int device;  // that it was made on
-  double at_ms = -1;
-};
-
-std::set<void*> events;
-std::map<void*, int> streams;  // and their devices
-
-double now_ms() {
-  using namespace std::chrono;
-  return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
-}
-
-Error known_event(void* event) {
-  std::lock_guard guard(mutex);
-  return events.count(event) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle);
-}
-
-int device_of_stream(void* stream) {  // -1: there is none
-  if (size_t(stream) <= 2) return current;  // the default one of the current device
-  std::lock_guard guard(mutex);
-  auto found = streams.find(stream);
-  return found == streams.end() ? -1 : found->second;
-}
-
-Error known_stream(void* stream) {
-  int device = device_of_stream(stream);
-  return device < 0 ? refuse(cudaErrorInvalidResourceHandle) : (++touches[device], cudaSuccess);
-}
-
-Error launch(void* stream) {
-  if (device_of_stream(stream) != touched()) return refuse(cudaErrorInvalidResourceHandle);
+Error launch(void* handle, const char* name = "a kernel", const std::vector<order::Access>& accesses = {}) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  if (!stream) return last_error;
+  if (stream->device != current) return refuse(cudaErrorInvalidResourceHandle);
+  if (Error race = look(*stream, name, accesses)) return race;
+  run(*stream, stream->queued);
   return ++counts.kernels, cudaSuccess;
 }
 
@@ -217,7 +319,7 @@ API Error cudaMallocHost(void** address, size_t nbytes) { return take(address, n
 API Error cudaFreeHost(void* address) { return give_back(address); }
 
 API Error cudaHostRegister(void* address, size_t nbytes, unsigned) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   if (!nbytes) return refuse(cudaErrorInvalidValue);
   if (!is_free(address, nbytes)) return refuse(cudaErrorHostMemoryAlreadyRegistered);
   if (nbytes > kLockableBytes - locked_bytes) return refuse(cudaErrorMemoryAllocation);
@@ -227,22 +329,23 @@ API Error cudaHostRegister(void* address, size_t nbytes, unsigned) {
 }
 
 API Error cudaHostUnregister(void* address) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   auto found = pieces.find((char*)address);
   if (found == pieces.end() || found->second.kind != Kind::registered) return refuse(cudaErrorHostMemoryNotRegistered);
+  wait_for_device(found->second.device);
   locked_bytes -= found->second.nbytes;
   pieces.erase(found);
   return cudaSuccess;
 }
 
 API Error cudaMemGetInfo(size_t* free, size_t* total) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   *total = kDeviceBytes, *free = kDeviceBytes - device_bytes[touched()];
   return cudaSuccess;
 }
 
 API Error cudaPointerGetAttributes(cudaPointerAttributes* said, const void* address) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   auto* found = piece_at(address);
   *said = {};
   said->type = !found ? cudaMemoryTypeUnregistered : on_device(address) ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
@@ -252,11 +355,8 @@ API Error cudaPointerGetAttributes(cudaPointerAttributes* said, const void* addr
   return cudaSuccess;
 }
 
-API Error cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind) { return copy(to, from, n, kind); }
-
 API Error cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, void* stream) {
-  Error error = known_stream(stream);
-  return error ? error : copy(to, from, n, kind);
+  return copy(to, from, n, kind, stream);
 }
 
 API Error cudaMemcpy2DAsync(
@@ -264,13 +364,21 @@ API Error cudaMemcpy2DAsync(
     void* stream) {
   for (size_t row = 0; row < height; ++row) {
     void* line = (char*)to + row * to_pitch;
-    if (Error error = cudaMemcpyAsync(line, (const char*)from + row * from_pitch, width, kind, stream)) return error;
+    if (Error error = copy(line, (const char*)from + row * from_pitch, width, kind, stream)) return error;
   }
   return cudaSuccess;
 }
 
-API Error cudaMemset(void* address, int value, size_t nbytes) { return fill(address, value, nbytes); }
-API Error cudaMemsetAsync(void* address, int value, size_t nbytes, void*) { return fill(address, value, nbytes); }
+API Error cudaMemsetAsync(void* address, int value, size_t n, void* stream) { return fill(address, value, n, stream); }
+
+API Error cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind) {
+  Error error = copy(to, from, n, kind, nullptr);
+  Lock guard(mutex);
+  wait_for(defaults[current]);
+  return error;
+}
+
+API Error cudaMemset(void* address, int value, size_t n) { return fill(address, value, n, nullptr); }
 
 // ---- the device
 
@@ -352,19 +460,38 @@ API Error cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuc
 
 API Error cudaStreamCreateWithPriority(void** stream, unsigned, int) {
   made(stream);
-  std::lock_guard guard(mutex);
-  streams[*stream] = touched();
+  Lock guard(mutex);
+  streams.insert({*stream, Stream{touched(), kDevices + streams.size()}});
   return cudaSuccess;
 }
 API Error cudaStreamCreateWithFlags(void** stream, unsigned) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 API Error cudaStreamCreate(void** stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-API Error cudaStreamQuery(void* stream) { return known_stream(stream); }
-API Error cudaStreamSynchronize(void* stream) { return known_stream(stream); }
-API Error cudaStreamGetPriority(void* stream, int* priority) { return *priority = 0, known_stream(stream); }
+
+API Error cudaStreamSynchronize(void* handle) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  return stream ? wait_for(*stream), cudaSuccess : last_error;
+}
+API Error cudaStreamQuery(void* handle) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  if (!stream) return last_error;
+  if (stream->done < stream->queued && not_yet()) return refuse(cudaErrorNotReady);
+  return wait_for(*stream), cudaSuccess;
+}
+API Error cudaDeviceSynchronize() {
+  Lock guard(mutex);
+  return wait_for_device(touched()), cudaSuccess;
+}
+API Error cudaStreamGetPriority(void* stream, int* priority) {
+  Lock guard(mutex);
+  return *priority = 0, stream_at(stream) ? cudaSuccess : last_error;
+}
 
 API Error cudaStreamIsCapturing(void* stream, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;  // an optimizer of torch asks it of the current device, whatever it steps
-  return device_of_stream(stream) < 0 ? refuse(cudaErrorInvalidResourceHandle) : cudaSuccess;
+  Lock guard(mutex);
+  return stream_at(stream) ? cudaSuccess : last_error;
 }
 API Error cudaStreamGetCaptureInfo(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
   if (id) *id = 0;
@@ -375,46 +502,69 @@ API Error cudaStreamGetCaptureInfo_v2(void* stream, cudaStreamCaptureStatus* sta
 }
 
 API Error cudaLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
-  call(data);
-  return known_stream(stream);
+  Error error = cudaStreamSynchronize(stream);
+  return error ? error : (call(data), cudaSuccess);
 }
 API Error cudaStreamAddCallback(void* stream, void (*call)(void*, Error, void*), void* data, unsigned) {
-  call(stream, cudaSuccess, data);
-  return known_stream(stream);
+  Error error = cudaStreamSynchronize(stream);
+  return error ? error : (call(stream, cudaSuccess, data), cudaSuccess);
 }
 
 API Error cudaEventCreateWithFlags(void** event, unsigned flags) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   events.insert(*event = new Event{flags, touched()});
   return cudaSuccess;
 }
 API Error cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 API Error cudaEventDestroy(void* event) {
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   if (!events.erase(event)) return refuse(cudaErrorInvalidResourceHandle);
   delete (Event*)event;
   return cudaSuccess;
 }
 
-API Error cudaEventRecord(void* event, void* stream) {
-  if (Error error = known_event(event)) return error;
-  if (((Event*)event)->device != device_of_stream(stream)) return refuse(cudaErrorInvalidResourceHandle);
-  ((Event*)event)->at_ms = now_ms();
-  return known_stream(stream);
+API Error cudaEventRecord(void* handle, void* stream_handle) {
+  Lock guard(mutex);
+  Event* event = event_at(handle);
+  Stream* stream = event ? touched_stream(stream_handle) : nullptr;
+  if (!stream) return last_error;
+  if (event->device != stream->device) return refuse(cudaErrorInvalidResourceHandle);
+  order::join(stream->clock, host_clock);
+  event->stream = stream, event->position = stream->queued, event->clock = stream->clock;
+  event->at_ms = now_ms();
+  return cudaSuccess;
 }
 API Error cudaEventRecordWithFlags(void* event, void* stream, unsigned) { return cudaEventRecord(event, stream); }
-API Error cudaEventQuery(void* event) { return known_event(event); }
-API Error cudaEventSynchronize(void* event) { return known_event(event); }
 
-API Error cudaStreamWaitEvent(void* stream, void* event, unsigned) {
-  Error error = known_event(event);
-  return error ? error : known_stream(stream);
+API Error cudaEventSynchronize(void* handle) {
+  Lock guard(mutex);
+  Event* event = event_at(handle);
+  if (!event) return last_error;
+  if (event->stream) run(*event->stream, event->position);
+  return order::join(host_clock, event->clock), cudaSuccess;
+}
+API Error cudaEventQuery(void* handle) {
+  Lock guard(mutex);
+  Event* event = event_at(handle);
+  if (event && !event->is_there() && not_yet()) return refuse(cudaErrorNotReady);
+  return cudaEventSynchronize(handle);
+}
+
+API Error cudaStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
+  Lock guard(mutex);
+  Event* event = event_at(handle);
+  Stream* stream = event ? touched_stream(stream_handle) : nullptr;
+  if (!stream) return last_error;
+  order::join(stream->clock, event->clock);
+  if (!event->is_there()) queue(*stream, [from = event->stream, until = event->position] { run(*from, until); });
+  return cudaSuccess;
 }
 
 API Error cudaEventElapsedTime(float* ms, void* from, void* to) {
   for (void* event : {from, to}) {
-    if (Error error = known_event(event)) return error;
+    Lock guard(mutex);
+    if (!event_at(event)) return last_error;
     const Event& at = *(Event*)event;
     if (at.flags & cudaEventDisableTiming || at.at_ms < 0) return refuse(cudaErrorInvalidResourceHandle);
   }
@@ -432,6 +582,7 @@ API Error cudaGetLastError() {
 API Error cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorName(Error) { return "cudaErrorOfNullCuda"; }
 API const char* cudaGetErrorString(Error error) {
+  if (error == cudaErrorIllegalAddress) return last_race.c_str();
   return error == cudaErrorMemoryAllocation ? "out of memory" : "refused by the null CUDA runtime";
 }
 
@@ -457,10 +608,15 @@ struct Size {
   unsigned x, y, z;
 };
 
-API Error cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
-API Error __cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
-API Error cudaLaunchCooperativeKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch(stream); }
-API Error cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { return launch(how->stream); }
+// One of torch's own, which does nothing: where there are numbers it would have given some.
+static Error launch_null(void* stream) { return kNumbers ? refuse(cudaErrorNotSupported) : launch(stream); }
+
+API Error cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch_null(stream); }
+API Error __cudaLaunchKernel(const void*, Size, Size, void**, size_t, void* stream) { return launch_null(stream); }
+API Error cudaLaunchCooperativeKernel(const void*, Size, Size, void**, size_t, void* stream) {
+  return launch_null(stream);
+}
+API Error cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void*, void**) { return launch_null(how->stream); }
 API Error __cudaGetKernel(void** kernel, const void* function) { return *kernel = (void*)function, cudaSuccess; }
 API void** __cudaRegisterFatBinary(void*) {
   static void* handle;
@@ -520,30 +676,44 @@ API int ncclCommUserRank(void*, int* rank) { return *rank = 0; }
 API int ncclCommCount(void*, int* count) { return *count = 1, 0; }
 
 namespace {
-int whole(const void* from, void* to, size_t count, int type) {
+int whole(const void* from, void* to, size_t count, int type, void* stream) {
   static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return from == to ? 0 : int(copy(to, from, count * sizes[type], cudaMemcpyDeviceToDevice));
+  return from == to ? 0 : int(copy(to, from, count * sizes[type], cudaMemcpyDeviceToDevice, stream));
 }
 }  // namespace
 
-API int ncclAllGather(const void* from, void* to, size_t n, int type, void*, void*) { return whole(from, to, n, type); }
-API int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void*, void*) {
-  return whole(from, to, n, type);
+API int ncclAllGather(const void* from, void* to, size_t n, int type, void*, void* stream) {
+  return whole(from, to, n, type, stream);
 }
-API int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, void*, void*) {
-  return whole(from, to, n, type);
+API int ncclAllReduce(const void* from, void* to, size_t n, int type, int, void*, void* stream) {
+  return whole(from, to, n, type, stream);
 }
-API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*, void*) {
-  return whole(from, to, n, type);
+API int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, void*, void* stream) {
+  return whole(from, to, n, type, stream);
+}
+API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*, void* stream) {
+  return whole(from, to, n, type, stream);
 }
 
 // ---- what tests ask
 
 API void nullcuda_counts(long* out) {
   out[0] = counts.up, out[1] = counts.down, out[2] = counts.not_locked, out[3] = counts.kernels;
-  std::lock_guard guard(mutex);
+  Lock guard(mutex);
   out[4] = 0, out[5] = long(locked_bytes);
   for (int device = 0; device < kDevices; ++device) out[4] += long(device_bytes[device]);
 }
 
 API long nullcuda_touches(int device) { return touches[device]; }
+
+// ---- what kernels.cpp asks
+
+API void* nullcuda_bytes(const void* address) {
+  Lock guard(mutex);
+  return bytes_at(address);
+}
+
+// The kernel is launched, and may run now; or the race that it would be.
+API const char* nullcuda_kernel(void* stream, const char* name, const order::Access* accesses, size_t count) {
+  return launch(stream, name, {accesses, accesses + count}) ? cudaGetErrorString(last_error) : nullptr;
+}
