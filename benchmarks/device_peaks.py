@@ -1,6 +1,6 @@
 """What torch's CUDA allocator gives out for models of real size, beside the plan, without a GPU.
 
-    python benchmarks/device_peaks.py [--only llama-8b] [--json FILE]
+    python benchmarks/device_peaks.py [--only llama-8b]
 
 Every process has torch's CUDA code on a runtime whose kernels do nothing (tests/nullcuda): memory is taken and given
 back as on a GPU, next to none of it is touched. Models have the real width and few blocks, so that 14 GiB of host
@@ -10,7 +10,6 @@ memory hold them; the device's peak hardly depends on how many there are. Times 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import sys
@@ -30,14 +29,13 @@ SETTINGS: list[tuple[str, int, int, str, int, dict[str, str]]] = [  # batch, tok
 ]
 
 
-def measure(only: str, path: str | None) -> None:
+def measure(only: str) -> None:
     """On the null CUDA."""
     import predicted
 
     from sp_lightning import bench
     from sp_lightning.config import format_bytes
 
-    found = []
     for model, batch, seq, activations, window, others in SETTINGS:
         if only not in model:
             continue
@@ -52,26 +50,22 @@ def measure(only: str, path: str | None) -> None:
             continue
         (plan,) = predicted.beside(result, [row])
         repetition = row.repetitions[0]
-        found.append({"label": label, **plan, "allocated": row.device_peak, "reserved": repetition["reserved_peak"]})
         sys.stdout.write(
             f"{label}: given out {format_bytes(row.device_peak)}, plan {format_bytes(plan['device_nbytes'])} "
             f"({plan['device_off']:+.2%}), held by the allocator {format_bytes(repetition['reserved_peak'])}\n"
         )
         sys.stdout.flush()
-    if path is not None:
-        pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models with this in their name")
-    parser.add_argument("--json", help="result file")
     options = parser.parse_args()
     if "nullcuda" not in os.environ.get("LD_PRELOAD", ""):
         import nullcuda
 
         os.execve(sys.executable, [sys.executable, *sys.argv], nullcuda.environment())
-    measure(options.only, options.json)
+    measure(options.only)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """torch's own code for CUDA on a machine without a GPU: a CUDA runtime and a driver, for other processes.
 
->>> subprocess.run([sys.executable, "script.py"], env=nullcuda.environment())
+>>> subprocess.run([sys.executable, "script.py"], env=nullcuda.environment())  # or python -m nullcuda script.py
 
 What a script does there with device "cuda" goes through torch's launching code, its caching allocator, its streams and
-its page-locked memory, and ends in csrc/runtime.cpp, which says what it checks: what raises, what is copied from where,
+its page-locked memory, and ends in csrc/, where state.h says what is checked: what raises, what is copied from where,
 how much memory is taken and when, to the byte, and whether anything orders what must be.
 
 * Kernels do nothing: results are what was in the memory before, and losses, and all that is decided by them, have no
