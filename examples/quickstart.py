@@ -1,6 +1,8 @@
 """Trains one LightningModule twice: plainly, then with its weights streamed. The losses are equal to the last digit.
 
 python examples/quickstart.py [--window 2] [--layers 8] [--width 128] [--steps 8] [--accelerator auto]
+
+Where there is an accelerator the model is larger, so that its weights are what takes the memory.
 """
 
 import argparse
@@ -81,6 +83,7 @@ def train(arguments, strategy):
         accelerator=arguments.accelerator,
         devices=1,
         max_epochs=1,
+        deterministic=True,  # else kernels of a GPU may give other bits from run to run, plain ones too
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -112,10 +115,11 @@ class Peak(L.Callback):
 
 
 def main():
+    layers, width = (12, 1024) if torch.accelerator.is_available() else (8, 128)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--window", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--width", type=int, default=width)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--accelerator", default="auto")
     arguments = parser.parse_args()
