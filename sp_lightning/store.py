@@ -113,18 +113,18 @@ class UnitStore:
 
     def _lay_out_wire(self) -> None:
         """Where what goes up comes from (Rule 7)."""
-        self._copies = [(self.flat, self.slab[: self.nbytes])]
-        self._wire_places: dict[int, int] = {}
-        self.wire = self.slab[:0]
+        places: dict[int, int] = {}
         if self.layout == self.host_layout:
+            self._copies, self._wire_places, self.wire = [(self.flat, self.slab[: self.nbytes])], places, self.slab[:0]
             return
         end = 0
         for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
             if field.dtype is not host.dtype or field.nbytes < BY_ITSELF:
-                self._wire_places[index] = end
+                places[index] = end
                 end += aligned(field.nbytes)
-        self.wire = self.device.slab(max(end, ALIGNMENT))
         self._copies = []  # made when there is memory that can be cut
+        self.wire = self.device.slab(max(end, ALIGNMENT))
+        self._wire_places = places
 
     def _runs(self) -> Iterator[tuple[int, int, Tensor, int]]:
         """As few as can be: (byte on the device, how many, from which buffer, from which byte)."""

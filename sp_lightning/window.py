@@ -217,6 +217,7 @@ class Window:
 
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """A movable unit's weights travel in these types from its next load on."""
+        unit.store.wait_step()  # whose thread converts into the buffer that is made anew
         if unit.store.residency is Residency.DEVICE:
             self.schedule.invalidate([unit.index])
             self._evict(unit)

@@ -22,6 +22,7 @@ from torch import nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.device import Device
 from sp_lightning.optimizer import Optimizer
 from sp_lightning.overlap import StepAhead
 
@@ -668,6 +669,24 @@ def test_the_bits_are_the_plain_runs_with_gradients_clipped_by_value(device):
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations, device, clip):
     assert compare_fits(device, options={"activations": activations, "window": 1}, **clip)["held_steps"] == 2
+
+
+def bare_sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+
+
+@pytest.mark.parametrize("seconds_to_make_a_slab", [0, 0.02])
+def test_types_of_weights_change_after_the_step_that_is_held(seconds_to_make_a_slab, device, monkeypatch):
+    """It needs no state, so the very first step is held: the one after which weights begin to travel in half."""
+    slab = Device.slab
+
+    def slow(self, nbytes):
+        time.sleep(seconds_to_make_a_slab)
+        return slab(self, nbytes)
+
+    monkeypatch.setattr(Device, "slab", slow)
+    stats = compare_fits(device, lambda: Net(bare_sgd), precision="bf16-mixed", gradient_clip_val=0.1)
+    assert stats["held_steps"] >= 2
 
 
 class Overflows(Net):
