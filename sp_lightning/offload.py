@@ -8,6 +8,7 @@
 3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels
    that may still use it. What came back and was not asked for, as its gradient was not, is kept until backward ends:
    that stream waits for the copy before its memory is given out again.
+4. Units may be called on several streams of the caller's. Then the allocator is told who else uses a tensor.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class OnHost:
     pending: int = 0  # unpackings until the device copy can go
     device: Tensor | None = field(default=None)
     ready: Any = None
+    stream: Any = None  # whose memory the device copy is
 
 
 class Offload:
@@ -50,8 +52,9 @@ class Offload:
         self._visit: dict[Any, OnHost] = {}  # what the unit under way saved
         self._leaving: list[tuple[Tensor, OnHost]] = []  # its device tensors, kept until their copies are done
         self._left: list[tuple[Tensor, OnHost]] = []  # those of the unit before
+        self._streams: list[Any] = []  # on which units were called
         self._on_host: weakref.WeakSet[OnHost] = weakref.WeakSet()
-        self._unasked: dict[OnHost, Any] = {}  # what is on its way back, and the stream that its memory is of
+        self._unasked: set[OnHost] = set()  # what is on its way back
 
     @property
     def host_nbytes(self) -> int:
@@ -89,9 +92,9 @@ class Offload:
 
     def backward_done(self) -> None:
         """Nothing more is asked for (Rule 3)."""
-        unasked, self._unasked = self._unasked, {}
-        for saved, stream in unasked.items():
-            saved.ready.wait(stream)
+        unasked, self._unasked = self._unasked, set()
+        for saved in unasked:
+            saved.ready.wait(saved.stream)
             saved.device = None
 
     def pack(self, tensor: Tensor) -> Any:
@@ -125,8 +128,19 @@ class Offload:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         saved = OnHost(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived)
         self._leaving.append((tensor, saved))
+        self._mind_streams()
         self._on_host.add(saved)
         return saved
+
+    def _mind_streams(self) -> None:
+        """Rule 4: who waits for a copy need not be whose memory it is."""
+        if self.device.compute not in self._streams:
+            self._streams.append(self.device.compute)
+            if len(self._streams) > 1:
+                for tensor, _ in (*self._left, *self._leaving):
+                    tensor.record_stream(self.device.down)
+        elif len(self._streams) > 1:
+            self._leaving[-1][0].record_stream(self.device.down)
 
     def fetch(self, saved: OnHost) -> None:
         """Starts the way back."""
@@ -140,8 +154,8 @@ class Offload:
         storage = room.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
         span = empty.set_(storage, offset // size, saved.host.shape, (1,))
-        stream = self.device.compute
-        self.device.up.wait_event(stream.record_event())  # whose memory it was
+        saved.stream = self.device.compute
+        self.device.up.wait_event(saved.stream.record_event())  # whose memory it was
         nbytes = saved.host.numel() * size
         under_way = self.counters.listener.work("up", "", "activations", nbytes)
         copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
@@ -149,7 +163,7 @@ class Offload:
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
         saved.pending = saved.uses
-        self._unasked[saved] = stream
+        self._unasked.add(saved)
 
     def unpack(self, saved: OnHost) -> Tensor:
         """The tensor as it was; the caller's stream is ordered after its bytes."""
@@ -161,9 +175,12 @@ class Offload:
         self.fetch(saved)
         tensor = saved.device
         assert tensor is not None
+        compute = self.device.compute
         with self.counters.listener.waiting("activations"):
-            saved.ready.wait(self.device.compute)
-        self._unasked.pop(saved, None)
+            saved.ready.wait(compute)
+        if saved.stream != compute:
+            tensor.record_stream(compute)
+        self._unasked.discard(saved)
         saved.pending -= 1
         if not saved.pending:
             saved.device = None

@@ -1172,16 +1172,19 @@ class Branches(models.Stack):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
 @pytest.mark.parametrize("slow", ["copies", "kernels"])
-def test_units_that_are_read_on_several_streams_at_once(window, slow):
+def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
     import simgpu
 
     def run(net, device):
-        setattr(simgpu.config, {"copies": "h2d_us", "kernels": "compute_us"}[slow], 100)
+        for name in {"copies": ["h2d_us", "d2h_us"], "kernels": ["compute_us"]}[slow]:
+            setattr(simgpu.config, name, 100)
         yield from training()(net, device)
 
-    check(lambda: Branches(models.Block() for _ in range(4)), run, torch.device("simgpu", 0), window=window)
+    options = {"window": window, "activations": activations}
+    check(lambda: Branches(models.Block() for _ in range(6)), run, torch.device("simgpu", 0), **options)
 
 
 @pytest.mark.simgpu
