@@ -32,6 +32,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
+os.environ["PYTORCH_JIT"] = "0"  # what is scripted is fused after some runs, and gives other bits then, plainly as well
 
 import campaign
 import families
