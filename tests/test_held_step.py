@@ -25,6 +25,7 @@ import sp_lightning
 from sp_lightning.device import Device
 from sp_lightning.optimizer import Optimizer
 from sp_lightning.overlap import StepAhead
+from sp_lightning.store import UnitStore
 
 TRUE_DATA = torch.Tensor.data.__get__
 
@@ -675,17 +676,30 @@ def bare_sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
 
 
-@pytest.mark.parametrize("seconds_to_make_a_slab", [0, 0.02])
-def test_types_of_weights_change_after_the_step_that_is_held(seconds_to_make_a_slab, device, monkeypatch):
-    """It needs no state, so the very first step is held: the one after which weights begin to travel in half."""
-    slab = Device.slab
+class ReadsOne(Net):
+    """A weight in the third step: from then on it travels as it is."""
 
-    def slow(self, nbytes):
-        time.sleep(seconds_to_make_a_slab)
-        return slab(self, nbytes)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.losses.append(self.net.blocks[1].up.weight.norm().item())
+        return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(Device, "slab", slow)
-    stats = compare_fits(device, lambda: Net(bare_sgd), precision="bf16-mixed", gradient_clip_val=0.1)
+
+@pytest.mark.parametrize("kind, name", [(Device, "slab"), (UnitStore, "_fill_wire")])
+@pytest.mark.parametrize("make", [lambda: Net(bare_sgd), ReadsOne])
+def test_types_of_weights_change_after_the_step_that_is_held(make, kind, name, device, monkeypatch):
+    """The very first step is held, of an optimizer without state: after it weights begin to travel in half."""
+    quick = getattr(kind, name)
+
+    def slow(self, *arguments):
+        result = quick(self, *arguments)
+        if not isinstance(self, UnitStore) or self.unit.name == "net.blocks.1":
+            time.sleep(0.05)
+        return result
+
+    monkeypatch.setattr(kind, name, slow)
+    stats = compare_fits(device, make, precision="bf16-mixed", gradient_clip_val=0.1, max_epochs=2)
     assert stats["held_steps"] >= 2
 
 
