@@ -687,7 +687,7 @@ class ReadsOne(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(device, monkeypatch):
+def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(clip, device, monkeypatch):
     """As an optimizer without state makes none."""
     quick = Device.slab
 
@@ -696,11 +696,11 @@ def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(de
         return quick(self, nbytes)
 
     monkeypatch.setattr(Device, "slab", slow)
-    stats = compare_fits(device, lambda: Net(bare_sgd), precision="bf16-mixed", gradient_clip_val=0.1)
+    stats = compare_fits(device, lambda: Net(bare_sgd), precision="bf16-mixed", **clip)
     assert stats["held_steps"] >= 2
 
 
-def test_types_of_a_weight_change_after_the_step_that_is_held(device, monkeypatch):
+def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monkeypatch):
     changes, retype, fill = threading.Semaphore(0), Window.retype, UnitStore._fill_wire
 
     def change(self, unit, types):
@@ -716,7 +716,7 @@ def test_types_of_a_weight_change_after_the_step_that_is_held(device, monkeypatc
 
     monkeypatch.setattr(Window, "retype", change)
     monkeypatch.setattr(UnitStore, "_fill_wire", fill_until_then)
-    stats = compare_fits(device, ReadsOne, precision="bf16-mixed", gradient_clip_val=0.1, max_epochs=2)
+    stats = compare_fits(device, ReadsOne, precision="bf16-mixed", **clip, max_epochs=2)
     assert stats["held_steps"] >= 2
 
 
