@@ -61,7 +61,7 @@ def test_without_a_compiler_ci_fails_with_the_reason(tmp_path, source):
 
 def test_sources_that_do_not_compile_fail_outside_ci_too(tmp_path):
     status, output = run_pytest(tmp_path, IMPORTS_SIMGPU, SIMGPU_BUILD_DIR=str(tmp_path), CXX="false")
-    assert "1 error" in output and "simgpu: false -std=c++20" in output and status == 2
+    assert "1 error" in output and "simgpu_C" in output and "false -std=c++20" in output and status == 2
 
 
 def test_a_race_fails_the_test_that_has_it_and_no_other(tmp_path):
