@@ -80,7 +80,7 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, few, tmp_path):
     "name, few",
     [
         ("fits", ["--model", "llama-1b", "--tokens", "2048"]),
-        ("peers", ["--minutes", "0.5"]),
+        ("peers", ["--minutes", "1"]),
         ("big", ["--device-memory", "16GiB"]),
     ],
 )
@@ -90,7 +90,8 @@ def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
     assert found["facts"]["device"] == "null-cuda" and found["results"], done.stdout
     for result in found["results"]:
         ours = [row for row in result["rows"] if row["contender"] in ("plain", "superpipeline", "fsdp2")]
-        assert ours and not any(row["error"] for row in ours), done.stdout
+        assert ours and {row["error"] for row in ours} <= {None, "not begun, for want of time"}, done.stdout
+        assert result is not found["results"][0] or not any(row["error"] for row in ours), done.stdout
         assert all(plan["device_off"] is not None for plan in result["plans"])
 
 

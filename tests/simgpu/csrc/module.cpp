@@ -2,6 +2,7 @@
 // One translation unit: runtime (streams) < checker < memory < device < tensors < operators < this.
 #include <ATen/autocast_mode.h>
 #include <ATen/native/transformers/attention.h>
+#include <c10/util/Backtrace.h>
 #include <pybind11/functional.h>
 #include <torch/library.h>
 
@@ -84,6 +85,10 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, simgpu::Guard)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simgpu;
+  std::set_terminate([] {  // else nobody knows where
+    fprintf(stderr, "terminate called, in\n%s\n", c10::get_backtrace().c_str());
+    std::abort();
+  });
   RegisterPrivateUse1HooksInterface(new Hooks);
   SetAllocator(kSimGPU, &arena());
   setHostAllocator(kSimGPU, &pinned());
