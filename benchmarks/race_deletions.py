@@ -31,7 +31,7 @@ NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 # Torch's own waits, and functions of ours whose purpose is one.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
-WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce"}
+WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 BESIDE = {"measure.py", "progress.py", "recorder.py", "rehearsal.py"}  # no step waits there: they look on, or plan
 LONGEST_S = 300
 

@@ -24,6 +24,7 @@ import torch
 
 from .errors import ExactnessError
 from .overlap import StepAhead
+from .store import UnitStore
 from .window import StreamedUnit
 
 
@@ -45,7 +46,7 @@ class Backward:
         self._task = -1  # autograd's number of the outermost one
         self._inside: set[StreamedUnit] = set()  # that it needed, and whose gradients are not complete
         self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
-        self._stepping: dict[StreamedUnit, None] = {}  # those of them that may be stepped by now, in this order
+        self._stepping: dict[UnitStore, None] = {}  # of those of them that may be stepped by now, in this order
         self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
         self._sees_state: bool | None = None  # of the optimizer; None: not known yet
 
@@ -75,8 +76,12 @@ class Backward:
         whole = not unit.binding.lending.came_apart and all(param.requires_grad for param in unit.store.params)
         may_step = whole and unit in self._left_alone
         if may_step:
-            self._stepping[unit] = None
+            self._stepping[unit.store] = None
         return may_step
+
+    def is_stepping(self, store: UnitStore) -> bool:
+        """Whether this unit may be stepped by now, if units are stepped in it."""
+        return store in self._stepping
 
     def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
         """It needs this unit (Rule 1)."""
@@ -85,7 +90,7 @@ class Backward:
             return
         self._complete.discard(unit)
         self._left_alone.discard(unit)
-        if unit in self._stepping and stepping_ahead:
+        if self.is_stepping(unit.store) and stepping_ahead:
             raise ExactnessError(
                 f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
                 "which neither it nor a hook that looks at weights or changes gradients did in the steps before; set "
@@ -117,7 +122,7 @@ class Backward:
         self._sees_state = True
         if ahead.has_begun:
             raise ExactnessError(
-                f"backward looked at the optimizer's state when it had stepped {next(iter(self._stepping)).name}, "
+                f"backward looked at the optimizer's state when it had stepped {next(iter(self._stepping)).unit.name}, "
                 "which it did not in the steps before; set optimizer_overlap=False"
             )
         ahead.given_up = "backward looks at its state"

@@ -463,8 +463,9 @@ class Engine:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
-        """Whether that of this unit is still to come."""
-        return self.holding.is_stepping(store)
+        """Whether that of this unit may be under way, or is still to come."""
+        ahead = self.downlink.ahead is not None and self.backward.is_stepping(store)
+        return ahead or self.holding.is_stepping(store)
 
     # ---- ends
 

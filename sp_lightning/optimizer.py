@@ -73,14 +73,19 @@ class StepArguments(list[Any]):
         self.caller_kwargs = kwargs
 
 
+def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
+    """Its groups and its state."""
+    return optimizer.param_groups, optimizer.state
+
+
 class ShadowStep:
     """Runs each ``optimizer.step()`` on regrouped parameters until it is closed."""
 
     def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
         self._regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        # Groups and state of what this step has to do itself, when the rest is done elsewhere (overlap.py).
-        self.rest: Callable[[], tuple[list[Group], Any]] | None = None
+        # Groups and state of what a step has to do, once its closure ran: some may be done elsewhere (overlap.py).
+        self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
@@ -105,10 +110,7 @@ class ShadowStep:
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
-            if self.rest is None:
-                shadow.param_groups, shadow.state = optimizer.param_groups, optimizer.state
-            else:
-                shadow.param_groups, shadow.state = self.rest()
+            shadow.param_groups, shadow.state = self.rest(optimizer)
             shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
             return loss
 

@@ -152,9 +152,6 @@ class StepAhead:
         self._thread = thread
         self._may_leave = may_leave
         self._groups_of: dict[int, list[int]] = {}  # one that is listed twice is stepped twice
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                self._groups_of.setdefault(id(param), []).append(number)
         self._under_way: list[Future[None]] = []
         self._units: list[_Unit] = []  # that are not stepped and not being stepped, oldest first
         self._numbers = itertools.count()  # of units
@@ -195,6 +192,9 @@ class StepAhead:
         they are by then; both within what ``timed`` gives."""
         if self._options is None:
             self._options = _options(self._optimizer)
+            for number, group in enumerate(self._optimizer.param_groups):
+                for param in group["params"]:
+                    self._groups_of.setdefault(id(param), []).append(number)
         with self._lock:
             self._units.append(_Unit(next(self._numbers), gradients, timed, then))
             self._under_way.append(self._thread.submit(self._step_next))
@@ -276,7 +276,10 @@ class StepAhead:
 
 def _options(optimizer: Optimizer) -> list[Any]:
     """What changes when somebody changes an option of a group."""
-    return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: list(map(id, value)) if key == "params" else _mark(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
 
 
 def _mark(option: Any) -> Any:

@@ -1,7 +1,8 @@
 """The steps of optimizers, by whoever calls them, as the options say.
 
 1. An optimizer that has parameters of ours steps them in pieces, or fused (optimizer.py), from its first step on.
-2. While it steps, what it reads and writes is on the host. What is resident is stale afterwards.
+2. While it steps, what it reads and writes is on the host; it begins when the copies are done which the caller's
+   stream makes from and to there (``non_blocking=True``). What is resident is stale afterwards.
 3. Within ``ahead`` units are stepped while backward runs (overlap.py), within ``held`` beside the next forward
    (held.py). An optimizer that does not step each parameter by itself steps as ever, and so does one that makes tensors
    of torch's default type, which a forward or backward beside it may set, and any where the CPU computes with several
@@ -28,7 +29,7 @@ from torch.optim.optimizer import (
 from . import malloc, reads, scaler
 from .engine import Engine
 from .held import HeldStep, Unholdable
-from .optimizer import Group, ShadowStep, fuse, step_in_pieces
+from .optimizer import Group, ShadowStep, all_of, fuse, step_in_pieces
 from .overlap import HostThread, StepAhead
 from .parameters import quietly, true_grad
 from .store import UnitStore
@@ -79,13 +80,25 @@ class Steps:
         if not self.engine.holding.is_under_way:
             reads.pause()
         self.engine.collect_writes()
+        if self._shadows.get(optimizer) is None:  # else once the closure ran
+            self._wait_for_copies()
         self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
 
     def _prepare(self, optimizer: Optimizer) -> None:
         if optimizer not in self._shadows:
-            self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            shadow = self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            if shadow is not None:
+                shadow.rest = self._all_of
             if not optimizer.state:
                 malloc.by_themselves()  # its first step makes it
+
+    def _all_of(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+        self._wait_for_copies()
+        return all_of(optimizer)
+
+    def _wait_for_copies(self) -> None:
+        """The user's (Rule 2): his are on the caller's stream, where nothing else is left by now."""
+        self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         malloc.as_ever()
@@ -131,7 +144,7 @@ class Steps:
         self.engine.downlink.marks.clear()  # of a backward before
         self.engine.downlink.ahead = ahead = StepAhead(optimizer, step, self._thread, may_hold)
 
-        def rest() -> tuple[list[Group], dict[Any, Any]]:
+        def rest(_: Optimizer) -> tuple[list[Group], Any]:
             ahead.give_back()
             self.engine.check_changed()
             return self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
@@ -144,7 +157,7 @@ class Steps:
             raise
         finally:
             self.engine.downlink.ahead = None
-            step.rest = None
+            step.rest = self._all_of
             ahead.give_back()
             self.say(AFTER_BACKWARD, ahead.given_up)
             self._counters.stepped_ahead += len(ahead.stepped)
@@ -157,11 +170,11 @@ class Steps:
         if step is None:
             yield
             return
-        step.rest = lambda: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
+        step.rest = lambda _: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
         try:
             yield
         finally:
-            step.rest = None
+            step.rest = self._all_of
 
     def _rest(
         self,
@@ -172,6 +185,7 @@ class Steps:
         may_hold: Callable[[], bool],
     ) -> tuple[list[Group], dict[Any, Any]]:
         """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
+        self._wait_for_copies()
         self.engine.holding.finish()
         if self._any_left(groups) and may_hold():
             try:

@@ -140,6 +140,8 @@ class Window:
 
     def _drop_stale(self) -> None:
         """Units whose host bytes changed have to come up again: better planned than at their visit."""
+        if any(unit.store.stale() for unit in self.units):
+            self.device.compute.synchronize()  # which may be what changes them (``non_blocking=True``)
         self.follow()
         for index in self.schedule.resident:
             unit = self.units[index]

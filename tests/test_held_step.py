@@ -673,6 +673,22 @@ def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations
     assert compare_fits(device, options={"activations": activations, "window": 1}, **clip)["held_steps"] == 2
 
 
+class FromTheDevice(Net):
+    """Its gradients are made on the device, and nobody waits for their way down."""
+
+    def on_after_backward(self):
+        simgpu = importlib.import_module("simgpu")
+        simgpu.config.d2h_us = 20_000
+        for p in self.parameters():
+            p.grad.copy_(torch.full_like(p, 0.25, device=self.device), non_blocking=True)
+        simgpu.config.d2h_us = 0
+
+
+@pytest.mark.simgpu
+def test_it_begins_when_gradients_are_there_that_nobody_waited_for():
+    assert compare_fits(torch.device("simgpu", 0), FromTheDevice)["held_steps"] == 2
+
+
 def bare_sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
 

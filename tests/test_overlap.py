@@ -20,8 +20,10 @@ from lightning.pytorch.plugins import Precision
 import models
 import parity
 import sp_lightning
+from sp_lightning.backward import in_backward
 from sp_lightning.errors import ExactnessError
 from sp_lightning.overlap import HostThread
+from sp_lightning.store import UnitStore
 
 ROOT = Path(__file__).parent.parent
 
@@ -460,3 +462,72 @@ def test_beside_a_cpu_that_computes_with_several_threads_nothing_is_stepped(clip
     module = module_of()
     assert fit(module, gradient_clip_val=clip) == [0] * 4
     assert module.trainer.strategy.handle.stats()["held_steps"] == 0
+
+
+class Regroups(models.ZooModule):
+    """In its last step, a block leaves its group, for another one or for none."""
+
+    into = None
+
+    def configure_optimizers(self):
+        stem, *rest = self.parameters()
+        return torch.optim.SGD([{"params": rest}, {"params": [stem], "lr": 1e-3}], lr=0.1, foreach=False)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.regroup()
+        return super().training_step(batch, batch_idx)
+
+    def regroup(self):
+        groups, leaving = self.trainer.optimizers[0].param_groups, set(self.net.blocks[1].parameters())
+        groups[0]["params"] = [p for p in groups[0]["params"] if p not in leaving]
+        if self.into is not None:
+            groups[self.into]["params"] = [*groups[self.into]["params"], *leaving]
+
+
+@pytest.mark.parametrize("into", [None, 1])
+def test_groups_are_those_that_the_training_step_left(into):
+    modules = [module_of(kind=type("", (Regroups,), {"into": into})) for _ in range(2)]
+    counts = fit(modules[0])
+    stepped = len(list(modules[0].parameters())) - (len(modules[0].net.blocks[1].state_dict()) if into is None else 0)
+    assert counts[3] - counts[2] == stepped
+    assert fit(modules[1], options={"optimizer_overlap": False})[3] == 0
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_that_backward_changes_when_units_were_stepped_are_an_error():
+    module = module_of(kind=Regroups)
+    module.regroup = lambda: module.net.head.weight.register_hook(lambda _: Regroups.regroup(module))
+    with pytest.raises(ExactnessError, match="options were changed in backward"):
+        fit(module)
+
+
+class Conditioned(models.ZooModule):
+    """Runs its blocks twice in the third step, one of them not: the last step is expected to be like it."""
+
+    def training_step(self, batch, batch_idx):
+        net, x = self.net, self.net.stem(batch[0])
+        if batch_idx == 2:
+            with torch.no_grad():
+                hint = functools.reduce(lambda x, block: block(x), net.blocks, x)
+            x = x + hint
+        for index, block in enumerate(net.blocks):
+            if (batch_idx, index) != (2, 2):
+                x = block(x)
+        return net.head(x).square().mean()
+
+
+def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
+    fetched = []
+    load = UnitStore.load
+
+    def watched(store):
+        downlink = store.keeper.downlink
+        if in_backward() and downlink.ahead is not None and not downlink.taken.isdisjoint(map(id, store.params)):
+            fetched.append(store.unit.name)
+        load(store)
+
+    monkeypatch.setattr(UnitStore, "load", watched)
+    counts = fit(module_of(kind=Conditioned))
+    assert counts[3] > counts[2] and fetched == []

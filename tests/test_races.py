@@ -188,9 +188,11 @@ def test_weights_that_an_optimizer_steps_within_a_step_went_up_before():
         x = x.to(DEVICE)
         handle.open_scope("train")
         slow(h2d=SLOW_US)
-        actual = net.stem(x), net.blocks[0](net.stem(x))
+        with torch.Stream(DEVICE):  # the step waits for its own by itself
+            actual = net.stem(x), net.blocks[0](net.stem(x))
         optimizer.step()
         handle.close_scope()
+        torch.accelerator.synchronize()
         assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, expected, strict=True))
 
 
@@ -643,3 +645,69 @@ def test_the_end_of_a_recording_waits_for_what_it_has_to_read():
         net(models.vectors(0)[0].to(DEVICE))
         recorder.flush()
         assert len(recorder.steps) == 1
+
+
+# --- Copies of the user's that he does not wait for
+
+
+def gradients_from_the_device(net):
+    for p in net.parameters():
+        p.grad.copy_(torch.full_like(p, 0.25, device=DEVICE), non_blocking=True)
+
+
+def weights_from_the_device(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.full_like(p, 0.25, device=DEVICE), non_blocking=True)
+
+
+def data_from_the_device(net):
+    for p in net.parameters():
+        p.data.copy_(torch.full_like(p, 0.25, device=DEVICE), non_blocking=True)
+
+
+def slowly(copies, **delays_us):
+    def make(net):
+        slow(**delays_us)
+        copies(net)
+        slow(**dict.fromkeys(delays_us, 0))
+
+    return make
+
+
+@pytest.mark.parametrize("when", ["before_step", "between"])
+@pytest.mark.parametrize("copies", [gradients_from_the_device, weights_from_the_device, data_from_the_device])
+def test_copies_to_weights_and_gradients_between_steps(copies, when):
+    def run(net, device):
+        yield from training(**{when: slowly(copies, d2h=SLOW_US)})(net, device)
+        torch.accelerator.synchronize()  # the host looks
+
+    check(blocks, run, DEVICE)
+
+
+def test_copies_to_gradients_before_the_step_of_an_unknown_optimizer():
+    class Unknown(torch.optim.SGD):
+        pass
+
+    def run(net, device):
+        optimizer = Unknown(net.parameters(), lr=0.1)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            squares(net, x).backward()
+            slowly(gradients_from_the_device, d2h=SLOW_US)(net)
+            optimizer.step()
+
+    check(blocks, run, DEVICE)
+
+
+def test_copies_of_weights_before_a_step():
+    taken = []
+
+    def take(net):
+        taken.append([p.detach().to(DEVICE, copy=True, non_blocking=True) for p in net.parameters()])
+
+    def run(net, device):
+        yield from training(before_step=slowly(take, h2d=SLOW_US))(net, device)
+        yield [taken.pop() for _ in range(3)]
+
+    check(blocks, run, DEVICE)

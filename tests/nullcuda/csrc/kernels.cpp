@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "../../simgpu/csrc/boxed.h"
@@ -76,27 +77,13 @@ class Call {
     c10::DeviceGuard guard(device_);
     launch(schema_.name(), accesses_);
     without_mixed_types();
-    if (generator_.defined()) {
-      Drawn drawn(generator_);
-      boxed::run_on_cpu(op_, cpu_);
-    } else {
+    {
+      std::optional<Drawn> drawn;
+      if (generator_.defined()) drawn.emplace(generator_);
       boxed::run_on_cpu(op_, cpu_);
     }
     for (auto& [given, sized] : sized_) given.resize_(sized.sizes()), written(given).copy_(sized);
-    auto mutated = boxed::mutated(schema_, args_);
-    std::vector<IValue> out;
-    size_t next = 0, k = 0;
-    for (auto& r : schema_.returns()) {
-      const IValue& result = cpu_[k++];
-      out.push_back(r.alias_info() ? mutated[next++] : boxed::map_tensors(result, [&](const Tensor& t) {
-        if (!t.defined()) return t;
-        Tensor made =
-            at::empty_strided(t.sizes(), t.strides(), t.options().device(device_).dtype(result_.value_or(t.scalar_type())));
-        if (t.numel()) written(made).copy_(t);
-        return made;
-      }));
-    }
-    return out;
+    return results();
   }
   size_t arguments() const { return args_.size(); }
 
@@ -133,6 +120,23 @@ class Call {
         cpu_[i] = cpu_[0].toTensor().scalar_type();
       }
     }
+  }
+  std::vector<IValue> results() {
+    auto mutated = boxed::mutated(schema_, args_);
+    std::vector<IValue> out;
+    size_t given = 0;
+    for (size_t i = 0; i < schema_.returns().size(); ++i)
+      out.push_back(schema_.returns()[i].alias_info() ? mutated[given++] : boxed::map_tensors(cpu_[i], [&](auto& t) {
+        return to_device(t);
+      }));
+    return out;
+  }
+  Tensor to_device(const Tensor& t) {
+    if (!t.defined()) return t;
+    auto options = t.options().device(device_).dtype(result_.value_or(t.scalar_type()));
+    Tensor made = at::empty_strided(t.sizes(), t.strides(), options);
+    if (t.numel()) written(made).copy_(t);
+    return made;
   }
   Tensor written(const Tensor& made) {
     launch(schema_.name(), {access(made, true)});
@@ -218,11 +222,12 @@ const int served = [] {
     serve(name, DispatchKey::CUDA, has_cpu ? c10::KernelFunction::makeFromBoxedFunction<&kernel>()
                                            : c10::KernelFunction::makeFromBoxedFunction<&refused>());
   }
+#define NULLCUDA_FUNCTION(f) c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(f))
   for (auto key : {DispatchKey::CUDA, DispatchKey::AutogradCUDA}) {
-    serve({"aten::_thnn_fused_lstm_cell", ""}, key, c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(boxed::lstm_cell)));
-    serve({"aten::_thnn_fused_gru_cell", ""}, key, c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(boxed::gru_cell)));
+    serve({"aten::_thnn_fused_lstm_cell", ""}, key, NULLCUDA_FUNCTION(boxed::lstm_cell));
+    serve({"aten::_thnn_fused_gru_cell", ""}, key, NULLCUDA_FUNCTION(boxed::gru_cell));
   }
-  serve({"aten::copy_", ""}, DispatchKey::CUDA, c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(copy_)));
+  serve({"aten::copy_", ""}, DispatchKey::CUDA, NULLCUDA_FUNCTION(copy_));
   return 0;
 }();
 }  // namespace nullcuda

@@ -44,7 +44,8 @@ inline Tensor cpu_alias(const Tensor& t, void* bytes) {
   return v;
 }
 // As CUDA: a number on the CPU may join in, and CPU indices may index.
-inline void check_may_join_in(const Tensor& t, const c10::FunctionSchema& schema, const c10::Argument& a, Device device) {
+inline void check_may_join_in(const Tensor& t, const c10::FunctionSchema& schema, const c10::Argument& a,
+                              Device device) {
   const bool index = schema.name().find("index") != std::string::npos && a.name() == "indices";
   TORCH_CHECK(t.is_cpu() && (t.dim() == 0 || index),
               "Expected all tensors to be on the same device, but found at least two devices, ", device, " and ",
