@@ -15,6 +15,7 @@ from torch._dynamo.exc import Unsupported
 
 from . import room
 from .autotune import UnitBytes
+from .backward import in_backward
 from .compiled import never_compiled
 from .config import Options
 from .device import Device, DeviceMemoryError
@@ -102,6 +103,11 @@ class Handle:
             listener.flush()
 
     # ---- passes
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs, or the backward of one."""
+        return self.engine.in_scope or in_backward()
 
     @never_compiled
     def open_scope(self, kind: Any) -> None:
@@ -211,7 +217,7 @@ class Handle:
             self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
             self.engine.window.only_inference = self._only_inference
             self._entries.extend(self._parts())
-            self._entries.append(Scope(self.module, self))  # the outermost
+            self._entries.extend(Scope(part, self, name) for name, part in self._parts_with_units())
         except BaseException:
             self._abandon()
             raise
@@ -276,6 +282,13 @@ class Handle:
     def _leave(self) -> None:
         for entry in reversed(self._entries):
             entry.remove()
+
+    def _parts_with_units(self) -> Iterator[tuple[str, nn.Module]]:
+        """The managed module, whose name is empty, and whatever else consists of more than a unit."""
+        roots = {module for unit in self._units for _, module in unit.modules}
+        for name, module in self.module.named_modules():
+            if not name or (module not in roots and not roots.isdisjoint(module.modules())):
+                yield name, module
 
     def _parts(self) -> Iterator[Entry]:
         """A hook for each module that owns parameters directly, and for each unit's root."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import reads
 from .compiled import compiles_calls, never_compiled, not_compiled_itself
@@ -156,6 +156,9 @@ class Steps(Protocol):
 
     device: Device
 
+    @property
+    def in_step(self) -> bool: ...
+
     def open_scope(self, kind: Any) -> None: ...
 
     def close_scope(self) -> None: ...
@@ -164,19 +167,22 @@ class Steps(Protocol):
 
 
 class Scope(Entry):
-    """The managed module itself: a forward of it outside of any step is a step of its own."""
+    """The managed module itself, or a part of it that has units: a forward of it outside of any step is a step."""
 
-    def __init__(self, module: nn.Module, steps: Steps) -> None:
+    def __init__(self, module: nn.Module, steps: Steps, name: str) -> None:
         super().__init__(module)
         self.steps = steps
+        self.name = name  # of the part
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name and (self.steps.in_step or is_tracing()):
+            return self.forward(*args, **kwargs)
         if is_tracing():
             with on_host(self.module):
                 args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
                 return self.forward(*args, **kwargs)
-        self.steps.open_scope(("forward", self.module.training))
+        self.steps.open_scope(("forward", self.module.training, self.name))
         try:
             with self.steps.explaining():
                 args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
@@ -208,12 +214,13 @@ def on_host(module: nn.Module) -> Iterator[None]:
 def moved(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments on the device, if none of their tensors is there yet; else they are as the caller wants them."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not tensors or any(tensor.device == device for tensor in tensors):
+    """The arguments on the device, if no tensor among them is there yet; else they are as the caller wants them. What
+    holds tensors is an argument by itself."""
+    if any(isinstance(value, Tensor) and value.device == device for value in (*args, *kwargs.values())):
         return args, kwargs
 
     def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+        devices = {leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        return value if not devices or device in devices else tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
 
     return tuple(map(move, args)), {key: move(value) for key, value in kwargs.items()}

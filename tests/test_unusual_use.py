@@ -1326,3 +1326,120 @@ def test_a_buffer_under_two_names_parts_as_it_does_in_a_plain_run(device):
             return net.one.running_mean is net.two.running_mean
 
     assert shared_after(ours) == shared_after(plain)
+
+
+# --- Parts of the module that are called by themselves
+
+
+class Pair(nn.Module):
+    """Two nets, of which whoever trains them calls one after the other."""
+
+    def __init__(self, block=models.Block):
+        super().__init__()
+        self.encoder, self.decoder = models.stack_of(block)(), nn.Sequential(nn.Linear(models.CLASSES, 8), nn.Tanh())
+
+
+def through_both(net, x):
+    return net.decoder(net.encoder(x)).square().mean()
+
+
+def contrasted(net, x):
+    one, other = net.encoder(x), net.encoder(x + 0.5)
+    return (net.decoder(one) * net.decoder(other)).mean()
+
+
+def recomputed(net, x):
+    return checkpoint(net.encoder, x.requires_grad_(), use_reentrant=False).square().mean()
+
+
+def recomputed_by_another_backward(net, x):
+    return checkpoint(net.encoder, x.requires_grad_(), use_reentrant=True).square().mean()
+
+
+def under_autocast(net, x):
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+        return contrasted(net, x)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("loss", [through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast])
+def test_training_by_calls_of_parts(loss, activations, window, device):
+    def run(net, device):
+        yield from training(loss, steps=4)(net, device)
+        with torch.no_grad():
+            yield [loss(net, x) for x in inputs(device)]
+
+    check(Pair, run, device, activations=activations, window=window)
+
+
+@pytest.mark.simgpu
+def test_a_part_that_is_called_takes_its_arguments_where_they_are_and_holds_nothing_up():
+    device = torch.device("simgpu", 0)
+    torch.manual_seed(0)
+    net = Pair()
+    x = next(inputs(torch.device("cpu")))
+    expected = net.encoder(x)
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        assert torch.equal(net.encoder(x).cpu(), expected)
+        assert not handle.engine.in_scope and net.encoder.stem.weight.device.type == "cpu"
+
+
+class Holder(nn.Module):
+    """Takes what it computes with in a list, beside another that it fills."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.stack_of(models.Block)()
+
+    def forward(self, given, seen):
+        seen.append(given[0].device.type)
+        return self.inner(given[0])
+
+
+@pytest.mark.simgpu
+def test_arguments_that_hold_tensors_come_along_and_others_are_the_callers_own():
+    device, seen = torch.device("simgpu", 0), []
+    net = Holder()
+    with sp_lightning.stream(net, device, window=1), torch.no_grad():
+        net([next(inputs(torch.device("cpu")))], seen)
+    assert seen == ["simgpu"]
+
+
+class Wrapped(nn.Module):
+    """As adapters and value heads hold a language model."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.inner = make()
+
+    def generate(self, *args, **kwargs):
+        return self.inner.generate(*args, **kwargs)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=96)
+    )
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("make", [llama, t5])
+def test_generation_by_hand(make, wrap, device):
+    pytest.importorskip("transformers")
+
+    def run(net, device):
+        tokens = torch.arange(3, 17, device=device).view(2, 7)
+        with torch.no_grad():
+            yield net.eval().generate(tokens, max_new_tokens=4, do_sample=False)
+
+    check((lambda: Wrapped(make)) if wrap else make, run, device)
