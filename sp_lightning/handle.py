@@ -149,9 +149,10 @@ class Handle:
                 f"{error}\nWeights are on the host; on {self.device.torch_device} are those of the unit whose forward "
                 "runs, and any that a function of torch reads inside a step. A copy of a unit, a transform of its "
                 "forward, or an autograd.Function whose apply was bound before streaming began finds them on the host: "
-                "call it inside the forward of the module that owns them. Gradients are on the host, too: what works "
-                "on them inside a step belongs into the optimizer's own, optimizer.step(closure). If the plain run "
-                "raises this as well, a tensor was made without a device"
+                "call it inside the forward of the module that owns them. So does what takes p.data or p.detach(): "
+                "write to p itself, under torch.no_grad(). Gradients are on the host, too: what works on them inside a "
+                "step belongs into the optimizer's own, optimizer.step(closure), and a number that it needs is "
+                "number.item(). If the plain run raises this as well, a tensor was made without a device"
             ) from error
 
     def _full(self) -> room.Full:
@@ -165,6 +166,7 @@ class Handle:
             window_nbytes=window.schedule.resident_nbytes,
             largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
             activations=self.options.activations,
+            copies=self.engine.wire.copied_nbytes if self.options.activations == "keep" else 0,
             finer=room.finer_classes(self.units),
             step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
             forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,

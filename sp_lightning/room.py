@@ -160,17 +160,20 @@ class Full:
     window_nbytes: int  # of that
     largest_unit: int
     activations: str
+    copies: int  # bytes of weights that autocast made and autograd keeps, in the first step only
     finer: list[str]  # classes of smaller units
     step_s: Callable[[int], float] | None  # with a window, where times were measured
     forward_s: float  # of all units, where they were
 
     def message(self) -> str:
         """What it is full of, and three changes that make room."""
-        others = self.allocated - self.window_nbytes
+        others = format_bytes(self.allocated - self.window_nbytes)
+        if self.copies:
+            others += f" ({format_bytes(self.copies)} are weights in autocast's type, which the first step alone keeps)"
         return (
             f"superpipeline: of {format_bytes(self.capacity)} on {self.where} the window of {self.window} held "
-            f"{format_bytes(self.window_nbytes)} and activations, gradients, buffers and all else "
-            f"{format_bytes(others)}; what makes room: " + "; ".join(list(self._changes())[:3])
+            f"{format_bytes(self.window_nbytes)} and activations, gradients, buffers and all else {others}; "
+            "what makes room: " + "; ".join(list(self._changes())[:3])
         )
 
     def _changes(self) -> Iterator[str]:

@@ -337,13 +337,13 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     ) -> Any:
         """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
         assert self.handle is not None and self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization and self.options.optimizer_overlap
-        if not automatic:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        ahead = self._may_step_ahead(optimizer)
-        overlapping = self.handle.steps.ahead if ahead else self.handle.steps.held
-        with overlapping(optimizer, self._may_hold):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.handle.explaining():
+            if not (self.lightning_module.automatic_optimization and self.options.optimizer_overlap):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+            ahead = self._may_step_ahead(optimizer)
+            overlapping = self.handle.steps.ahead if ahead else self.handle.steps.held
+            with overlapping(optimizer, self._may_hold):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         assert self.handle is not None and self.lightning_module is not None

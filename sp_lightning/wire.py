@@ -118,6 +118,14 @@ class Weight:
         return not self.given_up and bool(self.seen_in) and (True in self.seen_in or not (trained and self.trainable))
 
     @property
+    def copied_nbytes(self) -> int:
+        """Of copies that autocast made of it in this pass, for autograd to keep."""
+        store = self.unit.store
+        if self.dtype is None or self.index in store.autocast:
+            return 0
+        return self._forward_runs * store.params[self.index].numel() * self.dtype.itemsize
+
+    @property
     def trainable(self) -> bool:
         """Whether it has a gradient."""
         return self.unit.store.params[self.index].requires_grad
@@ -346,6 +354,11 @@ class Wire:
                 self._change(unit, types)
             else:
                 self._dirty = True
+
+    @property
+    def copied_nbytes(self) -> int:
+        """What autograd keeps of autocast's copies of weights that travel as they are, in the pass so far at least."""
+        return sum(weight.copied_nbytes for weight in self._all())
 
     def backward_done(self) -> None:
         """What a backward left behind goes."""

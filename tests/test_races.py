@@ -675,12 +675,18 @@ def slowly(copies, **delays_us):
     return make
 
 
-@pytest.mark.parametrize("when", ["before_step", "between"])
 @pytest.mark.parametrize("copies", [gradients_from_the_device, weights_from_the_device, data_from_the_device])
-def test_copies_to_weights_and_gradients_between_steps(copies, when):
+def test_copies_to_weights_and_gradients_before_a_step(copies):
+    check(blocks, training(before_step=slowly(copies, d2h=SLOW_US)), DEVICE)
+
+
+@pytest.mark.parametrize("copies", [weights_from_the_device, data_from_the_device])
+def test_copies_to_weights_before_the_first_forward(copies):
     def run(net, device):
-        yield from training(**{when: slowly(copies, d2h=SLOW_US)})(net, device)
-        torch.accelerator.synchronize()  # the host looks
+        x = next(inputs(device))
+        slowly(copies, d2h=SLOW_US)(net)
+        with torch.no_grad():
+            yield net(x)
 
     check(blocks, run, DEVICE)
 

@@ -284,6 +284,36 @@ def test_a_lightning_module_that_calls_a_units_children_but_never_the_unit(devic
     both(device, lambda streamed: fit(OnChildren, strategy(device, streamed), device))
 
 
+class Normalizing(OnWhole):
+    """Divides its gradients by a number of tokens, which the device counts."""
+
+    def on_before_optimizer_step(self, optimizer):
+        tokens = torch.full((), 7.0, device=self.device)
+        for p in self.parameters():
+            p.grad.div_(self.number(tokens, p))
+
+    def number(self, tokens, p):
+        return tokens if p.grad.device == tokens.device else tokens.item()
+
+
+class NormalizingByTheDevices(Normalizing):
+    def number(self, tokens, p):
+        return tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_are_normalized_by_a_number_from_the_device(device, overlap):
+    both(device, lambda streamed: fit(Normalizing, strategy(device, streamed, optimizer_overlap=overlap), device))
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("overlap", [True, False])
+def test_where_they_meet_the_devices_number_itself_the_error_says_what_to_do(overlap):
+    device = torch.device("simgpu", 0)
+    with pytest.raises(UnsupportedError, match=r"is number\.item\(\)"):
+        fit(NormalizingByTheDevices, strategy(device, optimizer_overlap=overlap), device)
+
+
 def test_two_trainers_one_after_another(device):
     def run(streamed):
         module = fit(OnWhole, strategy(device, streamed), device)
