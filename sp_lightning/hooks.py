@@ -174,8 +174,14 @@ class Scope(Entry):
         self.steps = steps
         self.name = name  # of the part
 
-    @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name and torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        return self.step(*args, **kwargs)
+
+    @not_compiled_itself  # Rule 4
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as a step of its own where none runs."""
         if self.name and (self.steps.in_step or is_tracing()):
             return self.forward(*args, **kwargs)
         if is_tracing():
