@@ -328,3 +328,18 @@ print(json.dumps(said))
         numbers=True,
     )
     assert "no numbers for aten::_cudnn_init_dropout_state" in said
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_from_the_command_line_it_runs_a_script_with_its_arguments(numbers, null_cuda, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch; print(torch.cuda.get_device_name(), *(torch.ones(2).cuda() + 1).tolist(), *sys.argv[1:])"
+    )
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
+    flags = ["--numbers", "--late"] if numbers else []
+    command = [sys.executable, "-m", "nullcuda", *flags, str(script), "--its", "own"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *name, one, other, its, own = done.stdout.split()
+    assert (" ".join(name), its, own) == ("Null CUDA", "--its", "own") and ((one, other) == ("2.0", "2.0")) is numbers
