@@ -196,6 +196,27 @@ def test_weights_that_an_optimizer_steps_within_a_step_went_up_before():
         assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, expected, strict=True))
 
 
+def test_what_is_filled_again_within_a_step_was_read_before():
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0]
+    block, hidden = net.blocks[0], net.stem(x).detach()
+    with torch.no_grad():
+        before = block(hidden)
+        block.up.weight.mul_(2)
+        after = block(hidden)
+        block.up.weight.mul_(0.5)
+    with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
+        hidden = hidden.to(DEVICE)
+        handle.open_scope("train")
+        slow(compute=SLOW_US)
+        actual = [block(hidden)]
+        block.up.weight.data.mul_(2)
+        actual.append(block(hidden))
+        handle.close_scope()
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, [before, after], strict=True))
+
+
 def test_weights_that_are_written_after_a_read_between_steps_went_up_before():
     torch.manual_seed(0)
     net = blocks()
