@@ -36,6 +36,7 @@ class Entry:
     """Stands in front of one module's forward (Rule 1), or of another method of it."""
 
     method = "forward"
+    removed = False  # nothing of it is left in the module
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -50,6 +51,7 @@ class Entry:
             self.__class__ = Entry
         else:
             self._restore()
+            self.removed = True
 
     def _restore(self) -> None:
         if self._own is None:
@@ -192,7 +194,8 @@ class Scope(Entry):
         try:
             with self.steps.explaining():
                 args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
-                return self.forward(*args, **kwargs)
+                forward = self.module.forward if self.removed else self.forward  # units were made anew
+                return forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
 

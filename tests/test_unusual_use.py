@@ -1473,3 +1473,38 @@ def test_generation_by_hand(make, wrap, device):
             yield net.eval().generate(tokens, max_new_tokens=4, do_sample=False)
 
     check((lambda: Wrapped(make)) if wrap else make, run, device)
+
+
+class Offset(nn.Module):
+    """Owns a weight itself, beside its units."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = nn.Parameter(torch.ones(models.FEATURES))
+        self.net = models.stack_of(models.Block)()
+
+    def forward(self, x):
+        return self.net(x + self.offset)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_call_that_finds_weights_replaced_has_the_new_ones(part, wrapped, device):
+    def run(net, device):
+        called = net.inner if part else net
+        for x in inputs(device):
+            called(x).square().mean().backward()
+            owner = net.inner if part else net
+            owner.offset = nn.Parameter(torch.full_like(owner.offset, 2.0))
+            owner.net.blocks[1].up.weight = nn.Parameter(owner.net.blocks[1].up.weight.detach() * 0.5)
+            if wrapped:
+                forward = called.forward
+                called.forward = lambda x, forward=forward: forward(x) * 2
+            yield called(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Offset()
+
+    check(Outer if part else Offset, run, device)
