@@ -83,8 +83,8 @@ class Lending:
         """A gradient of this one arrived in this way (Rule 2)."""
         if self._came.setdefault((torch._C._current_graph_task_id(), index), way) is not way:
             raise ExactnessError(
-                f"a loss depends on {self._store.names[index]} in two ways, by its layer and another read beside it, "
-                f"or by a layer that runs twice outside of autocast: {AS_IS}"
+                f"a loss depends on {self._store.names[index]} by its layer, and by another read beside it, or another "
+                f"run of the layer outside of autocast: {AS_IS}"
             )
 
     def backward_done(self) -> None:
