@@ -4,7 +4,7 @@
 2. What a pass may bring up is computed anew, by a schedule of its own. It starts empty where an optimizer stepped since
    the pass before began: all that was resident is stale then. It is told the recorded visits and nothing else of the
    run, except which units the model itself holds on to (a weight kept on ``ctx``): those cannot be evicted, and are
-   filled again in place when the optimizer stepped.
+   filled again in place when the optimizer stepped; and which are being stepped: those do not come up ahead of a visit.
 3. What a pass may send down are its gradients: their bytes are counted in the plain run, where they reach the leaves.
 4. What travels in another type than it has on the host is asked of the stores where a pass begins: a unit for which
    that changed is not resident then. Bytes of its gradients change with those of the weight.
@@ -42,6 +42,7 @@ class Pass:
     retyped: frozenset[int] = frozenset()
     visits: list[int] = dataclasses.field(default_factory=list)
     held: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    stepping: list[frozenset[int]] = dataclasses.field(default_factory=list)
     refilled: list[int] = dataclasses.field(default_factory=list)
     after: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -106,6 +107,7 @@ class Ledger:
             if engine.window.schedule is schedule:
                 passes[-1].visits.append(unit)
                 passes[-1].held.append(frozenset(index for index in schedule.resident if index in held))
+                passes[-1].stepping.append(frozenset(each.index for each in engine.units if each.store.stepping))
         return original(schedule, unit, held)
 
     def _see_close(self, original: Any, engine: Engine) -> None:
@@ -136,8 +138,11 @@ def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
             schedule.invalidate(set(schedule.resident) - recorded.kept)
         schedule.invalidate(recorded.retyped)
         schedule.begin(recorded.predicted, recorded.wraps)
-        decisions = [schedule.visit(*at) for at in zip(recorded.visits, recorded.held, strict=True)]
-        loaded = [unit for decision in decisions for unit in decision.load]
+        loaded: list[int] = []
+        for visited, held, stepping in zip(recorded.visits, recorded.held, recorded.stepping, strict=True):
+            coming = schedule.visit(visited, held).load
+            schedule.invalidate(stepping & {*coming} - {visited})
+            loaded += [unit for unit in coming if unit == visited or unit not in stepping]
         loaded += [unit for unit in resident if recorded.kept is not None or not index or unit in recorded.retyped]
         figures.append(sum(recorded.nbytes[unit] for unit in (*loaded, *recorded.refilled)))
     return figures
