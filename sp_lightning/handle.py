@@ -21,7 +21,7 @@ from .config import Options
 from .device import Device, DeviceMemoryError
 from .engine import Engine
 from .errors import PartitionError, SuperpipelineError, UnsupportedError
-from .hooks import Entry, Flattening, Part, Questioner, Scope, UnitRoot
+from .hooks import Entry, Flattening, Part, PartScope, Questioner, Scope, UnitRoot
 from .measure import glance
 from .parameters import DeviceParameter, is_watched, unwatch
 from .recorder import Recorder
@@ -219,7 +219,8 @@ class Handle:
             self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
             self.engine.window.only_inference = self._only_inference
             self._entries.extend(self._parts())
-            self._entries.extend(Scope(part, self, name) for name, part in self._parts_with_units())
+            self._entries.extend(PartScope(part, self, name) for name, part in self._parts_with_units())
+            self._entries.append(Scope(self.module, self))
         except BaseException:
             self._abandon()
             raise
@@ -286,10 +287,10 @@ class Handle:
             entry.remove()
 
     def _parts_with_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """The managed module, whose name is empty, and whatever else consists of more than a unit."""
+        """What is neither the managed module nor in a unit, by name."""
         roots = {module for unit in self._units for _, module in unit.modules}
         for name, module in self.module.named_modules():
-            if not name or (module not in roots and not roots.isdisjoint(module.modules())):
+            if name and module not in roots and not roots.isdisjoint(module.modules()):
                 yield name, module
 
     def _parts(self) -> Iterator[Entry]:

@@ -169,27 +169,25 @@ class Steps(Protocol):
 
 
 class Scope(Entry):
-    """The managed module itself, or a part of it that has units: a forward of it outside of any step is a step."""
+    """The managed module itself: a forward of it outside of any step is a step of its own."""
 
-    def __init__(self, module: nn.Module, steps: Steps, name: str) -> None:
+    name = ""
+
+    def __init__(self, module: nn.Module, steps: Steps) -> None:
         super().__init__(module)
         self.steps = steps
-        self.name = name  # of the part
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.name and torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
-        return self.step(*args, **kwargs)
 
     @not_compiled_itself  # Rule 4
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, as a step of its own where none runs."""
-        if self.name and (self.steps.in_step or is_tracing()):
-            return self.forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             with on_host(self.module):
                 args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
                 return self.forward(*args, **kwargs)
+        return self.step(*args, **kwargs)
+
+    @not_compiled_itself
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as a step."""
         self.steps.open_scope(("forward", self.module.training, self.name))
         try:
             with self.steps.explaining():
@@ -198,6 +196,25 @@ class Scope(Entry):
                 return forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
+
+
+class PartScope(Scope):
+    """A part of it that consists of more than a unit: so is a forward of it that is called by itself."""
+
+    def __init__(self, module: nn.Module, steps: Steps, name: str) -> None:
+        super().__init__(module, steps)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        return self.step_by_itself(*args, **kwargs)
+
+    @not_compiled_itself  # Rule 4
+    def step_by_itself(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as a step where none runs."""
+        alone = not (self.steps.in_step or is_tracing())
+        return (self.step if alone else self.forward)(*args, **kwargs)
 
 
 def is_tracing() -> bool:
