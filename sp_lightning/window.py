@@ -140,14 +140,14 @@ class Window:
 
     def _drop_stale(self) -> None:
         """Units whose host bytes changed have to come up again: better planned than at their visit."""
-        if any(unit.store.stale() for unit in self.units):
+        stale = {unit.index: unit for unit in self.units if unit.store.stale()}
+        if stale:
             self.device.compute.synchronize()  # which may be what changes them (``non_blocking=True``)
         self.follow()
         for index in self.schedule.resident:
-            unit = self.units[index]
-            if unit.store.stale() and unit.movable:
+            if index in stale and stale[index].movable:
                 self.schedule.invalidate([index])
-                self._evict(unit)
+                self._evict(stale[index])
 
     # ---- visits
 
