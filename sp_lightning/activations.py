@@ -4,9 +4,11 @@
    resident: the safety net under every way in which backward may reach a unit.
 2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
-3. A weight that was written between its use and its backward is an error, as in a plain run, wherever it was written.
-4. Under autocast a plain run saves a cast copy, which stays what it is when the weight is written. A weight that
-   travelled as that copy must not have other bytes by then; it may have been written again with the same ones.
+3. A weight that was written in place between its use and its backward is an error, as in a plain run, wherever it was
+   written. Where ``p.data = ...`` replaced its data, autograd's reference to the weight itself gives the new bytes, and
+   one to a view of it the old ones, as in a plain run: the old bytes are left to it (store.py, Rule 8).
+4. Under autocast a plain run saves a cast copy, which stays what it is when the weight is written: so do the bytes of a
+   weight that travelled as that copy.
 5. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
    autograd saves meanwhile refers to the weights themselves, and holds their units on the device.
 """
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from .compiled import never_compiled_hook
 from .errors import ExactnessError
 from .offload import Offload, OnHost
-from .parameters import true_version
+from .parameters import DeviceParameter, true_version
 from .window import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
@@ -37,8 +39,8 @@ class SavedWeight:
     """The place of a saved tensor in a unit's buffer (Rule 1)."""
 
     __slots__ = (
-        *("build", "conjugate", "content", "device_version", "dtype", "host_version", "index", "memory", "negative"),
-        *("offset", "shape", "stride", "unit"),
+        *("build", "bytes", "conjugate", "device_version", "dtype", "host_version", "index", "memory", "negative"),
+        *("offset", "shape", "stride", "unit", "whole"),
     )
 
     def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
@@ -53,13 +55,16 @@ class SavedWeight:
         self.device_version = true_version(unit.binding.outputs[self.index])
         self.build = unit.binding.build
         self.memory = unit.store.memory
-        self.content = unit.store.contents[self.index] if self.index in unit.store.autocast else None
+        self.whole = isinstance(tensor, DeviceParameter)  # and not a view of it
+        stays = not self.whole or self.index in unit.store.autocast
+        self.bytes = unit.store.contents[self.index] if stays else None
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this tensor, which begins where that did, would be saved as the same."""
         store, binding = self.unit.store, self.unit.binding
         return (
             self.memory is store.memory
+            and self.whole is isinstance(tensor, DeviceParameter)
             and self.dtype is tensor.dtype
             and self.shape == tensor.shape
             and self.stride == tensor.stride()
@@ -68,32 +73,34 @@ class SavedWeight:
             and self.build == binding.build
             and self.host_version == store.version(self.index)
             and self.device_version == true_version(binding.outputs[self.index])
-            and (self.content is None or self.content is store.contents[self.index])
+            and (self.bytes is None or self.bytes is store.contents[self.index])
         )
 
     def tensor(self) -> Tensor:
-        """The same view of the unit's buffer, which must be resident."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.unit.store.storage.device)
-        tensor = empty.set_(self.unit.store.storage, self.offset, self.shape, self.stride)
+        """The same view of the unit's buffer, which must be resident, or of the bytes that the weight had."""
+        store, first = self.unit.store, self.offset
+        storage = store.storage
+        if self.bytes is not None and self.bytes.before is not None:
+            storage = store.bytes_before(self.index, self.bytes.before)
+            first -= store.layout.fields[self.index].offset // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
+        tensor = empty.set_(storage, first, self.shape, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
         return torch._neg_view(tensor) if self.negative else tensor
 
     def check(self) -> None:
-        """Rules 3 and 4."""
+        """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
         store, binding = self.unit.store, self.unit.binding
-        if self.content is not None:
-            if self.content is not store.contents[self.index]:
-                raise ExactnessError(
-                    f"{store.names[self.index]} was written between its forward and its backward, which plain autocast "
-                    'does not notice; set wire_dtype="as-is"'
-                )
+        if self.index in store.autocast:
             return
         host = store.version(self.index)
         device = true_version(binding.outputs[self.index]) if binding.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
+            written_on_host = host != self.host_version
+            now, then = (host, self.host_version) if written_on_host else (device, self.device_version)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{store.names[self.index]} is at version {host}; expected version {self.host_version} instead"
+                f"{store.names[self.index]} is at version {now}; expected version {then} instead"
             )
 
 

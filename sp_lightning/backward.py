@@ -4,7 +4,8 @@
    one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient. It has to
    be seen again when other weights train. If a backward comes back all the same, that is an error. A unit with frozen
    weights of its own never is: whether they are needed after its gradients depends on what lies below. Nor is one of
-   which a weight was lent in this backward (lending.py): the others' gradients may come later.
+   which a weight was lent in this backward (lending.py): the others' gradients may come later. Nor one with a weight
+   whose memory another tensor shares: that may be another weight, and they are stepped in the order of their groups.
 2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
    out of the outermost one is complete.
 3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
@@ -74,6 +75,7 @@ class Backward:
             return False
         self._complete.add(unit)
         whole = not unit.binding.lending.came_apart and all(param.requires_grad for param in unit.store.params)
+        whole = whole and not unit.store.is_shared()
         may_step = whole and unit in self._left_alone
         if may_step:
             self._stepping[unit.store] = None

@@ -205,6 +205,10 @@ class Binding:
         aliases, references = self._baseline
         return self.store.aliases() > aliases or self._references() > references + self._bound_slots
 
+    def has_views(self) -> bool:
+        """Whether tensors other than the stand-ins lie over the device bytes, and are referred to by somebody else."""
+        return bool(self.outputs) and self.store.aliases() > self._baseline[0]
+
     def _references(self) -> int:
         """From Python, and from C++, to the stand-ins themselves."""
         return sum(map(sys.getrefcount, self.outputs)) + sum(map(Tensor._use_count, self.outputs))

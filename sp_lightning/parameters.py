@@ -107,6 +107,9 @@ class Watcher(Protocol):
     def data_taken(self) -> None:
         """The host bytes may be written from here on, unseen by any version counter."""
 
+    def about_to_replace(self, parameter: nn.Parameter) -> None:
+        """The parameter's stand-in is about to be given other data."""
+
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """What the parameter's data becomes when it is set to this: on the host, whatever was given."""
 
@@ -192,6 +195,7 @@ class DeviceParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         # Another tensor under a stand-in would part it from the unit's buffer: its bytes are taken over instead.
         self.taken[0] = True
+        _watchers[id(self.host)].about_to_replace(self.host)
         _data.__get__(self).copy_(value)
 
     def __eq__(self, other: Any) -> Any:

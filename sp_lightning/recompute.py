@@ -14,7 +14,7 @@ run is the first one and leaves no trace:
    known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
    where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
    a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed. If any of them, or
-   a weight of the unit, is changed between the two runs, the second one is an error as well.
+   a weight of the unit, is changed, or given other data, between the two runs, the second one is an error as well.
 3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
    saves other tensors than the first time.
 """
@@ -170,6 +170,7 @@ class _Before:
         self._changes = False  # forward changes its arguments
         self._memo = memo  # of the copies for the run that runs
         self._relied_on: list[tuple[Tensor, int]] = []  # from the first run to the second, each with its version
+        self._weights_at: list[tuple[Tensor, int]] = []  # and where the weights' data is
 
     def kept(self) -> list[Tensor]:
         """Tensors, neither weights nor buffers, that attributes lead to."""
@@ -199,11 +200,12 @@ class _Before:
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OnHost) else value)
         with quietly():
             self._relied_on = [*_versions(map(_host, tensors_in(here))), *_versions(weights), *kept]
+            self._weights_at = [(weight, weight.data_ptr()) for weight in weights]
 
     def _refuse(self) -> NoReturn:
         raise ExactnessError(
-            f"a weight of {self._name}, a tensor that was passed to it or one that its modules keep was changed in "
-            "place after its forward, which can not run again; use activations='keep' or 'offload'"
+            f"a weight of {self._name}, a tensor that was passed to it or one that its modules keep was changed after "
+            "its forward, which cannot run again; use activations='keep' or 'offload'"
         )
 
     def arguments(self) -> Any:
@@ -230,7 +232,7 @@ class _Before:
 
     def __enter__(self) -> None:
         with quietly():
-            changed = _changed(self._relied_on)
+            changed = bool(_changed(self._relied_on)) or any(p.data_ptr() != at for p, at in self._weights_at)
         if changed:
             self._refuse()
         now = contextlib.ExitStack()

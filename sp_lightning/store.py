@@ -15,9 +15,13 @@
    write through it at any time.
 7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
    change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
-8. What autograd saved in autocast's type stands for a copy that a plain run would have kept: it must not change before
-   its backward. Whoever saved it holds the weight's of ``contents``, an object that is replaced when the bytes are
-   other bytes; and, whatever was saved, ``memory``, which tells that the unit's layout has to stay.
+8. Some of what autograd saves of a weight keeps its bytes in a plain run, whatever becomes of the weight: autocast's
+   cast copy, and a view of data that ``p.data = ...`` replaced. A saved reference to such bytes holds the weight's
+   ``SavedBytes`` in ``contents``; when the weight gets other bytes, the old ones are left there, on the host, and the
+   weight gets a new ``SavedBytes``. Every saved reference also holds ``memory``, whose reference count says that some
+   graph still needs the current layout.
+9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
+   plain run a write to one is a write to the other.
 """
 
 from __future__ import annotations
@@ -56,6 +60,15 @@ class Residency(enum.Enum):
     DEVICE = "device"  # or on the way up: ``ready`` tells
 
 
+class SavedBytes:
+    """The bytes that a weight has, for what autograd saved of them (Rule 8)."""
+
+    __slots__ = ("before",)
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None  # on the host, once the weight has other ones
+
+
 class UnitStore:
     """Host slab and device buffer of one unit."""
 
@@ -84,10 +97,12 @@ class UnitStore:
         self._suspect = False
         self._wire_behind = False  # what model code wrote is on the host, and not in the wire
         self._doubts = 0  # about what was written unseen by any version counter
-        self._slab_addresses = self._adopt()
+        self._outside = self._shared_from_before()
+        self._slab_addresses = self._adopt()  # where those outside of the slab are, too
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
         self._versions: list[int] = []
         self._storages: list[torch.UntypedStorage] = []  # at those addresses
+        self._strides: list[tuple[int, ...]] = []
         self._storage_ids: list[int] = []
 
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
@@ -106,7 +121,7 @@ class UnitStore:
         self._lay_out_wire()
         self._suspect = True
         self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
-        self.contents: defaultdict[int, object] = defaultdict(object)
+        self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)
         self.memory = object()
         self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
         self._own_references = self._references()
@@ -161,14 +176,21 @@ class UnitStore:
 
     # ---- the host side
 
+    def _shared_from_before(self) -> frozenset[int]:
+        """Find the parameters that Rule 9 leaves where they are."""
+        if not self.device.is_host:
+            return frozenset()
+        return frozenset(index for index, parameter in enumerate(self.params) if is_shared(parameter))
+
     def _adopt(self) -> list[int]:
         """Moves the parameters' bytes into the slab and watches them."""
         storage = self.slab.untyped_storage()
-        for parameter, field in zip(self.params, self.host_layout.fields, strict=True):
-            with torch.inference_mode(False), torch.no_grad():
-                view = self.host_layout.own_view(storage, field)
-                view.copy_(true_data(parameter))
-            set_true_data(parameter, view)
+        for index, (parameter, field) in enumerate(zip(self.params, self.host_layout.fields, strict=True)):
+            if index not in self._outside:
+                with torch.inference_mode(False), torch.no_grad():
+                    view = self.host_layout.own_view(storage, field)
+                    view.copy_(true_data(parameter))
+                set_true_data(parameter, view)
             watch(parameter, self)
         malloc.freed(self.slab.numel())
         return self._current_addresses()
@@ -220,8 +242,8 @@ class UnitStore:
         self.keeper.wait_step(self)
 
     def in_place(self, index: int) -> bool:
-        """Whether a parameter's bytes are where they were when streaming began."""
-        return self.params[index].data_ptr() == self._slab_addresses[index]
+        """Whether a parameter's bytes are in the slab."""
+        return index not in self._outside and self.params[index].data_ptr() == self._slab_addresses[index]
 
     def stale(self) -> bool:
         """Whether the resident bytes may differ from the host's (Rule 6)."""
@@ -230,7 +252,7 @@ class UnitStore:
                 self._suspect
                 or self._versions != [parameter._version for parameter in self.params]
                 or self._addresses != self._current_addresses()
-                or self._is_shared()
+                or self.is_shared()
             )
 
     def version(self, index: int) -> int:
@@ -244,9 +266,13 @@ class UnitStore:
         return self._slab_addresses != self._current_addresses()
 
     def written(self) -> list[int]:
-        """The parameters that were written since the bytes went up, as far as it was noted."""
-        now = zip(self._versions, self._addresses, self.params, self._current_addresses(), strict=True)
-        return [i for i, (version, then, p, address) in enumerate(now) if p._version != version or address != then]
+        """Find the parameters that were written in place since the bytes went up, as far as it was noted."""
+        return [i for i, (then, p) in enumerate(zip(self._versions, self.params, strict=True)) if p._version != then]
+
+    def replaced(self) -> list[int]:
+        """Find the parameters that were given other data since the bytes went up."""
+        pairs = zip(self._addresses, self._current_addresses(), strict=True)
+        return [index for index, (then, now) in enumerate(pairs) if now != then]
 
     # ---- the device side
 
@@ -256,12 +282,14 @@ class UnitStore:
         changed = bool(self._wire_places) and (self._wire_behind or self.stale())
         addresses = self._current_addresses()
         if self._suspect or addresses != self._addresses:
+            self._leave_replaced(addresses)
             self._addresses = addresses
+            self._strides = list(map(Tensor.stride, self.params))
             self._storages = [parameter.untyped_storage() for parameter in self.params]
             self._storage_ids = [storage._cdata for storage in self._storages]
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
-        self._suspect = self._is_shared()  # who holds it now may write to it before he lets go
+        self._suspect = self.is_shared()  # who holds it now may write to it before he lets go
         if changed and (self._converted is None or self._converted != self._stamp(self.params)):
             self._fill_wire()
         self._converted = None
@@ -320,6 +348,23 @@ class UnitStore:
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
 
+    def about_to_replace(self, parameter: nn.Parameter) -> None:
+        """Leave the bytes of a weight that is about to be given other data inside its visit to what autograd saved of
+        them (Rule 8)."""
+        index = self.index_of[id(parameter)]
+        if self.remembered() and index in self.contents:
+            view = self.layout.view(self.storage, self.layout.fields[index])
+            self.contents.pop(index).before = view.to("cpu", copy=True)
+
+    def bytes_before(self, index: int, before: Tensor) -> torch.UntypedStorage:
+        """Bring bytes that a weight had up again, by themselves; they begin where the storage does."""
+        field = self.layout.fields[index]
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device=self.storage.device)
+            tensor.copy_(before)
+        self.counters.bytes_up += field.nbytes
+        return tensor.untyped_storage()
+
     def device_views(self) -> list[torch.Tensor]:
         """A tensor per parameter over the device buffer, each with a version counter of its own."""
         return [self.layout.view(self.storage, field) for field in self.layout.fields]
@@ -334,7 +379,18 @@ class UnitStore:
 
     # ---- details
 
-    def _is_shared(self) -> bool:
+    def _leave_replaced(self, addresses: list[int]) -> None:
+        """Leave data that was replaced by what is at these addresses to what autograd saved of it (Rule 8)."""
+        for index, (then, now) in enumerate(zip(self._addresses, addresses, strict=False)):
+            if then != now and index in self.contents and index not in self.autocast:
+                self.saved.clear()
+                storage, field = self._storages[index], self.host_layout.fields[index]
+                first = (then - storage.data_ptr()) // field.dtype.itemsize
+                with torch.inference_mode(False):
+                    before = torch.empty(0, dtype=field.dtype).set_(storage, first, field.shape, self._strides[index])
+                self.contents.pop(index).before = before
+
+    def is_shared(self) -> bool:
         """Whether another tensor refers to the bytes of any parameter."""
         return max(map(_use_count, self._storage_ids), default=0) > OWN_USES
 
@@ -342,12 +398,12 @@ class UnitStore:
         return list(map(Tensor.data_ptr, self.params))
 
     def _moved(self) -> list[int]:
-        """Parameters whose data the user replaced: their bytes are no longer in the slab."""
+        """Find the parameters whose bytes are not in the slab."""
         if self._addresses == self._slab_addresses:
-            return []
+            return list(self._outside)
         self._check_shapes()
         pairs = zip(self._addresses, self._slab_addresses, strict=True)
-        return [index for index, (now, then) in enumerate(pairs) if now != then]
+        return [index for index, (now, then) in enumerate(pairs) if now != then or index in self._outside]
 
     def convert(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it, when no
@@ -360,7 +416,7 @@ class UnitStore:
 
     def _stamp(self, data: Sequence[Tensor]) -> Any:
         """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
-        if self._is_shared():
+        if self.is_shared():
             return None
         return self._doubts, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
 
@@ -376,8 +432,9 @@ class UnitStore:
                     now = now.to(view.dtype)
                     if same_bytes(view, now):
                         continue
+                    if index in self.contents:
+                        self.contents.pop(index).before = view.clone()
                 view.copy_(now)
-                self.contents.pop(index, None)
 
     def _check_shapes(self) -> None:
         for name, parameter, field in zip(self.names, self.params, self.host_layout.fields, strict=True):

@@ -21,6 +21,7 @@ from .autotune import UnitBytes
 from .binding import Binding
 from .config import Options
 from .device import Device
+from .errors import ExactnessError
 from .host_bytes import UnitHostBytes
 from .layout import aligned
 from .link import Gradients
@@ -246,7 +247,13 @@ class Window:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
         unit.store.wait_step()
         unit.binding.collect_writes()
-        written = unit.store.written()
+        written, replaced = unit.store.written(), unit.store.replaced()
+        if replaced and unit.binding.has_views():
+            raise ExactnessError(
+                f"the data of {unit.store.names[replaced[0]]} was replaced (p.data = ...) while a view of weights of "
+                f"{unit.name} on the device is referred to, which would keep the old data in a plain run: write to the "
+                "weight in place (p.copy_(...) under torch.no_grad()), or drop the view"
+            )
         unit.store.load()
         unit.store.wait_load()
         unit.binding.overwritten(written)

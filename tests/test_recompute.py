@@ -299,7 +299,7 @@ class Changing(models.Stack):
 @pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
 def test_what_is_changed_between_the_two_runs_is_an_error(activations, changed, rows, device):
     net, x = Changing(changed), torch.ones(rows, models.FEATURES, device=device)
-    error = pytest.raises(ExactnessError, match="changed in place after its forward, which can not run again")
+    error = pytest.raises(ExactnessError, match="changed after its forward, which cannot run again")
     with sp_lightning.stream(net, device, window=1, activations=activations):
         for _ in range(2):  # of the second it is known that the blocks change nothing themselves
             with contextlib.nullcontext() if changed == "nothing" else error:

@@ -10,6 +10,7 @@ import copy
 import importlib
 import io
 import pickle
+import re
 import threading
 
 import lightning as L
@@ -147,6 +148,267 @@ def test_a_weight_that_is_frozen_inside_its_forward_is_an_error_and_one_that_sta
             net(x)
         net.blocks[1].to = True
         squares(net, x).backward()
+
+
+# --- Data that is replaced: ``p.data = ...`` moves no version, and what autograd saved of the weight itself follows it
+
+
+class Kinds(nn.Module):
+    """Saves weights themselves (convolution, normalization, activation), views of them (linear), and copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(12, 12, 3, padding=1), nn.BatchNorm1d(12), nn.PReLU(12), nn.Linear(12, 12))
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = x.unsqueeze(-1) * torch.ones(12, device=x.device)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def replace_data(p):
+    p.data = p.data * 0.9
+
+
+def replaced_twice(p):
+    replace_data(p)
+    replace_data(p)
+
+
+def replaced_and_the_old_data_written(p):
+    old = p.data
+    p.data = old * 0.9
+    old.mul_(2)
+
+
+def written_unseen_and_replaced(p):
+    p.data.mul_(1.1)
+    replace_data(p)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize(
+    "change", [replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced]
+)
+def test_data_that_is_replaced_between_forward_and_backward(device, change, activations, autocast):
+    def run(net, device):
+        for x in inputs(device):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = squares(net, x)
+            for p in net.parameters():
+                change(p)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+            sgd(net).step()
+
+    for window in (1, 6):
+        check(Kinds, run, device, window=window, activations=activations)
+
+
+def test_data_that_is_replaced_between_two_backward_passes(device):
+    def run(net, device):
+        (x,) = inputs(device, 1)
+        loss = squares(net, x)
+        for _ in range(3):
+            for p in net.parameters():
+                replace_data(p)
+            loss.backward(retain_graph=True)
+            yield [p.grad for p in net.parameters()]
+
+    check(Kinds, run, device)
+
+
+def test_a_weight_that_is_written_after_its_data_was_replaced_is_the_plain_runs_error(device):
+    def run(net, device):
+        (x,) = inputs(device, 1)
+        loss = squares(net, x)
+        for p in net.parameters():
+            replace_data(p)
+        with torch.no_grad():
+            net.blocks[2][3].weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"is at version \d+; expected version \d+ instead") as raised:
+            loss.backward()
+        now, then = map(int, re.findall(r"version (\d+)", str(raised.value)))
+        assert now == then + 1
+
+    check(Kinds, run, device)
+
+
+@pytest.mark.parametrize("change", [replace_data, lambda p: setattr(p, "data", p.data.clone())])
+def test_a_unit_cannot_be_recomputed_with_other_data(device, change):
+    net, (x,) = Kinds(), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        loss = squares(net, x)
+        change(net.blocks[1][3].weight)
+        with pytest.raises(ExactnessError, match=r"a weight of blocks\.1.* was changed after its forward"):
+            loss.backward()
+
+
+class Lessening(models.Block):
+    """Gives a weight other data before each use: what autograd saved of the use before keeps the old."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = super().forward(x)
+            self.up.weight.data = self.up.weight.data * 0.7
+        return x
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_data_that_is_replaced_between_two_uses_in_a_forward(device, activations):
+    for window in (1, 6):
+        check(models.stack_of(Lessening), training(), device, window=window, activations=activations)
+
+
+def test_a_view_on_the_device_of_data_that_is_replaced_is_an_error(device):
+    class Caching(models.Block):
+        def forward(self, x):
+            self.cache = self.up.weight.t()
+            return super().forward(x)
+
+    net, (x,) = models.stack_of(Caching)(), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1):
+        net(x)
+        replace_data(net.blocks[1].up.weight)
+        with pytest.raises(ExactnessError, match=r"data of blocks\.1\.up\.weight was replaced"):
+            net(x)
+
+
+class Momentum(L.LightningModule):
+    """Trains beside a target that follows it, in the way of BYOL: data is replaced within the training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.target = blocks(), blocks().requires_grad_(False)
+        self.joint = False  # whether gradients flow through the target, too
+
+    def training_step(self, batch, _):
+        x = batch[0]
+        with contextlib.nullcontext() if self.joint else torch.no_grad():
+            goal = self.target(x)
+        loss = (self.net(x) - goal).square().mean()
+        for p, q in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            q.data = 0.9 * q.data + 0.1 * p.data
+        self.losses.append(loss.detach().cpu())
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self)
+
+
+class JointMomentum(Momentum):
+    def __init__(self):
+        super().__init__()
+        self.joint = True
+        self.target.requires_grad_(True)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", [Momentum, JointMomentum])
+def test_a_target_whose_data_each_training_step_replaces(device, kind, precision):
+    expected = fit(kind, None, device, precision=precision)
+    for window in (1, 4):
+        module = fit(kind, sp_lightning.SuperpipelineStrategy(window=window), device, precision=precision)
+        assert all(map(torch.equal, module.losses, expected.losses))
+        for (name, p), q in zip(module.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.cpu(), q.cpu()), name
+
+
+# --- Two names for one memory: aliases over ``.data`` are none on another device, and stay what they are on the host
+
+
+class Aliased(nn.Module):
+    """Two blocks over one memory, which are two parameters each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block() for _ in range(4))
+        self.stem, self.head = nn.Linear(12, models.WIDTH), nn.Linear(models.WIDTH, 5)
+        for p, q in zip(self.blocks[2].parameters(), self.blocks[0].parameters(), strict=True):
+            p.data = q.data
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("optimizer_overlap", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_weights_over_one_memory_train_as_in_the_plain_run(precision, optimizer_overlap, threads):
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Aliased()
+
+        def training_step(self, batch, _):
+            return squares(self.net, batch[0])
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+
+    def trained(strategy):
+        module = fit(Module, strategy, torch.device("cpu"), precision=precision, max_steps=6, max_epochs=2)
+        assert module.net.blocks[2].up.weight.data_ptr() == module.net.blocks[0].up.weight.data_ptr()
+        return module.state_dict()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected = trained(None)
+        for window in (1, 6):
+            strategy = sp_lightning.SuperpipelineStrategy(window=window, optimizer_overlap=optimizer_overlap)
+            for name, value in trained(strategy).items():
+                assert torch.equal(value, expected[name]), name
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_tensor_that_shared_a_weights_memory_before_follows_it():
+    def make():
+        net = blocks()
+        net.held = [p.detach() for p in net.parameters()]
+        return net
+
+    def follow(net, device):
+        yield from training()(net, device)
+        yield net.held
+
+    check(make, follow, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("lottery", [True, False])
+def test_pruning_keeps_and_changes_its_backup_as_the_plain_run_does(device, lottery):
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = blocks()
+
+        def training_step(self, batch, _):
+            loss = squares(self.net, batch[0])
+            self.losses.append(loss.detach().cpu())
+            return loss
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    def run(strategy):
+        pruning = L.pytorch.callbacks.ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
+        module = fit(Module, strategy, device, max_steps=-1, max_epochs=3, callbacks=[pruning])
+        backups = [layer["data"] for layer in (pruning._original_layers or {}).values()]
+        return module.losses, module.state_dict(), [backup.state_dict() for backup in backups]
+
+    expected, actual = kept(run(None)), kept(run(sp_lightning.SuperpipelineStrategy(window=1)))
+    assert len(expected) > 4
+    for (path, value), (other, own) in zip(expected, actual, strict=True):
+        assert path == other and torch.equal(value.cpu(), own.cpu()), path
 
 
 # --- After something went wrong
