@@ -1,89 +1,165 @@
-"""Host time that the engine adds to each visit of a unit: streamed minus plain, over forward and backward.
+"""Host time that streaming adds to each visit of a unit, beside what FSDP2's CPU offload adds, in one run on one core.
 
-    python benchmarks/host_overhead.py [--device cpu] [--repeat 7] [--json FILE]
+    python benchmarks/host_overhead.py [--device cpu | cuda] [--units 8 32 128] [--window 2] [--repeat 31] [--json FILE]
 
-Units of 12 parameters so small that computing and copying them takes next to no time; the rest is the engine.
+A unit is six linear layers of 16 x 16 with a batch of 4: 12 parameters, which take next to no time to compute and to
+copy; the rest is the host's work. A step is forward and backward without an optimizer, and visits each unit twice. What
+a contender adds to a visit is its step less the plain module's, in the same repetition, over twice the units.
+Contenders take short turns on one core with one thread, in an order that turns round, and Python's garbage is collected
+before they are timed, not meanwhile. Printed are medians over the repetitions: of both times, and of their ratio, which
+says more than they do about another machine.
+
+Times are those that all threads of the process spend on the core, which other processes disturb less than the clock's.
+The ratio by the clock is printed, too: a contender that waits asleep gains nothing there. Nothing is timed unless all
+losses and gradients equal the plain module's bit for bit.
 """
 
 import argparse
+import contextlib
+import gc
 import json
+import os
 import pathlib
 import statistics
 import time
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import sp_lightning
+from sp_lightning.bench.contenders import process_group
 
-WIDTH = 4
+WIDTH, BATCH = 16, 4
+TURN = 64  # units in a contender's turn, at least
+PLAIN, OURS, FSDP2 = "plain", "superpipeline", "fsdp2"
 
 
 class Block(nn.Module):
-    """Six linear layers: 12 parameters."""
+    """Six linear layers: 12 parameters. The way around them keeps gradients from vanishing: tiny numbers are slow."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
     def forward(self, x):
-        return self.layers(x)
+        return x + self.layers(x)
 
 
-class Stack(nn.Module):
-    def __init__(self, units):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(units))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def stack(units):
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(units)))
 
 
-def seconds_per_step(module, device, steps):
-    x = torch.randn(2, WIDTH, device=device)
-    for parameter in module.parameters():
-        parameter.grad = None
-    begin = time.perf_counter()
-    for _ in range(steps):
-        module(x).sum().backward()
-        for parameter in module.parameters():
-            parameter.grad = None
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return (time.perf_counter() - begin) / steps
+@contextlib.contextmanager
+def contenders(units, device, window):
+    """The plain module and its likes, by name."""
+    streamed, sharded = stack(units), stack(units)
+    with sp_lightning.stream(streamed, device, window=window, units=["Block"]), process_group(device):
+        mesh = init_device_mesh(device.type, (1,))
+        for part in (*sharded, sharded):
+            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu"))
+        yield {PLAIN: stack(units).to(device), OURS: streamed, FSDP2: sharded}
+
+
+def step(module, x):
+    """Forward and backward."""
+    loss = module(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def outcome(module, x):
+    """The loss and all gradients of one step, on the host."""
+    loss = step(module, x).detach()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    return [whole(tensor).cpu().clone() for tensor in (loss, *gradients)]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(modules, x):
+    """That nobody computes anything else, in the first steps and when the order of visits is known."""
+    for _ in range(3):
+        expected = outcome(modules[PLAIN], x)
+        for name, module in modules.items():
+            found = outcome(module, x)
+            if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+                raise SystemExit(f"{name} computes other losses or gradients than the plain module: nothing is timed")
+
+
+def seconds_per_step(module, x, steps):
+    """On the core, and by the clock."""
+    synchronize = torch.accelerator.synchronize if x.device.type != "cpu" else lambda: None
+    gc.collect()
+    gc.disable()
+    try:
+        synchronize()
+        core, clock = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            step(module, x)
+            module.zero_grad()
+        synchronize()
+        return (time.process_time() - core) / steps, (time.perf_counter() - clock) / steps
+    finally:
+        gc.enable()
+
+
+def added(modules, x):
+    """Microseconds per visit that streaming and FSDP2 add in one repetition, by "core" and by "clock"."""
+    units = len(modules[PLAIN])
+    seconds = {name: seconds_per_step(module, x, max(1, TURN // units)) for name, module in modules.items()}
+    own = [[(seconds[name][by] - seconds[PLAIN][by]) / (2 * units) * 1e6 for name in (OURS, FSDP2)] for by in (0, 1)]
+    return dict(zip(("core", "clock"), own, strict=True))
 
 
 def measure(units, device, window, repeat):
-    """Microseconds per visit that streaming adds: median over interleaved repetitions."""
-    plain, streamed = Stack(units).to(device), Stack(units)
-    with sp_lightning.stream(streamed, device, window=window, units=["Block"]) as handle:
-        seconds_per_step(streamed, device, 3)
-        visits = len(handle.engine.window.order)
-        added = []
-        for _ in range(repeat):
-            without = seconds_per_step(plain, device, 10)
-            added.append((seconds_per_step(streamed, device, 10) - without) / visits * 1e6)
-        return statistics.median(added), min(added), max(added)
+    """What they add in each repetition."""
+    x = torch.randn(BATCH, WIDTH, device=device)
+    with contenders(units, device, window) as modules:
+        check(modules, x)
+        gc.collect()
+        gc.freeze()  # else each collection goes through all that was imported
+        try:
+            there, back = modules, dict(reversed(modules.items()))
+            return [added(back if index % 2 else there, x) for index in range(repeat)]
+        finally:
+            gc.unfreeze()
+
+
+def ratios(rows, by):
+    return [ours / fsdp2 for row in rows for ours, fsdp2 in (row[by],)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--device", type=torch.device, default="cpu")
+    parser.add_argument("--units", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=31)
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    print("units  window   us per visit   (least, most)")
-    for units, window in [(8, 2), (32, 2), (128, 2), (128, 4), (128, 128)]:
-        median, least, most = measure(units, arguments.device, window, arguments.repeat)
-        rows.append({"units": units, "window": window, "us_per_visit": median, "least": least, "most": most})
-        print(f"{units:5d}  {window:6d}   {median:12.0f}   ({least:.0f}, {most:.0f})")
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    result = {"torch": torch.__version__, "device": str(arguments.device), "window": arguments.window, "units": {}}
+    print(f" units   {OURS}   {FSDP2}   ratio   (least, most)   by the clock")
+    for units in arguments.units:
+        rows = result["units"][units] = measure(units, arguments.device, arguments.window, arguments.repeat)
+        ours, fsdp2 = (statistics.median(column) for column in zip(*(row["core"] for row in rows), strict=True))
+        core, clock = ratios(rows, "core"), ratios(rows, "clock")
+        both = f"{statistics.median(core):.2f}    ({min(core):.2f}, {max(core):.2f})   {statistics.median(clock):12.2f}"
+        print(f"{units:6d}   {ours:10.0f} us   {fsdp2:2.0f} us   {both}", flush=True)
+    result["ratio"] = statistics.median(ratio for rows in result["units"].values() for ratio in ratios(rows, "core"))
+    print(f"a visit of a unit takes the host {result['ratio']:.2f} of what FSDP2 adds to it")
     if arguments.json:
-        facts = {"torch": torch.__version__, "device": arguments.device, "threads": 1}
-        arguments.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1))
+        arguments.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

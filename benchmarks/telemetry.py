@@ -2,12 +2,13 @@
 
     python benchmarks/telemetry.py [--device cpu | cuda | simgpu] [--units 8] [--width 512] [--rounds 8] [--json FILE]
 
-A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. On is as the callback has it on, for a progress bar and for a
-logger that is served every 50 steps. Printed are the medians of a step's time and of the time that all of the process's
-threads spent on a core, which other processes disturb less; off, on, and what lies between as a share of the step. As
-such differences drown in the noise of a machine, all that is called while it is on is timed, too: how often in a step,
-how long each time, and what that is of a step. That has the clock's own time in it, so it is at most as much. With a
-logger that is served every 50 steps, 16 of 48 steps are recorded; the others are clocked, too.
+A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. On is as the callback has it on, for a progress bar and, with
+``log_metrics=True``, for a logger that is served every 50 steps. Printed are the medians of a step's time and of the
+time that all of the process's threads spent on a core, which other processes disturb less; off, on, and what lies
+between as a share of the step. As such differences drown in the noise of a machine, all that is called while it is on
+is timed, too: how often in a step, how long each time, and what that is of a step. That has the clock's own time in it,
+so it is at most as much. With a logger that is served every 50 steps, 16 of 48 steps are recorded; the others are
+clocked, too.
 """
 
 import argparse

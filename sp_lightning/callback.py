@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
 from . import picture, timeline
@@ -40,13 +41,14 @@ class Streaming(Protocol):
 class SuperpipelineCallback(Callback):
     """Tells what each training step moved, how long it took and what it waited for.
 
-    The strategy adds one when the user added none. It changes no result and nothing that you monitor, print or save.
-    Steps are recorded while there is a logger, a progress bar or a timeline to serve: some microseconds of the host per
-    unit and step (``python benchmarks/telemetry.py``), and no synchronisation; else it does nothing.
+    The strategy adds one for the time of a run when the user added none. It changes no result and nothing that you
+    monitor, print or save. Steps are recorded while a progress bar, a timeline or, with ``log_metrics=True``, a logger
+    is there to be served: host time for each unit and step (``python benchmarks/telemetry.py``), and no
+    synchronisation; else it does nothing.
 
-    **Loggers** get these values, all with ``superpipeline/`` before them. The first three are those of the step that is
-    logged; the others are means over the steps since the last time, of which the latest is two steps old, because
-    nothing waits for the device to be read.
+    With ``log_metrics=True`` **loggers** get these values, all with ``superpipeline/`` before them. The first three are
+    those of the step that is logged; the others are means over the steps since the last time, of which the latest is
+    two steps old, because nothing waits for the device to be read.
 
     ==================== ===========================================================================================
     ``fetches``          units brought up
@@ -73,13 +75,14 @@ class SuperpipelineCallback(Callback):
     against measured, and one sentence says what holds the run back.
 
     Args:
-        log_every_n_steps: How often loggers get values; None is the Trainer's own rhythm.
+        log_every_n_steps: How often loggers get values, if they do; None is the Trainer's own rhythm.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.png``, a picture of it.
         timeline_steps: Which training batches of this fit those show, from 0. Of a shorter run, its last ones.
         plan: For this run (`sp_lightning.plan`): what it predicts is shown and compared with what is measured, and a
             ``window`` that is "auto" starts from its choice.
         progress: Whether to show anything on the terminal: in the progress bar, when training begins and when it ends,
             and while weights move into host memory or a checkpoint is loaded or saved, if that takes over a second.
+        log_metrics: Whether loggers get the values above.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class SuperpipelineCallback(Callback):
         timeline_steps: Sequence[int] = TIMELINE_STEPS,
         progress: bool = True,
         plan: Plan | None = None,
+        log_metrics: bool = False,
     ) -> None:
         if log_every_n_steps is not None and not (is_int(log_every_n_steps) and log_every_n_steps >= 1):
             raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
@@ -102,6 +106,7 @@ class SuperpipelineCallback(Callback):
             raise OptionError(argument="plan", found=plan, allowed="None or what sp_lightning.plan() returned")
         self.progress = progress
         self.plan = plan
+        self.log_metrics = log_metrics
         self._observer: Observer | None = None
         self._before: Mapping[str, Any] = {}
         self._drawn: list[RecordedStep] = []  # in the timeline
@@ -138,7 +143,7 @@ class SuperpipelineCallback(Callback):
             self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
-        if trainer.loggers or bar is not None or self.timeline is not None:
+        if self._loggers(trainer) or bar is not None or self.timeline is not None:
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # whose optimizer may run on into it
             self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
@@ -156,7 +161,7 @@ class SuperpipelineCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counters before the step."""
-        self._before = _handle(trainer).stats() if trainer.loggers else {}
+        self._before = _handle(trainer).stats() if self._loggers(trainer) else {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -171,7 +176,7 @@ class SuperpipelineCallback(Callback):
         if self._observer is not None:
             values |= self._observer.figures()
             values |= _per_second(batch, values["step_ms"] / 1e3) if "step_ms" in values else {}
-        for logger in trainer.loggers:
+        for logger in self._loggers(trainer):
             # Not through self.log(): what the user monitors, prints and saves stays what it was.
             logger.log_metrics(
                 {f"superpipeline/{name}": value for name, value in values.items()},
@@ -199,6 +204,9 @@ class SuperpipelineCallback(Callback):
     def _bar(self, trainer: Trainer) -> Any:
         bar = trainer.progress_bar_callback
         return bar if self.progress and bar is not None and not getattr(bar, "is_disabled", False) else None
+
+    def _loggers(self, trainer: Trainer) -> Sequence[Logger]:
+        return trainer.loggers if self.log_metrics else ()
 
     def _rhythm(self, trainer: Any) -> int:
         return self.log_every_n_steps or int(trainer.log_every_n_steps)

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -125,6 +125,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
+        self._callback: SuperpipelineCallback | None = None  # that we added to this run
+        self._chosen: dict[str, Any] = {}  # its state when the last run ended
         check_supported(self.root_device)
 
     # ---- the device
@@ -166,10 +168,29 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
-            callbacks = [*trainer.callbacks, SuperpipelineCallback()]
-            trainer.callbacks = trainer._callback_connector._reorder_callbacks(callbacks)
+        self._add_callback(trainer)
         self._keep_averages_on_host(trainer)
+
+    def _add_callback(self, trainer: Any) -> None:
+        """Add a callback for this run, unless the user has one: ahead of checkpoints, as Lightning has those of a user,
+        and without moving any."""
+        callbacks, self._chosen = list(trainer.callbacks), {}
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
+            self._callback = SuperpipelineCallback()
+            checkpoints = (place for place, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
+            callbacks.insert(next(checkpoints, len(callbacks)), self._callback)
+            trainer.callbacks = callbacks
+
+    def _remove_callback(self) -> None:
+        """Leave ``trainer.callbacks`` without ours, for whoever looks between runs, as Lightning's tuners do. Lightning
+        tears callbacks down after the strategy, and after an exception not at all."""
+        ours, self._callback = self._callback, None
+        if ours is not None:
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not ours]
+            ours.teardown(trainer, self.lightning_module, trainer.state.fn)
+            self._chosen = ours.state_dict()
 
     def _keep_averages_on_host(self, trainer: Any) -> None:
         """Where the weights are: these callbacks would copy the model in full to the device that computes."""
@@ -240,6 +261,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             for callback in self._averages:
                 callback._device = None
             self._averages.clear()
+            self._remove_callback()
             self._base_teardown()
 
     def _base_teardown(self) -> None:
@@ -288,6 +310,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As the base class does; a large model's takes its time."""
+        if self._chosen and "callbacks" in checkpoint:  # after the run, when the Trainer does not have the callback
+            checkpoint["callbacks"][SuperpipelineCallback.__qualname__] = self._chosen
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"

@@ -2,11 +2,15 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
 import math
+import os
+import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +26,7 @@ from sp_lightning.errors import MissingExtraError, UnsupportedError
 from sp_lightning.machine import Machine
 from sp_lightning.shapes import SHAPES, build, multiplied
 
+ROOT = pathlib.Path(__file__).parents[1]
 TINIEST = "--device cpu --batch 1 --seq 8 --steps 2 --repetitions 2 --windows 1,all".split()
 HERE = Machine("here", 1e9, 1e8, 1e8, 1.0, 28e7, 0, 0)
 
@@ -383,6 +388,52 @@ def test_a_model_trains_all_of_its_blocks(name):
     module(**shape.inputs(shape.batch, shape.seq, torch.Generator())).backward()
     blocks = [child for child in module.modules() if type(child).__name__ in shape.blocks]
     assert blocks and all(parameter.grad is not None for block in blocks for parameter in block.parameters())
+
+
+# ---- what a visit of a unit takes the host, beside FSDP2
+
+
+@pytest.fixture
+def overhead():
+    spec = importlib.util.spec_from_file_location("host_overhead", ROOT / "benchmarks" / "host_overhead.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    return benchmark
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_is_timed_beside_fsdp2_computes_what_the_plain_module_does(overhead, window):
+    """Before, between and after it is timed."""
+    x = torch.randn(overhead.BATCH, overhead.WIDTH)
+    expected = overhead.outcome(overhead.stack(3), x)
+    assert len(expected) == 1 + 3 * 12 and all(tensor.all() for tensor in expected)
+    with overhead.contenders(3, torch.device("cpu"), window) as modules:
+        assert list(modules) == ["plain", "superpipeline", "fsdp2"]
+        for _ in range(3):
+            for module in modules.values():
+                torch.testing.assert_close(overhead.outcome(module, x), expected, rtol=0, atol=0)
+            taken = overhead.added(modules, x)
+            assert {by: len(both) for by, both in taken.items()} == {"core": 2, "clock": 2}
+
+
+def test_nothing_is_timed_that_computes_something_else(overhead):
+    x = torch.randn(overhead.BATCH, overhead.WIDTH)
+    other = overhead.stack(2)
+    with torch.no_grad():
+        other[0].layers[0].bias[0] += 1
+    with pytest.raises(SystemExit, match="fsdp2 computes other losses or gradients than the plain module"):
+        overhead.check({"plain": overhead.stack(2), "fsdp2": other}, x)
+
+
+def test_host_overhead_prints_both_times_and_their_ratio(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_overhead.py"), "--units", "2", "3", "--repeat", "2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run([*command, "--json", "found.json"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {units: len(rows) for units, rows in found["units"].items()} == {"2": 2, "3": 2}
+    assert re.search(r"\n +2 +\d+ us +\d+ us +[\d.]+ ", done.stdout)
+    assert f"takes the host {found['ratio']:.2f} of what FSDP2 adds to it" in done.stdout
 
 
 # ---- entries

@@ -1,4 +1,4 @@
-"""The callback: there when the user added none, silent without a logger, and without effect on what is trained."""
+"""The callback: there when the user added none, silent unless it is to log, and without effect on what is trained."""
 
 import functools
 import importlib
@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.tuner import Tuner
 
 import models
 import parity
@@ -19,6 +20,7 @@ from sp_lightning.machine import Machine
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
+LOGGING = functools.partial(sp_lightning.SuperpipelineCallback, log_metrics=True)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1, "max_epochs": 1}
 
 
@@ -46,33 +48,92 @@ class Second(Callback):
     pass
 
 
-def fit(callbacks=(), logger=False, batches=4, **options):
+def trainer_of(callbacks=(), logger=False, **options):
     if options.get("accelerator") == "simgpu":
         importlib.import_module("simgpu.lightning")
-    module = models.ZooModule(CASE, "sgd")
     options = {"enable_checkpointing": False, "accelerator": "cpu", **QUIET, **options}
     strategy = parity.streaming_strategy(options["accelerator"], window=2)
-    trainer = L.Trainer(strategy=strategy, callbacks=[*callbacks], logger=logger, devices=1, **options)
-    trainer.fit(module, models.loader(CASE, batches), models.loader(CASE, 1))
+    return L.Trainer(strategy=strategy, callbacks=[*callbacks], logger=logger, devices=1, **options)
+
+
+def fit(callbacks=(), logger=False, batches=4, **options):
+    trainer = trainer_of(callbacks, logger, **options)
+    trainer.fit(models.ZooModule(CASE, "sgd"), models.loader(CASE, batches), models.loader(CASE, 1))
     return trainer
 
 
-def kinds(trainer):
-    return [type(callback).__name__ for callback in trainer.callbacks]
+class Kinds(Callback):
+    """Keeps who is there while it trains."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, trainer, module):
+        self.seen.append([type(callback).__name__ for callback in trainer.callbacks])
 
 
 def test_the_strategy_adds_one_and_keeps_the_order_of_the_others(tmp_path):
-    trainer = fit([Second(), ModelCheckpoint(tmp_path), First()], enable_checkpointing=True)
-    assert kinds(trainer) == ["Second", "First", "SuperpipelineCallback", "ModelCheckpoint"]
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, models.loader(CASE, 1))
-    assert kinds(trainer).count("SuperpipelineCallback") == 1
+    kinds = Kinds()
+    trainer = trainer_of([kinds, ModelCheckpoint(tmp_path), First()], enable_checkpointing=True)
+    trainer.callbacks.append(Second())  # Lightning leaves it behind the checkpoint
+    for _ in range(2):
+        trainer.fit(models.ZooModule(CASE, "sgd"), models.loader(CASE, 1))
+        trainer.fit_loop.max_epochs += 1
+    assert kinds.seen == [["Kinds", "First", "SuperpipelineCallback", "ModelCheckpoint", "Second"]] * 2
 
 
 def test_the_users_own_is_the_only_one():
-    own = sp_lightning.SuperpipelineCallback()
-    trainer = fit([own, First()])
-    assert trainer.callbacks == [own, trainer.callbacks[1]] and kinds(trainer)[1:] == ["First"]
+    own, kinds = sp_lightning.SuperpipelineCallback(), Kinds()
+    trainer = fit([own, kinds])
+    assert kinds.seen == [["SuperpipelineCallback", "Kinds"]] and trainer.callbacks == [own, kinds]
+
+
+class Failing(Callback):
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index == 4:
+            raise ArithmeticError("the user's")
+
+
+def test_between_runs_the_trainers_callbacks_are_the_users(tmp_path):
+    trainer = fit([First()], enable_checkpointing=True, default_root_dir=tmp_path)
+    given = [*trainer.callbacks]
+    assert [type(callback) for callback in given] == [First, ModelCheckpoint]
+    trainer.validate(trainer.lightning_module, models.loader(CASE, 1))
+    assert trainer.callbacks == given
+    trainer.callbacks.append(Failing())
+    with pytest.raises(ArithmeticError):
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(trainer.lightning_module, models.loader(CASE, 6))
+    assert trainer.callbacks[:-1] == given
+
+
+class Sized(models.ZooModule):
+    """With what Lightning's tuners look for."""
+
+    def __init__(self):
+        super().__init__(CASE, "sgd")
+        self.lr, self.batch_size = 0.01, 2
+
+    def train_dataloader(self):
+        return models.loader(CASE, 8)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.filterwarnings("error:.*Please add the following callbacks")
+@pytest.mark.parametrize(
+    "tune",
+    [
+        lambda tuner: tuner.lr_find(Sized(), num_training=6),
+        lambda tuner: tuner.scale_batch_size(Sized(), steps_per_trial=1, max_trials=2),
+    ],
+    ids=["rate", "batch size"],
+)
+def test_lightnings_tuners_leave_the_trainers_callbacks_as_they_were(tune, tmp_path):
+    trainer = trainer_of([First()], default_root_dir=tmp_path)
+    given = [*trainer.callbacks]
+    tune(Tuner(trainer))
+    assert trainer.callbacks == given
 
 
 def test_it_is_not_in_checkpoints(tmp_path):
@@ -82,7 +143,7 @@ def test_it_is_not_in_checkpoints(tmp_path):
 
 
 def test_it_refuses_another_strategy():
-    callback = sp_lightning.SuperpipelineCallback()
+    callback = LOGGING()
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callback)
     said = "the Trainer uses SingleDeviceStrategy; pass strategy='superpipeline' or remove the callback"
     with pytest.raises(sp_lightning.errors.UnsupportedError, match=said):
@@ -95,7 +156,7 @@ def moved(logger):
 
 def test_it_reports_what_a_step_moved_in_the_loggers_rhythm():
     logger = Kept()
-    trainer = fit(logger=logger, batches=6, log_every_n_steps=2, max_epochs=2)
+    trainer = fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=2, max_epochs=2)
     lines = moved(logger)
     assert sorted(lines) == [1, 3, 5, 7, 9, 11]
     streamed = [unit.nbytes for unit in trainer.strategy.handle.units]
@@ -110,7 +171,7 @@ def test_it_reports_what_a_step_moved_in_the_loggers_rhythm():
 def test_what_it_reports_adds_up():
     """Every step, validation apart."""
     logger = Kept()
-    trainer = fit(logger=logger, log_every_n_steps=1, limit_val_batches=0)
+    trainer = fit([LOGGING()], logger=logger, log_every_n_steps=1, limit_val_batches=0)
     stats = trainer.strategy.handle.stats()
     for name in ("fetches", "bytes_up", "bytes_down"):
         assert sum(metrics[f"superpipeline/{name}"] for metrics in moved(logger).values()) == stats[name] > 0
@@ -124,7 +185,7 @@ samples_per_s"""
 @pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
 def test_it_logs_what_steps_took_and_waited_for(accelerator):
     logger = Kept()
-    fit(logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
+    fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
     *_, last = moved(logger).values()
     figures = {name.removeprefix("superpipeline/"): value for name, value in last.items()}
     assert list(figures)[3:] == FIGURES.split()
@@ -157,7 +218,7 @@ def test_a_batch_shows_its_samples_and_tokens(batch, figures):
 
 def test_its_own_rhythm_is_kept():
     logger = Kept()
-    fit([sp_lightning.SuperpipelineCallback(log_every_n_steps=3)], logger=logger, batches=7, log_every_n_steps=2)
+    fit([LOGGING(log_every_n_steps=3)], logger=logger, batches=7, log_every_n_steps=2)
     assert sorted(moved(logger)) == [2, 5]
 
 
@@ -178,9 +239,20 @@ def test_options_that_cannot_be_are_refused(options, said):
 
 
 def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr(sp_lightning.Handle, "record", lambda self: pytest.fail("recorded"))
+    monkeypatch.setattr(sp_lightning.Handle, "record", lambda self, recorder=None: pytest.fail("recorded"))
+    monkeypatch.setattr(sp_lightning.Handle, "stats", lambda self: pytest.fail("counted"))
     fit()
+    fit(logger=Kept(), log_every_n_steps=1)
     fit([sp_lightning.SuperpipelineCallback(progress=False)], enable_progress_bar=True)
+
+
+@pytest.mark.parametrize("callbacks", [[], [sp_lightning.SuperpipelineCallback(log_every_n_steps=1)]])
+def test_loggers_get_what_the_user_logs_and_no_figures_are_made_unless_asked_for(callbacks, monkeypatch):
+    """Also where a progress bar has steps recorded."""
+    monkeypatch.setattr(callback.Observer, "figures", lambda self: pytest.fail("made"))
+    logger = Kept()
+    fit(callbacks, logger=logger, batches=6, log_every_n_steps=1, enable_progress_bar=True)
+    assert logger.lines and not moved(logger)
 
 
 BARS = [TQDMProgressBar, RichProgressBar]
@@ -199,6 +271,13 @@ def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
     assert re.fullmatch(r"[\d.]+ [KM]?i?B", shown[-1]["device"]) and re.fullmatch(r"\d+%", shown[-1]["waits"])
     assert "get_metrics" not in vars(own) and "device" not in own.get_metrics(trainer, trainer.lightning_module)
     assert not {"device", "waits"} & {*trainer.callback_metrics, *trainer.progress_bar_metrics}
+
+
+def test_the_progress_bar_is_as_it_was_after_an_exception():
+    own = TQDMProgressBar()
+    with pytest.raises(ArithmeticError):
+        fit([own, Failing()], enable_progress_bar=True, batches=6)
+    assert "get_metrics" not in vars(own)
 
 
 def said(caplog):
@@ -282,11 +361,6 @@ def test_a_plan_is_what_plan_returned():
 
 
 def test_the_report_comes_on_an_exception_too(caplog):
-    class Failing(Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if index == 4:
-                raise ArithmeticError("the user's")
-
     with caplog.at_level("INFO"), pytest.raises(ArithmeticError, match="the user's"):
         fit([Failing()], enable_progress_bar=True, batches=6)
     assert any("superpipeline: a step took" in line for line in said(caplog))
@@ -329,7 +403,7 @@ def test_a_timeline_that_finds_no_room_in_the_end_does_not_end_the_training(tmp_
 
 
 def test_it_leaves_metrics_and_progress_alone(tmp_path):
-    trainer = fit(logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    trainer = fit([LOGGING()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
     assert not [name for name in {**trainer.callback_metrics, **trainer.logged_metrics} if "superpipeline" in name]
     with open(trainer.logger.experiment.metrics_file_path) as file:
         assert "superpipeline/bytes_up" in file.read()
@@ -342,7 +416,7 @@ def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
                 module.net.blocks[0].extra = torch.nn.Linear(2, 2)
 
     logger = Kept()
-    fit([Growing()], logger=logger, log_every_n_steps=1)
+    fit([Growing(), LOGGING()], logger=logger, log_every_n_steps=1)
     names = ("fetches", "bytes_up", "bytes_down")
     values = [metrics[f"superpipeline/{name}"] for metrics in moved(logger).values() for name in names]
     assert len(values) == 12 and min(values) > 0
@@ -352,16 +426,16 @@ def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
 def test_it_has_no_effect_on_results(accelerator):
     make_module = functools.partial(models.ZooModule, CASE)
 
-    def run(callbacks):
+    def run(own):
         strategy = parity.streaming_strategy(accelerator, window=2)
-        options = {"logger": Kept(), "log_every_n_steps": 1, "callbacks": callbacks}
+        options = {"logger": Kept(), "log_every_n_steps": 1, "callbacks": [own]}
         return parity.record(make_module, strategy, accelerator=accelerator, **options)
 
     class Silent(sp_lightning.SuperpipelineCallback):
         def on_train_batch_start(self, *args):
             pass
 
-    parity.compare(run([Silent()]), run([]))
+    parity.compare(run(Silent()), run(LOGGING()))
 
 
 def test_statistics_stay_available_after_the_run():
