@@ -3,7 +3,8 @@
 1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident (window.py), orders
    the caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost
    one of a unit acts.
-2. A *scope* is a step, or a forward outside of any step. The outermost one begins a pass (window.py, Rule 1).
+2. A *scope* is a step, or a forward outside of any step. The outermost one begins a pass (window.py, Rule 1), so each
+   forward that the model's ``generate`` calls predicts the next. Between them ``generate`` reads weights as in a step.
 3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever
    the way in). Code that recomputes enters units as forward does, or reads their weights outside of visits (reads.py).
 4. Where a scope ends user code may write to weights: fills that still read them are waited for.
@@ -77,6 +78,7 @@ class Engine:
             options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
         )
         self._scopes = 0
+        self._generating = False  # whether the model's ``generate`` runs
         self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
         self._open: list[StreamedUnit] = []  # visited now, in order of entering
         self._thread = 0  # that entered the first of them
@@ -130,7 +132,7 @@ class Engine:
         differentiates, but no hook of a parameter: its gradient is on the host."""
         if in_backward():
             return not at_leaf()
-        return self._scopes > 0 and not self.optimizing
+        return (self._scopes > 0 or self._generating) and not self.optimizing
 
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
@@ -158,6 +160,16 @@ class Engine:
                 if not torch.is_grad_enabled():
                     self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
                 self.settle()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Answer reads of weights within as in a step, though each forward that is called there is a scope (Rule 2)."""
+        before = self._generating
+        try:
+            self._generating = True
+            yield
+        finally:
+            self._generating = before
 
     def settle(self) -> None:
         """Host weights may be written from here on."""
@@ -232,7 +244,7 @@ class Engine:
             yield unit.stand_in(parameter)
         finally:
             self.leave_to(depth)
-            if not self.serving:
+            if not self.serving or (self._generating and not self._scopes):
                 unit.store.settle()  # Rule 4
 
     def _listen(self) -> None:

@@ -21,7 +21,7 @@ from .config import Options
 from .device import Device, DeviceMemoryError
 from .engine import Engine
 from .errors import PartitionError, SuperpipelineError, UnsupportedError
-from .hooks import Entry, Flattening, Part, PartScope, Questioner, Scope, UnitRoot
+from .hooks import Entry, Flattening, Generation, Part, PartScope, Questioner, Scope, UnitRoot
 from .measure import glance
 from .parameters import DeviceParameter, is_watched, unwatch
 from .recorder import Recorder
@@ -112,12 +112,17 @@ class Handle:
     @never_compiled
     def open_scope(self, kind: Any) -> None:
         """A step of the module begins. Anything between its end and the next one counts as user code."""
+        self._follow_changes()
+        self.engine.open_scope(kind)
+
+    @never_compiled
+    def _follow_changes(self) -> None:
+        """Make units anew where the module's parameters changed since the last step."""
         if not self.engine.in_scope and self._tree.has_changed(self.engine.any_moved):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
             self.steps.engine = self.engine
-        self.engine.open_scope(kind)
 
     @never_compiled
     def close_scope(self) -> None:
@@ -125,6 +130,13 @@ class Handle:
         self.engine.close_scope()
         if not self.engine.in_scope and self.engine.keeps_references:
             self._register_hosts()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Run the model's ``generate`` within: between the forwards that it calls, weights are read as in a step."""
+        self._follow_changes()
+        with self.engine.generating(), self.explaining():
+            yield
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -221,6 +233,7 @@ class Handle:
             self._entries.extend(self._parts())
             self._entries.extend(PartScope(part, self, name) for name, part in self._parts_with_units())
             self._entries.append(Scope(self.module, self))
+            self._entries.extend(Generation(part, self) for part in self.module.modules() if Generation.fits(part))
         except BaseException:
             self._abandon()
             raise

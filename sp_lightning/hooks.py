@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -167,6 +168,8 @@ class Steps(Protocol):
 
     def explaining(self) -> AbstractContextManager[None]: ...
 
+    def generating(self) -> AbstractContextManager[None]: ...
+
 
 class Scope(Entry):
     """The managed module itself: a forward of it outside of any step is a step of its own."""
@@ -215,6 +218,26 @@ class PartScope(Scope):
         """Forward, as a step where none runs."""
         alone = not (self.steps.in_step or is_tracing())
         return (self.step if alone else self.forward)(*args, **kwargs)
+
+
+class Generation(Entry):
+    """Stands in front of ``generate``: what it asks and reads between the forwards that it calls is read in a step."""
+
+    method = "generate"
+
+    def __init__(self, module: nn.Module, steps: Steps) -> None:
+        super().__init__(module)
+        self.steps = steps
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        """Tell whether the module's class has this method."""
+        return isinstance(inspect.getattr_static(type(module), cls.method, None), types.FunctionType)
+
+    @not_compiled_itself  # Rule 4
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.steps.generating():
+            return self.forward(*args, **kwargs)
 
 
 def is_tracing() -> bool:

@@ -2,9 +2,9 @@
 
 1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
    subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
-2. Inside a running step ``p.device`` and ``p.dtype``, and what else asks for these, answer with those of the stand-in,
-   as in a plain run, so that tensors which model code makes "where and like the weights" are right. The bytes stay on
-   the host.
+2. Inside a running step, and in the model's ``generate``, ``p.device`` and ``p.dtype``, and what else asks for these,
+   answer with those of the stand-in, as in a plain run, so that tensors which model code makes "where and like the
+   weights" are right. The bytes stay on the host.
 3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
    same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
    Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter. They

@@ -71,7 +71,8 @@ def assert_plain(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         assert type(parameter) is nn.Parameter and parameter.device.type == "cpu", name
     for name, child in module.named_modules():
-        assert not type(vars(child).get("forward")).__module__.startswith("sp_lightning"), name
+        for method in ("forward", "generate"):
+            assert not type(vars(child).get(method)).__module__.startswith("sp_lightning"), (name, method)
 
 
 def inputs(device: torch.device, count: int = 3) -> Iterator[Tensor]:

@@ -217,15 +217,23 @@ def test_what_is_filled_again_within_a_step_was_read_before():
         assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, [before, after], strict=True))
 
 
-def test_weights_that_are_written_after_a_read_between_steps_went_up_before():
+class Reading(models.Stack):
+    """Reads a block's weight outside of any forward."""
+
+    def generate(self, x):
+        return F.linear(x, self.blocks[1].down.weight)
+
+
+@pytest.mark.parametrize("read", [Reading.generate, lambda net, x: net.generate(x)], ids=["between steps", "generate"])
+def test_weights_that_are_written_after_a_read_outside_of_steps_went_up_before(read):
     torch.manual_seed(0)
-    net = blocks()
+    net = Reading(models.Block() for _ in range(4))
     weight = net.blocks[1].down.weight
-    expected = F.linear(torch.ones(2, models.HIDDEN), weight).detach()
+    expected = net.generate(torch.ones(2, models.HIDDEN)).detach()
     with sp_lightning.stream(net, DEVICE, window=1), torch.no_grad():
         x = torch.ones(2, models.HIDDEN).to(DEVICE)
         slow(h2d=SLOW_US)
-        actual = F.linear(x, weight)
+        actual = read(net, x)
         double(weight)
         assert torch.equal(actual.cpu(), expected)
 

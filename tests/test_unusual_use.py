@@ -13,6 +13,7 @@ import pickle
 import re
 import threading
 
+import families
 import lightning as L
 import pytest
 import torch
@@ -1735,6 +1736,94 @@ def test_generation_by_hand(make, wrap, device):
             yield net.eval().generate(tokens, max_new_tokens=4, do_sample=False)
 
     check((lambda: Wrapped(make)) if wrap else make, run, device)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("make, batch", [pytest.param(*rest, id=name) for name, *rest in families.captioners()])
+def test_pictures_are_put_into_words_by_hand(make, batch):
+    pytest.importorskip("transformers")
+
+    def run(net, device):
+        given = {name: value.to(device) for name, value in batch(0).items()}
+        model = net.eval() if hasattr(net, "generate") else net.eval().model
+        yield model.generate(**given, max_new_tokens=3, do_sample=False)
+
+    check(make, run, torch.device("simgpu", 0))
+
+
+class Rolling(nn.Module):
+    """Goes on from what it gave, wherever its first parameter is, and reads that parameter between its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((models.FEATURES,), 0.5))
+        self.net = models.stack_of(models.Block)()
+
+    @property
+    def device(self):
+        return next(p.device for p in self.parameters())
+
+    def forward(self, x, offset):
+        return self.net(x + offset)
+
+    def generate(self, x, offset):
+        for _ in range(2):
+            x = x.to(self.device)
+            x = x + self(x, offset).mean() * self.scale.expand_as(x)
+        return x
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("part", [False, True])
+def test_what_generate_sends_to_the_models_device_is_there(part, window, device):
+    def run(net, device):
+        model = net.inner if part else net
+        for x in inputs(device):
+            given = model.generate(x, torch.ones_like(x))
+            given.square().mean().backward()
+            yield given, given.device == x.device
+            model.scale = nn.Parameter(torch.full_like(model.scale, 2.0))
+            model.net.blocks[1].up.weight = nn.Parameter(model.net.blocks[1].up.weight.detach() * 0.5)
+            with torch.no_grad():
+                yield model.generate(x, torch.ones_like(x))
+
+    check((lambda: Wrapped(Rolling)) if part else Rolling, run, device, window=window)
+
+
+@pytest.mark.simgpu
+def test_the_models_device_is_the_host_after_generate_however_it_ended():
+    net = Rolling()
+    with sp_lightning.stream(net, "simgpu", window=1), torch.no_grad():
+        x = next(inputs("simgpu"))
+        net.generate(x, x)
+        assert net.device.type == "cpu"
+        with pytest.raises(RuntimeError, match="size"):
+            net.generate(x, x[:, 1:])
+        assert net.device.type == "cpu"
+        copied = copy.deepcopy(net)
+    assert torch.equal(copied.to("simgpu").generate(x, x), net.to("simgpu").generate(x, x))
+
+
+class Packing(nn.Module):
+    """Takes how long its sequences are on the host, as packing asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(models.FEATURES, models.WIDTH)
+        self.memory = nn.GRU(models.WIDTH, models.WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(models.WIDTH, models.CLASSES)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(self.stem(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.memory(packed)[1][-1])
+
+
+def test_an_argument_on_the_host_beside_others_on_the_device_stays_there(device):
+    def loss(net, x):
+        lengths = torch.arange(1, len(x) + 1)
+        return net(x[:, None].repeat(1, len(x), 1), lengths).square().mean()
+
+    check(Packing, training(loss), device, units=["Linear", "GRU"])
 
 
 class Offset(nn.Module):
