@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -32,14 +33,15 @@ NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
-BESIDE = {"measure.py", "progress.py", "recorder.py", "rehearsal.py"}  # no step waits there: they look on, or plan
+# Paths in the package of files in which no step waits: they look on, or plan, or compare.
+BESIDE = {"measure.py", "progress.py", "recorder.py", "rehearsal.py", "bench/referee.py", "bench/turns.py"}
 LONGEST_S = 300
 
 
 class Wait(NamedTuple):
     """A call to delete."""
 
-    file: str
+    file: str  # its path in the package
     line: int
     column: int
     function: str
@@ -62,17 +64,28 @@ class Verdict(NamedTuple):
         return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
 
 
-def waits(package: pathlib.Path) -> list[Wait]:
-    """All waits of a package, in the order of its files."""
+def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]:
+    """List the waits of a package in the order of its files, but for the files ``beside``, in which no step waits."""
+    found = all_waits(package)
+    if idle := set(beside) - {wait.file for wait in found}:
+        raise ValueError(f"BESIDE names files of {package} without a wait, or that are not there: {sorted(idle)}")
+    left = [wait for wait in found if wait.file not in beside]
+    if not left:
+        raise ValueError(f"no wait was found in {package}")
+    return left
+
+
+def all_waits(package: pathlib.Path) -> list[Wait]:
+    """List the waits of all files of a package, those of its sub-packages too."""
     found: dict[tuple[str, int, int], Wait] = {}
-    for path in sorted(path for path in package.glob("*.py") if path.name not in BESIDE):
-        source = path.read_text()
-        for function in ast.walk(ast.parse(source)):  # inner functions after outer ones, which they stand in
-            if isinstance(function, ast.FunctionDef):
-                for node in filter(is_wait, ast.walk(function)):
+    for path in package.rglob("*.py"):
+        file, source = path.relative_to(package).as_posix(), path.read_text()
+        for scope in ast.walk(ast.parse(source)):  # inner functions after outer ones, which they stand in
+            if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+                for node in filter(is_wait, ast.walk(scope)):
                     text = " ".join((ast.get_source_segment(source, node) or "").split())
-                    at = path.name, node.lineno, node.col_offset
-                    found[at] = Wait(*at, function.name, text)
+                    at = file, node.lineno, node.col_offset
+                    found[at] = Wait(*at, getattr(scope, "name", "the file itself"), text)
     return [found[at] for at in sorted(found)]
 
 
@@ -158,16 +171,19 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="a file of the package, or a line: engine.py:195")
+    parser.add_argument("--only", default="", help="a file of the package, by its path there, or a line: engine.py:195")
     parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         source = copied(ROOT, pathlib.Path(name))  # which nobody edits meanwhile
+        found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
+        if not found:
+            say(f"no wait is in {options.only!r}")
+            return 2
         unchanged = verdict(source)
         if unchanged.status:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
-        found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
         said: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
             for wait, its in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):

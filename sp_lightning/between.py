@@ -93,8 +93,8 @@ def _has_own(hook: str, part: object, base: type) -> bool:
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:
     """Which of these methods it has from elsewhere (Rule 3)."""
-    ours = ("lightning", __package__)
-    places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in ours)]
+    known = ("lightning", "sp_lightning")
+    places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in known)]
     method = next((method for place in places for method in methods if method in vars(place)), None)
     return None if method is None else f"{type(part).__name__} overrides {method}"
 

@@ -43,7 +43,7 @@ class OnHost:
 
 
 class Offload:
-    """Moves what units save to the host and back (Rule 5)."""
+    """Moves what units save to the host and back (Rule 1)."""
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device

@@ -39,7 +39,7 @@ class _Held:
 
 
 class Tally:
-    """Counts what is on the device beside weights, and what is done there (Rules 1 and 5)."""
+    """Counts what is on the device beside weights (Rules 1 and 2), and what is done there (Rule 3)."""
 
     def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
         self.visits = [Visit(None, (), False, course=[0])]

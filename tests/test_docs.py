@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import pathlib
@@ -123,34 +122,6 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_code():
         piece.strip() for text in ours for piece in re.split(r"\.\.\.|\b\d+ -> \d+", text) if len(piece.strip()) > 8
     ]
     assert len(pieces) > 10 and [piece for piece in pieces if piece not in source] == []
-
-
-def test_the_architecture_names_every_file_of_the_package():
-    files = {path.relative_to(ROOT / "sp_lightning").as_posix() for path in (ROOT / "sp_lightning").rglob("*.py")}
-    assert set(listed()) == {name for name in files if not name.endswith("__init__.py")}
-
-
-def test_a_file_imports_only_from_files_above_it_in_the_architecture():
-    files = listed()
-    found = {name: imports(ROOT / "sp_lightning" / name) & set(files[place:]) for place, name in enumerate(files)}
-    assert not {name: upwards for name, upwards in found.items() if upwards}
-
-
-def listed() -> list[str]:
-    return re.findall(r"^\| `([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-
-
-def imports(path: pathlib.Path) -> set[str]:
-    """The files of the package that a file of it imports from."""
-    statements = [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level
-    ]
-    package = path.relative_to(ROOT / "sp_lightning").parent
-    found = set()
-    for node in statements:
-        folder = package if node.level == 1 else package.parent
-        found |= {(folder / (node.module or alias.name).replace(".", "/")).as_posix() for alias in node.names}
-    return {name + ".py" for name in found}
 
 
 def test_every_command_of_the_docs_is_one_that_something_runs():

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import Precision
 import models
 import parity
 import sp_lightning
+from sp_lightning import between
 from sp_lightning.backward import in_backward
 from sp_lightning.errors import ExactnessError
 from sp_lightning.overlap import HostThread
@@ -287,6 +288,30 @@ def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(ki
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert fit(module_of(kind=kind), callbacks, **trainer) == [0, 0, 0, 0]
     assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+class SeesTheEnd(models.ZooModule):
+    """Notes what was stepped, in a hook that nothing is said about."""
+
+    def on_train_end(self):
+        self.stepped = self.trainer.strategy.handle.stats()["stepped_ahead"]
+        self.said = self.trainer.strategy.handle.steps.said
+
+
+@pytest.mark.filterwarnings("ignore")  # about Lightning's default logger
+@pytest.mark.parametrize("package", ["sp_lightning", "sp_lightning.in_a_package"])
+def test_with_default_options_nothing_of_ours_or_lightnings_holds_the_step(package, device, monkeypatch):
+    """Wherever our files lie."""
+    for kind in (sp_lightning.SuperpipelineStrategy, sp_lightning.SuperpipelineCallback):
+        monkeypatch.setattr(kind, "__module__", f"{package}.module")
+    monkeypatch.setattr(between, "__package__", package)
+    if device.type == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    module = module_of(kind=SeesTheEnd)
+    trainer = L.Trainer(accelerator=device.type, devices=1, strategy="superpipeline", max_epochs=1)
+    trainer.fit(module, models.loader(module.case, 4))
+    assert not any(module.said.values())
+    assert module.stepped >= len(list(module.parameters()))  # those of the last step at least, as none comes after it
 
 
 def test_a_parameter_with_a_hook_takes_its_step_in_the_optimizers_own():

@@ -4,6 +4,7 @@ import fnmatch
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -164,10 +165,69 @@ def test_ci_refuses_a_readme_whose_commands_it_cannot_tell(clone, old, new, said
 # ---- the guide
 
 
-def test_the_guide_names_every_wait_of_the_runtime():
+@pytest.fixture(scope="module")
+def deletions():
+    """benchmarks/race_deletions.py as a module."""
     spec = importlib.util.spec_from_file_location("race_deletions", ROOT / "benchmarks" / "race_deletions.py")
-    deletions = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(deletions)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_guide_names_every_wait_of_the_runtime(deletions):
     caught = [(wait, deletions.Verdict(1, "")) for wait in deletions.waits(ROOT / "sp_lightning")]
     begin, end = deletions.MARKS
     assert deletions.GUIDE.read_text().split(begin)[1].split(end)[0].strip() == deletions.summary(caught)
+
+
+def test_every_file_with_waits_or_events_has_its_waits_deleted_or_is_beside_the_step(deletions):
+    says = re.compile(r"\.(wait|wait_event|wait_stream|synchronize|record_event)\(|\bEvent\(")
+    package = ROOT / "sp_lightning"
+    say = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if says.search(path.read_text())}
+    assert say <= {wait.file for wait in deletions.waits(package)} | deletions.BESIDE
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package that waits in a file of its own, in one of a sub-package, and twice beside the step."""
+    files = {
+        "engine.py": "def step(event):\n    event.wait()\n",
+        "memory/__init__.py": "",
+        "memory/store.py": "def load(ready, up):\n    ready.wait(up.record_event())\n",
+        "bench/turns.py": "class Turns:\n    def end(self, device):\n        device.synchronize()\n",
+        "measure.py": "import torch\n\ntorch.accelerator.synchronize()\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+BESIDE = ("bench/turns.py", "measure.py")
+
+
+def test_waits_of_sub_packages_are_found_and_deleted(deletions, package):
+    found = deletions.waits(package, BESIDE)
+    assert [(wait.file, wait.function) for wait in found] == [("engine.py", "step"), ("memory/store.py", "load")]
+    deletions.delete(found[1], package)
+    assert (package / "memory/store.py").read_text().endswith("    (up.record_event(),)")
+    assert [wait.file for wait in deletions.waits(package, BESIDE)] == ["engine.py"]
+
+
+def test_a_wait_at_the_top_of_a_file_is_found(deletions, package):
+    assert {"bench/turns.py", "measure.py"} < {wait.file for wait in deletions.waits(package, ())}
+
+
+@pytest.mark.parametrize("stray", ["turns.py", "memory/measure.py", "memory/__init__.py"])
+def test_a_file_beside_that_is_not_there_or_does_not_wait_is_an_error(stray, deletions, package):
+    with pytest.raises(ValueError, match=rf"BESIDE names files of .* that are not there: \['{stray}'\]"):
+        deletions.waits(package, (*BESIDE, stray))
+
+
+def test_a_package_without_waits_is_an_error(deletions, package):
+    (package / "engine.py").write_text("")
+    (package / "memory/store.py").unlink()
+    with pytest.raises(ValueError, match="no wait was found in"):
+        deletions.waits(package, BESIDE)
+    with pytest.raises(ValueError, match="no wait was found in"):
+        deletions.waits(package / "no" / "such" / "folder", ())

@@ -321,7 +321,7 @@ changes = st.one_of(
 
 
 def check_visit(schedule, unit, held):
-    """Rules 1 and 7, at one visit."""
+    """Check schedule.py, Rules 1 and 7, at one visit."""
     before = set(schedule.resident)
     decision = schedule.visit(unit, held)
     evicted, loaded, after = set(decision.evict), set(decision.load), set(schedule.resident)

@@ -143,3 +143,32 @@ def test_a_file_left_in_the_root_is_an_error_and_one_in_the_own_directory_is_not
     """
     status, output = run_pytest(tmp_path, source)
     assert "1 passed, 1 error" in output and f"a test left ['left'] in {tmp_path}" in output and status == 1
+
+
+def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_find_out(tmp_path):
+    source = """
+        import sys
+
+        import torch
+
+        import models
+        import sp_lightning
+        from sp_lightning import parameters
+
+        net = models.case("mlp").make()
+
+        def test_hides_what_is_checked():
+            sys.modules[parameters.__name__] = None
+
+        def test_streams_on():
+            global handle
+            sys.modules[parameters.__name__] = parameters
+            handle = sp_lightning.stream(net, torch.device("cpu"))
+
+        def test_closes_it():
+            handle.close()
+    """
+    status, output = run_pytest(tmp_path, source)
+    assert "3 passed, 2 errors" in output and status == 1
+    assert "ERROR test_inner.py::test_hides_what_is_checked - ModuleNotFoundError" in output
+    assert "ERROR test_inner.py::test_streams_on" in output and "parameters are still streamed" in output

@@ -1,6 +1,6 @@
 """torch's own code for CUDA on a machine without a GPU: a CUDA runtime and a driver, for other processes.
 
->>> subprocess.run([sys.executable, "script.py"], env=nullcuda.environment())  # or python -m nullcuda script.py
+>>> subprocess.run([sys.executable, "FILE"], env=nullcuda.environment())  # or python -m nullcuda FILE
 
 What a script does there with device "cuda" goes through torch's launching code, its caching allocator, its streams and
 its page-locked memory, and ends in csrc/, where state.h says what is checked: what raises, what is copied from where,

@@ -267,7 +267,7 @@ API Error cudaEventElapsedTime(float* ms, void* from, void* to) {
   return cudaSuccess;
 }
 
-// ---- errors (Rule 4)
+// ---- errors (state.h, Rule 4)
 
 API Error cudaGetLastError() {
   Error error = last_error;
@@ -281,7 +281,7 @@ API const char* cudaGetErrorString(Error error) {
   return error == cudaErrorMemoryAllocation ? "out of memory" : "refused by the null CUDA runtime";
 }
 
-// ---- kernels (Rule 1)
+// ---- kernels (state.h, Rule 1)
 
 API Error cudaFuncGetAttributes(cudaFuncAttributes* has, const void*) {
   *has = {};

@@ -1,0 +1,349 @@
+"""What the source says of itself is so: the order of its files, the rules that it cites, the files that it names.
+
+Each check takes a tree of files, and is tried on one in which it has something to find.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import pathlib
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = ("sp_lightning", "tests", "benchmarks", "examples")
+PACKAGE = "sp_lightning"
+CODE = (".py", ".cpp", ".h")
+PATH = r"[\w./-]*\w\.(?:py|cpp|h)\b"
+OTHERS = ("zero_to_fp32.py",)  # DeepSpeed writes it beside a checkpoint
+RULES = re.compile(rf"(?:({PATH}), )?\b[Rr]ules? (\d+(?:(?:,|,? and| or| to) \d+)*)")
+
+
+# ---- the order of files: docs/architecture.md lists them
+
+
+def listed(root: pathlib.Path) -> list[str]:
+    """The files of the package in the order of the page, by their paths in the package."""
+    return re.findall(r"^\| `([\w/]+\.py)`", (root / "docs" / "architecture.md").read_text(), re.MULTILINE)
+
+
+def faults_of_the_order(root: pathlib.Path) -> list[str]:
+    """What the page's list and the files of the package do not agree on."""
+    package, files = root / PACKAGE, listed(root)
+    there = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    faults = [f"{name} is not listed" for name in sorted(there - {*files})]
+    faults += [f"{name} is listed, but no file" for name in files if name not in there]
+    faults += [f"{name} is listed again" for place, name in enumerate(files) if name in files[:place]]
+    for place, name in enumerate(files):
+        if name in there:
+            below = imports(package, name) - {*files[:place]}
+            faults += [f"{name} imports {other}, which is not above it" for other in sorted(below)]
+    return faults
+
+
+def imports(package: pathlib.Path, name: str) -> set[str]:
+    """The files of a package from which one of them imports: anywhere in it, for type checkers too."""
+    folder = pathlib.PurePosixPath(name).parent.parts
+    found = set()
+    for node in ast.walk(ast.parse((package / name).read_text())):
+        if isinstance(node, ast.Import):
+            paths = [alias.name.split(".") for alias in node.names]
+            found |= {file_of(package, *path[1:]) or alone(path) for path in paths if path[0] == package.name}
+        elif isinstance(node, ast.ImportFrom):
+            path = node.module.split(".") if node.module else []
+            if node.level:
+                path = [package.name, *folder[: len(folder) + 1 - node.level], *path]
+            if path[0] == package.name:
+                of = file_of(package, *path[1:]) or alone(path)
+                found |= {file_of(package, *path[1:], alias.name) or of for alias in node.names}
+    return found
+
+
+def file_of(package: pathlib.Path, *path: str) -> str | None:
+    """The file of a module, by its path in the package."""
+    names = "/".join([*path, "__init__.py"]), "/".join(path) + ".py"
+    return next((name for name in names if (package / name).is_file()), None)
+
+
+def alone(path: list[str]) -> str:
+    return "/".join(path[1:]) + ".py"
+
+
+def test_the_architecture_lists_every_file_once_and_files_import_only_from_files_above_them():
+    assert len(listed(ROOT)) > 70 and faults_of_the_order(ROOT) == []
+
+
+LISTED = ["errors.py", "memory/__init__.py", "memory/layout.py", "core.py", "__init__.py"]
+TREE = {
+    "errors.py": "import torch",
+    "memory/__init__.py": "",
+    "memory/layout.py": "from ..errors import Error",
+    "core.py": "from sp_lightning.memory import layout\nfrom . import errors",
+    "__init__.py": "from .core import Core",
+}
+
+
+def faults_of(tmp_path: pathlib.Path, files: list[str], **changed: str | None) -> list[str]:
+    """Of a list of the tree's files, after a file was changed, added or taken away (None)."""
+    write(tmp_path, {f"{PACKAGE}/{name}": text for name, text in {**TREE, **changed}.items() if text is not None})
+    write(tmp_path, {"docs/architecture.md": "".join(f"| `{name}` | its noun |\n" for name in files)})
+    return faults_of_the_order(tmp_path)
+
+
+def write(root: pathlib.Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_a_tree_in_order_has_no_faults(tmp_path):
+    assert faults_of(tmp_path, LISTED) == []
+
+
+@pytest.mark.parametrize(
+    "files, changed, said",
+    [
+        (LISTED[:1] + LISTED[2:], {}, "memory/__init__.py is not listed"),
+        (LISTED, {"memory/units.py": ""}, "memory/units.py is not listed"),
+        (LISTED, {"errors.py": None, "memory/layout.py": "", "core.py": ""}, "errors.py is listed, but no file"),
+        ([*LISTED, "core.py"], {}, "core.py is listed again"),
+    ],
+)
+def test_a_list_of_other_files_than_there_are_is_noticed(files, changed, said, tmp_path):
+    assert faults_of(tmp_path, files, **changed) == [said]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..core import Core",
+        "from .. import core",
+        "from sp_lightning.core import Core",
+        "from sp_lightning import core",
+        "import sp_lightning.core",
+        "def late():\n    from ..core import Core",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..core import Core",
+    ],
+)
+def test_an_import_from_below_is_noticed_wherever_it_stands(line, tmp_path):
+    said = ["memory/layout.py imports core.py, which is not above it"]
+    assert faults_of(tmp_path, LISTED, **{"memory/layout.py": line}) == said
+
+
+@pytest.mark.parametrize(
+    "line, imported",
+    [
+        ("from . import layout", "memory/layout.py"),
+        ("from .. import Core", "__init__.py"),
+        ("from ..gone import Core", "gone.py"),
+        ("import sp_lightning.gone.by", "gone/by.py"),
+    ],
+)
+def test_an_import_from_a_package_itself_or_from_nowhere_is_noticed(line, imported, tmp_path):
+    said = [f"memory/__init__.py imports {imported}, which is not above it"]
+    assert faults_of(tmp_path, LISTED, **{"memory/__init__.py": line}) == said
+
+
+# ---- rules that comments cite, and files that they name
+
+
+@functools.cache
+def texts(path: pathlib.Path) -> list[tuple[int, str]]:
+    """What a file says beside its code, by line: docstrings and blocks of comments, each without its line breaks."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        parts = text.split("`")  # every second one is code: a path, or a command, which may name a file of the reader's
+        said = [(1, "".join(part for number, part in enumerate(parts) if number % 2 == 0 or len(part.split()) == 1))]
+    elif path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        said = [*docstrings(text), *blocks((at.start[0], at.string) for at in tokens if at.type == tokenize.COMMENT)]
+    else:
+        said = blocks((number, line) for number, line in enumerate(text.splitlines(), 1) if "//" in line)
+    return [(line, " ".join(text.split())) for line, text in said]
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and (said := ast.get_docstring(node)) is not None:
+            yield node.body[0].lineno, said
+
+
+def blocks(comments: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Comments on lines that follow each other, as one."""
+    block: list[str] = []
+    for (line, said), (following, _) in pairwise([*comments, (-1, "")]):
+        block.append(re.sub(r"^.*?(#|//)", "", said))
+        if following != line + 1:
+            yield line - len(block) + 1, " ".join(block)
+            block = []
+
+
+@functools.cache
+def rules(path: pathlib.Path) -> list[int]:
+    """The numbers of a file's rules: in its docstring, or in the comment that it begins with."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        said = re.sub(r"^// ?", "", re.match(r"(//.*\n)*", text).group(), flags=re.MULTILINE)
+    numbers = [int(number) for number in re.findall(r"^(?:Rule )?(\d+)(?:\.|  ) *\S", said, re.MULTILINE)]
+    return numbers if numbers[:1] == [1] else []
+
+
+def cited(text: str) -> Iterator[tuple[str, list[int]]]:
+    """The rules that a text cites, with the file that it says they are in: "" for its own."""
+    for file, numbers in RULES.findall(text):
+        found = [int(number) for number in re.findall(r"\d+", numbers)]
+        yield file, list(range(found[0], found[-1] + 1)) if " to " in numbers else found
+
+
+def meant(root: pathlib.Path, by: pathlib.Path, name: str) -> list[pathlib.Path]:
+    """The files that a name in another one may mean: that in the nearest folder above, or in the package's; or else all
+    whose paths end so in the same folder of the root, or in the package."""
+    nearest = [folder / name for folder in by.parents if folder.is_relative_to(root)]
+    for path in (*nearest, root / PACKAGE / name):
+        if path.is_file():
+            return [path]
+    for folder in (by.relative_to(root).parts[0], PACKAGE):
+        if found := [path for path in (root / folder).rglob(pathlib.Path(name).name) if path.match(name)]:
+            return found
+    return []
+
+
+def is_of_torch_or_lightning(name: str) -> bool:
+    """Whether this is the path of a file of theirs."""
+    package, _, path = name.partition("/")
+    if package not in ("torch", "lightning"):
+        return False
+    return any(pathlib.Path(folder, path).is_file() for folder in find_spec(package).submodule_search_locations)
+
+
+def citing(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files that may cite rules: code, and the pages."""
+    found = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in (*CODE, ".md")]
+    return sorted([*found, *root.glob("*.md"), *(root / "docs").glob("*.md")])
+
+
+def dangling(root: pathlib.Path) -> list[str]:
+    """What is cited and not there: rules, and files of Python."""
+    faults = []
+    for path in citing(root):
+        name = path.relative_to(root).as_posix()
+        for line, text in texts(path):
+            for file in re.findall(PATH, text):
+                found = meant(root, path, file)
+                if (
+                    len(found) != 1
+                    and file.endswith(".py")
+                    and file not in OTHERS
+                    and not is_of_torch_or_lightning(file)
+                ):
+                    which = " or ".join(sorted(it.relative_to(root).as_posix() for it in found)) or "no file"
+                    faults.append(f"{name}:{line} names {file}, which is {which}")
+            for file, numbers in cited(text):
+                of = meant(root, path, file) if file else [path] if path.suffix in CODE else []
+                missing = [number for number in numbers if any(number not in rules(it) for it in of)]
+                if missing or not of:
+                    faults.append(f"{name}:{line} cites {missing or numbers} of {file or 'its own rules'}")
+    return faults
+
+
+def misnumbered(root: pathlib.Path) -> list[str]:
+    """The files whose rules are not numbered one by one."""
+    files = [path for path in citing(root) if path.suffix in CODE]
+    return [str(path) for path in files if rules(path) != list(range(1, len(rules(path)) + 1))]
+
+
+def test_every_rule_and_every_file_that_is_cited_is_there():
+    assert dangling(ROOT) == []
+
+
+def test_rules_are_numbered_one_by_one():
+    assert misnumbered(ROOT) == []
+
+
+def test_the_rules_that_are_cited_are_found():
+    """Else all of them would be there."""
+    counts = Counter()
+    for path in citing(ROOT):
+        for _, text in texts(path):
+            counts[path.relative_to(ROOT).parts[0]] += len(list(cited(text)))
+            counts["of another file"] += sum(bool(file) for file, _ in cited(text))
+            counts["files"] += len(re.findall(PATH, text))
+    assert counts["sp_lightning"] > 150 and counts["of another file"] > 20 and counts["tests"] > 10, counts
+    assert counts["files"] > 200, counts
+
+
+RULED = {
+    "sp_lightning/core.py": '"""A core.\n\n1. One thing.\n2. Another,\n   and more (memory/store.py, Rule 1).\n"""\n',
+    "sp_lightning/memory/store.py": '"""A store.\n\nRule 1  A thing.\n        10. is no rule.\n"""\n',
+    "tests/csrc/state.h": "// State.\n//\n// 1. A thing.\n// 2. Another.\n#pragma once\n",
+}
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("sp_lightning/core.py", '"""A core.\n\n1. One thing.\n"""\n\n\ndef do():\n    """Do it (Rule 1)."""\n'),
+        ("sp_lightning/engine.py", "go()  # core.py, Rules 1 and 2; store.py,\n      # Rule 1\n"),
+        ("sp_lightning/memory/layout.py", "# as core.py says, and store.py, and memory/store.py\n"),
+        ("sp_lightning/engine.py", "# as torch/utils/checkpoint.py and lightning/pytorch/callbacks/timer.py do\n"),
+        ("sp_lightning/engine.py", 'SAID = "Rule 9 of gone.py"\n'),
+        ("tests/csrc/runtime.cpp", "go();  // state.h, Rule 2\n"),
+        ("tests/test_core.py", "# core.py, Rule 2; csrc/state.h, Rules 1 to 2\n"),
+        ("docs/page.md", "See `core.py`, Rule 2, and run `python your_file.py`.\n"),
+    ],
+)
+def test_what_is_there_may_be_cited(name, text, tmp_path):
+    write(tmp_path, {**RULED, name: text})
+    assert dangling(tmp_path) == misnumbered(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("sp_lightning/engine.py", "# Rule 1\n", "1 cites [1] of its own rules"),
+        ("sp_lightning/core.py", '"""A core.\n\n1. One thing (Rule 2).\n"""\n', "1 cites [2] of its own rules"),
+        ("sp_lightning/engine.py", "go()  # (core.py, Rules 1, 2 and 5)\n", "1 cites [5] of core.py"),
+        ("sp_lightning/engine.py", "# (core.py, Rules 1 to 4)\n", "1 cites [3, 4] of core.py"),
+        ("sp_lightning/engine.py", "def go():\n    # (store.py,\n    # Rule 2)\n    pass\n", "2 cites [2] of store.py"),
+        ("sp_lightning/engine.py", 'class It:\n    """Goes (rule 3)."""\n', "2 cites [3] of its own rules"),
+        ("sp_lightning/engine.py", "# as memory/layout.py does\n", "1 names memory/layout.py, which is no file"),
+        ("sp_lightning/engine.py", "# as torch/gone.py does\n", "1 names torch/gone.py, which is no file"),
+        ("sp_lightning/engine.py", "# as checkpoint.py does\n", "1 names checkpoint.py, which is no file"),
+        ("tests/csrc/runtime.cpp", "\ngo();  // Rule 2\n", "2 cites [2] of its own rules"),
+        ("tests/test_core.py", "# core.py, Rule 3\n", "1 cites [3] of core.py"),
+        ("docs/page.md", "See `core.py`, Rule 3.\n", "1 cites [3] of core.py"),
+        ("docs/page.md", "See `gone.py`.\n", "1 names gone.py, which is no file"),
+    ],
+)
+def test_what_is_not_there_is_noticed_where_it_is_cited(name, text, said, tmp_path):
+    write(tmp_path, {**RULED, name: text})
+    assert [fault for fault in dangling(tmp_path) if fault.startswith(name)] == [f"{name}:{said}"]
+
+
+def test_a_rule_of_a_file_that_moved_is_noticed(tmp_path):
+    write(tmp_path, RULED)
+    (tmp_path / "sp_lightning/memory/store.py").rename(tmp_path / "sp_lightning/memory/unit_store.py")
+    said = ["names memory/store.py, which is no file", "cites [1] of memory/store.py"]
+    assert dangling(tmp_path) == [f"sp_lightning/core.py:1 {what}" for what in said]
+
+
+def test_a_name_that_two_files_of_sub_packages_have_is_noticed(tmp_path):
+    write(tmp_path, {**RULED, "sp_lightning/runtime/store.py": "", "sp_lightning/engine.py": "# as store.py does\n"})
+    both = "sp_lightning/memory/store.py or sp_lightning/runtime/store.py"
+    assert dangling(tmp_path) == [f"sp_lightning/engine.py:1 names store.py, which is {both}"]
+
+
+def test_a_rule_that_is_taken_out_without_the_others_moving_up_is_noticed(tmp_path):
+    write(tmp_path, {**RULED, "sp_lightning/core.py": '"""A core.\n\n1. One thing.\n3. Another.\n"""\n'})
+    assert misnumbered(tmp_path) == [str(tmp_path / "sp_lightning/core.py")]
