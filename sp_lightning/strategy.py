@@ -127,6 +127,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
         check_supported(self.root_device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handle out of a copy: what streams is the module of this strategy."""
+        return {**super().__getstate__(), "handle": None}
+
     # ---- the device
 
     @property
