@@ -142,7 +142,7 @@ class SuperpipelineCallback(Callback):
             self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
-        if trainer.loggers or bar is not None or self.timeline is not None:
+        if self._handle.units and (trainer.loggers or bar is not None or self.timeline is not None):
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # whose optimizer may run on into it
             self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)

@@ -418,6 +418,46 @@ def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers
     assert_same(expected, run(functools.partial(parity.streaming_strategy, window=2)))
 
 
+class WithoutParameters(L.LightningModule):
+    """Normalises with running statistics, and has nothing to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, batch):
+        return self.norm(batch)
+
+    def training_step(self, batch, index):
+        batch.requires_grad_()
+        loss = (self(batch) ** 4).sum()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val", self(batch).sum())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return None
+
+
+@BOTH
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tmp_path):
+    def run(make_strategy):
+        module, loader = seeded(WithoutParameters), torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
+        options = {"enable_progress_bar": bar, "logger": CSVLogger(tmp_path) if bar else False, "log_every_n_steps": 1}
+        trainer = trainer_with(make_strategy(accelerator), accelerator, **options)
+        found = [trainer.validate(module, loader), trainer.test(module, loader), trainer.predict(module, loader)]
+        trainer.fit(module, loader, loader)
+        found += [dict(trainer.callback_metrics), dict(module.state_dict()), trainer.predict(module, loader)]
+        return {"found": found}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
 # ---- copies of a Trainer
 
 

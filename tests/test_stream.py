@@ -296,9 +296,15 @@ def test_an_unknown_class_name_is_refused_with_those_that_exist(device):
     assert_plain(net)
 
 
-def test_a_module_without_parameters_is_refused(device):
-    with pytest.raises(errors.PartitionError, match="ReLU has no parameters, so there is nothing to stream"):
-        sp_lightning.stream(nn.ReLU(), device)
+def test_a_module_without_parameters_runs_with_its_buffers_on_the_device(device):
+    norm, plain = nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, affine=False).to(device)
+    with sp_lightning.stream(norm, device) as handle:
+        batch = torch.arange(12.0, device=device).view(4, 3).requires_grad_()
+        norm(batch).square().sum().backward()
+        assert batch.grad.device == norm.running_mean.device == torch.device(device)
+        assert handle.units == [] and handle.stats()["fetches"] == 0
+    plain(batch)
+    assert norm.running_mean.is_cpu and torch.equal(norm.running_mean, plain.running_mean.cpu())
 
 
 @pytest.mark.parametrize(
