@@ -9,6 +9,7 @@ import inspect
 import io
 import pickle
 import re
+import unittest.mock
 
 import lightning as L
 import pytest
@@ -454,6 +455,23 @@ def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tm
         trainer.fit(module, loader, loader)
         found += [dict(trainer.callback_metrics), dict(module.state_dict()), trainer.predict(module, loader)]
         return {"found": found}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+@BOTH
+@pytest.mark.parametrize("several", [False, True])
+def test_a_callback_may_make_its_hooks_when_they_are_asked_for(several, accelerator):
+    def run(make_strategy):
+        module = seeded(zoo("mlp"))
+        loader = models.loader(module.case, 3)
+        mocks = [unittest.mock.Mock(spec=cb.Callback) for _ in range(1 + several)]
+        trainer = trainer_with(make_strategy(accelerator), accelerator, callbacks=mocks if several else mocks[0])
+        trainer.fit(module, loader, loader)
+        for command in (trainer.validate, trainer.test, trainer.predict):
+            command(module, loader)
+        calls = [[call[0] for call in mock.method_calls] for mock in mocks]
+        return {"calls": calls, "weights": dict(module.state_dict())}
 
     assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
 
