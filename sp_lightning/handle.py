@@ -187,6 +187,8 @@ class Handle:
             finally:
                 self._detach()
         finally:
+            for entry in self._entries:
+                entry.retire()
             self.steps.close()
 
     def __enter__(self) -> Handle:

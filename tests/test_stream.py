@@ -205,6 +205,43 @@ def test_the_module_runs_plainly_afterwards_and_streams_again(device):
             net.to("cpu")
 
 
+def test_what_somebody_kept_while_it_streamed_is_plain_after_the_end(device):
+    torch.manual_seed(0)
+    net = blocks()
+    handle = sp_lightning.stream(net, device, window=2)
+    kept = [(module, module.forward) for module in net.modules() if "forward" in vars(module)]
+    train(net, device)
+    handle.close()
+    expected = [squares(net, x) for x in inputs("cpu", 2)]
+    for module, forward in kept:
+        module.forward = forward  # as whoever had replaced it meanwhile puts it back
+    assert all(map(torch.equal, [squares(net, x) for x in inputs("cpu", 2)], expected))
+    for module, _ in kept:
+        del module.forward
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("way", ["ahead", "held"])
+def test_steps_after_the_end_are_plain(device, way):
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        train(net, device)
+    plain = copy.deepcopy(net)
+    net.zero_grad()
+    streams = getattr(handle.steps, way)
+    ours, theirs = sgd(net), sgd(plain)
+    for x in inputs("cpu", 3):
+        with streams(ours, lambda: True):
+            squares(net, x).backward()
+            ours.step()
+        squares(plain, x).backward()
+        theirs.step()
+    assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert not ours._optimizer_step_pre_hooks
+    assert_plain(net)
+
+
 def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
     net = blocks()
     handle = sp_lightning.stream(net, device, window=2)
