@@ -23,7 +23,7 @@ class MappedCheckpointIO(TorchCheckpointIO):
         """Lightning's own way, by way of memory and the directory of temporary files, for what is not local."""
         path = os.fspath(path)
         if storage_options is not None or not _is_local_file_protocol(path):
-            return super().save_checkpoint(checkpoint, path, storage_options)
+            return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         part = f"{path}.part"  # in the same directory: from another disk it could not replace the file in one go
         try:
@@ -43,7 +43,7 @@ class MappedCheckpointIO(TorchCheckpointIO):
         """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
         path = os.fspath(path)
         if not os.path.isfile(path) or not zipfile.is_zipfile(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
         # Who else finds something in there may keep it, and reading it when the file is no more would end the process.
         kept = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}

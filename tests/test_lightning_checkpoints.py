@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import models
 import parity
+from sp_lightning.checkpoints import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -208,6 +209,24 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     trainer, _ = fit("streaming", ckpt_path=tmp_path / "first.ckpt", plugins=[wrapped])
     assert trainer.strategy.checkpoint_io is wrapped
     assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
+
+
+def test_options_for_the_storage_arrive_by_name(tmp_path):
+    class Remote(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+            self.options = storage_options
+
+        def load_checkpoint(self, path, *, map_location=None, weights_only=None):
+            return {"weights_only": weights_only}
+
+    class Own(MappedCheckpointIO, Remote):
+        pass
+
+    own = Own()
+    trainer, _ = fit("streaming", plugins=[own])
+    trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={"anon": True})
+    assert own.options == {"anon": True}
+    assert own.load_checkpoint("memory://none.ckpt", weights_only=True) == {"weights_only": True}
 
 
 def test_a_file_of_the_old_format_is_read(tmp_path):
