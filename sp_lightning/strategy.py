@@ -295,7 +295,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
-        with waiting(what, sum(sizes), lambda: size_so_far(os.fspath(filepath)), self._may_show, self._display):
+        with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _waiting_for_parameters(

@@ -238,6 +238,32 @@ def test_a_file_of_the_old_format_is_read(tmp_path):
     assert_same(expected, state_of(*fit("streaming", ckpt_path=tmp_path / "old.ckpt")))
 
 
+@pytest.mark.parametrize(
+    "name", ["{folder}/own/end.ckpt", "file://{folder}/url/end.ckpt", "~/home/end.ckpt", "here/end.ckpt", "end.ckpt"]
+)
+def test_a_file_is_where_the_plain_run_writes_and_reads_it(name, tmp_path, monkeypatch):
+    def run(writer, reader):
+        folder = tmp_path / f"{writer} {reader}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", str(folder))
+        fit(writer, max_epochs=1, save=name.format(folder=folder))
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        return files, state_of(*fit(reader, ckpt_path=name.format(folder=folder)))
+
+    expected = run("plain", "plain")
+    for sides in [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")]:
+        actual = run(*sides)
+        assert actual[0] == expected[0]
+        assert_same(expected[1], actual[1])
+
+
+def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
+    expected = state_of(*fit("plain"))
+    fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
+    assert_same(expected, state_of(*fit("streaming", ckpt_path="memory://checkpoints/end.ckpt")))
+
+
 def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
         fit("streaming", ckpt_path=tmp_path / "none.ckpt")
