@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import zipfile
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # out of a checkpoint, when it resumes
+CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # says a file system that has no such thing
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
@@ -24,11 +26,14 @@ class MappedCheckpointIO(TorchCheckpointIO):
         local = local_path(path)
         if storage_options is not None or local is None:
             return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-        os.makedirs(os.path.dirname(local), exist_ok=True)
+        folder = os.path.dirname(local)
+        os.makedirs(folder, exist_ok=True)
         part = f"{local}.part"  # in the same directory: from another disk it could not replace the file in one go
         try:
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
+                file.flush()
+                _sync(file.fileno())  # else the disk may know the new name before it has the bytes
             os.replace(part, local)
         except (OSError, RuntimeError) as error:
             reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the system's
@@ -38,6 +43,7 @@ class MappedCheckpointIO(TorchCheckpointIO):
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(part)
+        _sync_folder(folder)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
@@ -61,6 +67,25 @@ def size_so_far(path: Any) -> int:
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{local_path(path)}.part")
     return 0
+
+
+def _sync(file: int) -> None:
+    """Wait until the disk has all of this file, where the file system can tell."""
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+
+
+def _sync_folder(path: str) -> None:
+    """Wait until the disk has the names of this folder, where it can be opened and synced; either file is whole."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Checkpoints cross over between this strategy and plain Lightning, both ways, and have the same size."""
 
+import errno
 import functools
+import os
 import resource
 import tracemalloc
 
@@ -318,6 +320,62 @@ def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
     finally:
         limit_files_to(previous)
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+
+
+def recorded(monkeypatch, errors):
+    """What is asked of the system, in order, by whom; these calls fail."""
+    calls = []
+
+    def sync(file, original=os.fsync):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        what = "folder" if os.path.isdir(path) else "file"
+        calls.append(("fsync", os.path.basename(path), None if what == "folder" else os.path.getsize(path)))
+        if what in errors:
+            raise OSError(errors[what], os.strerror(errors[what]))
+        original(file)
+
+    def replace(old, new, original=os.replace):
+        calls.append(("replace", os.path.basename(old), os.path.basename(new)))
+        original(old, new)
+
+    def open_(path, *args, original=os.open, **kwargs):
+        if "opening" in errors and os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "open", open_)
+    return calls
+
+
+NO_SUCH_THING = [{}, {"file": errno.EINVAL, "folder": errno.EINVAL}, {"folder": errno.EIO}, {"opening": errno.EACCES}]
+
+
+@pytest.mark.parametrize("errors", NO_SUCH_THING)
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
+    """Where file system and platform know of such a thing; where they do not, it is written all the same."""
+    trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
+    before = (tmp_path / "run" / "last.ckpt").read_bytes()
+    calls = recorded(monkeypatch, errors)
+    trainer.save_checkpoint(tmp_path / "run" / "last.ckpt")
+    synced = [("fsync", "last.ckpt.part", len(before)), ("replace", "last.ckpt.part", "last.ckpt")]
+    assert calls == [*synced, *([] if "opening" in errors else [("fsync", "run", None)])]
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
+    trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").read_bytes()
+    module.net.head.bias.data.add_(1)
+    calls = recorded(monkeypatch, {"file": error})
+    with pytest.raises(OSError, match=rf"{os.strerror(error)}; what was there before is whole: '.*/last.ckpt'") as info:
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
 
