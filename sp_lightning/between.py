@@ -87,8 +87,9 @@ def _hooked(
 
 def _has_own(hook: str, part: object, base: type) -> bool:
     """Whether this hook is another than the base class's: whatever can be called may be one, and may be set on the
-    object. Lightning's ``is_overridden`` knows functions only, and takes what wraps one for that one."""
-    return hook in vars(part) or getattr(type(part), hook) is not getattr(base, hook)
+    object, or made when it is asked for, as a mock does. Lightning's ``is_overridden`` knows functions only, and takes
+    what wraps one for that one."""
+    return hook in vars(part) or getattr(type(part), hook, None) is not getattr(base, hook)
 
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:

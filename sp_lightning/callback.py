@@ -114,6 +114,10 @@ class SuperpipelineCallback(Callback):
         self._chosen: dict[str, int] = {}  # by "auto" in the run that is resumed
         self._handle: Handle | None = None  # of the last fit
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what watches a run out of a copy, which keeps what "auto" chose, as a checkpoint does."""
+        return {**vars(self), "_handle": None, "_observer": None, "_chosen": SuperpipelineCallback.state_dict(self)}
+
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -143,17 +147,17 @@ class SuperpipelineCallback(Callback):
             self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
-        if self._loggers(trainer) or bar is not None or self.timeline is not None:
+        if self._handle.units and (self._loggers(trainer) or bar is not None or self.timeline is not None):
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # whose optimizer may run on into it
             self._observer = Observer(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
         if bar is not None and self._observer is not None:
-            _show_in(bar, self._observer)
+            bar.get_metrics = _Shown(bar, self._observer)
             rank_zero_info(_table(self._observer.table(trainer.optimizers)))
 
     def state_dict(self) -> dict[str, Any]:
         """What "auto" chose; empty, and so not in the checkpoint, where it chose nothing."""
-        return {} if self._handle is None else self._handle.chosen()
+        return self._chosen if self._handle is None else self._handle.chosen()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """For `on_fit_start`: there is nothing yet that streams."""
@@ -191,15 +195,19 @@ class SuperpipelineCallback(Callback):
         """The same, as far as it came."""
         with contextlib.suppress(Exception):  # the exception that is under way is what the user has to see
             self._finish(trainer, pl_module)
+        self._leave(trainer)  # Lightning does not call teardown then
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The progress bar is as it was."""
+        self._leave(trainer)
+
+    # ---- details
+
+    def _leave(self, trainer: Trainer) -> None:
         self._observer = None
         self._before = {}
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.__dict__.pop("get_metrics", None)
-
-    # ---- details
 
     def _bar(self, trainer: Trainer) -> Any:
         bar = trainer.progress_bar_callback
@@ -260,16 +268,23 @@ def _check_directory(path: Path) -> None:
         raise OptionError(argument="timeline", found=str(path), allowed=allowed) from error
 
 
-def _show_in(bar: Any, observer: Observer) -> None:
-    """Through what a progress bar asks for what it shows: a value that is logged to it could be monitored, too."""
-    asked = bar.get_metrics
+class _Shown:
+    """Serve as the ``get_metrics`` of a progress bar, from which it learns what to show: a value that is logged to it
+    could be monitored, too. A copy of the bar has its own ``get_metrics`` again."""
 
-    def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        share = observer.stall_share()
+    def __init__(self, bar: Any, observer: Observer) -> None:
+        self._bar = bar
+        self._asked = bar.get_metrics
+        self._observer = observer
+
+    def __call__(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        share = self._observer.stall_share()
         waits = {} if share is None else {"waits": f"{share:.0%}"}
-        return {**asked(trainer, pl_module), "device": format_bytes(observer.device_peak()), **waits}
+        peak = format_bytes(self._observer.device_peak())
+        return {**self._asked(trainer, pl_module), "device": peak, **waits}
 
-    bar.get_metrics = get_metrics
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._bar, "get_metrics")
 
 
 def _table(rows: Mapping[str, str]) -> str:

@@ -199,6 +199,8 @@ class Handle:
             finally:
                 self._detach()
         finally:
+            for entry in self._entries:
+                entry.retire()
             self.steps.close()
 
     def __enter__(self) -> Handle:
@@ -213,8 +215,6 @@ class Handle:
 
     def _attach(self) -> None:
         units = partition(self.module, self.options.units)
-        if not units:
-            raise PartitionError(f"{type(self.module).__name__} has no parameters, so there is nothing to stream")
         self._check_room(units)
         materialize(self.module)
         for name, parameter in self.module.named_parameters():

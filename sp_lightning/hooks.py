@@ -49,10 +49,14 @@ class Entry:
     def remove(self) -> None:
         """The module's own forward again; where somebody wrapped this entry, it only passes on."""
         if self.module.__dict__.get(self.method) is not self:
-            self.__class__ = Entry
+            self.retire()
         else:
             self._restore()
             self.removed = True
+
+    def retire(self) -> None:
+        """Only pass on from now on, wherever somebody keeps this entry or puts it back."""
+        self.__class__ = Entry
 
     def _restore(self) -> None:
         if self._own is None:

@@ -49,6 +49,7 @@ class Steps:
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
+        self._closed = False
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # why, of what does not run beside
         scaler.begin()
         self._hooks = [
@@ -58,6 +59,7 @@ class Steps:
 
     def close(self) -> None:
         """Optimizers step as they ever did."""
+        self._closed = True
         malloc.as_ever()
         scaler.end()
         for shadow in self._shadows.values():
@@ -125,7 +127,9 @@ class Steps:
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
-        """What steps units of this optimizer beside other work; None if nothing may (Rule 3)."""
+        """What steps units of this optimizer beside other work; None if nothing may (Rule 3), or nothing streams."""
+        if self._closed:
+            return None
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
             self.say(AFTER_BACKWARD, "ASGD makes tensors of the default type, which forward may set")

@@ -129,6 +129,10 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._chosen: dict[str, Any] = {}  # its state when the last run ended
         check_supported(self.root_device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handle out of a copy: what streams is the module of this strategy."""
+        return {**super().__getstate__(), "handle": None}
+
     # ---- the device
 
     @property
@@ -315,7 +319,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
-        with waiting(what, sum(sizes), lambda: size_so_far(os.fspath(filepath)), self._may_show, self._display):
+        with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _waiting_for_parameters(
@@ -352,6 +356,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     # ---- steps
 
+    @property
+    def _streaming(self) -> Handle | None:
+        """The handle of the run under way; outside of one, the module is plain and steps are the base class's."""
+        return None if self.handle is None or self.handle.closed else self.handle
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -360,12 +369,15 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         **kwargs: Any,
     ) -> Any:
         """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
-        assert self.handle is not None and self.lightning_module is not None
-        with self.handle.explaining():
+        handle = self._streaming
+        if handle is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        with handle.explaining():
             if not (self.lightning_module.automatic_optimization and self.options.optimizer_overlap):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
             ahead = self._may_step_ahead(optimizer)
-            overlapping = self.handle.steps.ahead if ahead else self.handle.steps.held
+            overlapping = handle.steps.ahead if ahead else handle.steps.held
             with overlapping(optimizer, self._may_hold):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -390,18 +402,21 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        assert self.handle is not None
-        self.handle.open_scope(name)
+        handle = self._streaming
+        if handle is None:
+            yield
+            return
+        handle.open_scope(name)
         try:
-            with self.handle.explaining():
+            with handle.explaining():
                 yield
         finally:
-            self.handle.close_scope()
+            handle.close_scope()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As the base class does."""
-        assert self.handle is not None
-        with self.handle.explaining():
+        handle = self._streaming
+        with contextlib.nullcontext() if handle is None else handle.explaining():
             return super().backward(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

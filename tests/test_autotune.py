@@ -1,5 +1,6 @@
 """``window="auto"`` and ``transfer="auto"``: decisions from made-up numbers, and runs on the simulated accelerator."""
 
+import copy
 import dataclasses
 import importlib.util
 import logging
@@ -460,6 +461,14 @@ def test_a_resumed_run_starts_from_what_was_chosen(caplog):
         resumed = fit(4, ckpt_path="auto.ckpt")
     assert "window 1 -> 8, transfer 1 -> 1: as the run that is resumed had chosen" in caplog.text
     assert resumed.strategy.handle.stats()["window"] == 8
+
+
+def test_a_copy_of_the_trainer_starts_from_what_was_chosen(caplog):
+    copied = copy.deepcopy(fit(3))
+    copied.fit_loop.epoch_loop.max_steps = 4
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        copied.fit(Stack(None), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None))
+    assert "window 1 -> 8, transfer 1 -> 1: as the run that is resumed had chosen" in caplog.text
 
 
 def test_it_starts_from_less_where_there_is_less_memory(caplog):

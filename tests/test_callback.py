@@ -361,9 +361,11 @@ def test_a_plan_is_what_plan_returned():
 
 
 def test_the_report_comes_on_an_exception_too(caplog):
+    bar = TQDMProgressBar()
     with caplog.at_level("INFO"), pytest.raises(ArithmeticError, match="the user's"):
-        fit([Failing()], enable_progress_bar=True, batches=6)
+        fit([Failing(), bar], enable_progress_bar=True, batches=6)
     assert any("superpipeline: a step took" in line for line in said(caplog))
+    assert "get_metrics" not in vars(bar)  # a run after this one would show through it, and keep what streamed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ Both sides of a comparison are one real run each, recorded by parity.py.
 import copy
 import functools
 import inspect
+import io
+import pickle
 import re
+import unittest.mock
 
 import lightning as L
 import pytest
@@ -414,6 +417,162 @@ def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers
 
     expected = run(parity.plain_strategy)
     assert_same(expected, run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+class WithoutParameters(L.LightningModule):
+    """Normalises with running statistics, and has nothing to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, batch):
+        return self.norm(batch)
+
+    def training_step(self, batch, index):
+        batch.requires_grad_()
+        loss = (self(batch) ** 4).sum()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val", self(batch).sum())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return None
+
+
+@BOTH
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tmp_path):
+    def run(make_strategy):
+        module, loader = seeded(WithoutParameters), torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
+        options = {"enable_progress_bar": bar, "logger": CSVLogger(tmp_path) if bar else False, "log_every_n_steps": 1}
+        trainer = trainer_with(make_strategy(accelerator), accelerator, **options)
+        found = [trainer.validate(module, loader), trainer.test(module, loader), trainer.predict(module, loader)]
+        trainer.fit(module, loader, loader)
+        found += [dict(trainer.callback_metrics), dict(module.state_dict()), trainer.predict(module, loader)]
+        return {"found": found}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+@BOTH
+@pytest.mark.parametrize("several", [False, True])
+def test_a_callback_may_make_its_hooks_when_they_are_asked_for(several, accelerator):
+    def run(make_strategy):
+        module = seeded(zoo("mlp"))
+        loader = models.loader(module.case, 3)
+        mocks = [unittest.mock.Mock(spec=cb.Callback) for _ in range(1 + several)]
+        trainer = trainer_with(make_strategy(accelerator), accelerator, callbacks=mocks if several else mocks[0])
+        trainer.fit(module, loader, loader)
+        for command in (trainer.validate, trainer.test, trainer.predict):
+            command(module, loader)
+        calls = [[call[0] for call in mock.method_calls] for mock in mocks]
+        return {"calls": calls, "weights": dict(module.state_dict())}
+
+    assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
+
+
+# ---- copies of a Trainer
+
+
+class Copyable(L.LightningModule):
+    """A module whose every part has a name that pickle finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+
+    def training_step(self, batch, index):
+        Copying.copy("training_step", self.trainer)
+        return self.net(batch).square().mean()
+
+    def forward(self, batch):
+        return self.net(batch)
+
+    def validation_step(self, batch, index):
+        Copying.copy("validation_step", self.trainer)
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2, foreach=False, fused=False)
+
+
+def through_torch(trainer):
+    with io.BytesIO() as file:
+        torch.save(trainer, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch,
+}
+
+
+class Copying(cb.Callback):
+    """Copies the Trainer, with all that it has, wherever a callback or the module is called."""
+
+    way = None
+    seen = []
+
+    @classmethod
+    def copy(cls, moment, trainer):
+        copied = COPIES[cls.way](trainer)
+        for part in (trainer.strategy, trainer.callbacks):
+            COPIES[cls.way](part)
+        assert copied.callbacks is not trainer.callbacks
+        names = {parameter: name for name, parameter in copied.lightning_module.named_parameters()}
+        states = [parity.named_state(optimizer, names) for optimizer in copied.optimizers]
+        found = {"weights": dict(copied.lightning_module.state_dict()), "states": states}
+        cls.seen.append((moment, {name: parity.keep(value) for name, value in parity.leaves(found)}))
+        return copied
+
+    def on_train_start(self, trainer, module):
+        self.copy("on_train_start", trainer)
+
+    def on_after_backward(self, trainer, module):
+        self.copy("on_after_backward", trainer)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.copy("on_train_batch_end", trainer)
+
+    def on_train_end(self, trainer, module):
+        self.copy("on_train_end", trainer)
+
+    def teardown(self, trainer, module, stage):
+        self.copy("teardown", trainer)
+
+
+@BOTH
+@pytest.mark.parametrize("bar", [None, cb.TQDMProgressBar, cb.RichProgressBar])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_trainer_can_be_copied_at_any_time_and_the_copy_trains(way, bar, accelerator, tmp_path):
+    def run(make_strategy):
+        Copying.way, Copying.seen = way, []
+        module, loader = seeded(Copyable), torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
+        options = {}  # no hook of the user's between steps: one may run on while the module copies
+        if bar is not None:
+            options = {"callbacks": [Copying(), bar()], "enable_progress_bar": True, "logger": CSVLogger(tmp_path)}
+        trainer = trainer_with(make_strategy(accelerator), accelerator, **options)
+        copied = COPIES[way](trainer)
+        for command in (trainer.fit, trainer.validate, trainer.predict):
+            command(module, loader)
+            copied = Copying.copy(f"after {command.__name__}", trainer)
+        copied.fit_loop.max_epochs = 2
+        copied.fit(copied.lightning_module, loader)
+        Copying.copy("after the copy's", copied)
+        return Copying.seen
+
+    expected, actual = run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2))
+    assert [moment for moment, _ in expected] == [moment for moment, _ in actual]
+    for (moment, theirs), (_, ours) in zip(expected, actual, strict=True):
+        assert_same({moment: theirs}, {moment: ours})
 
 
 @BOTH

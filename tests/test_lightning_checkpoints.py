@@ -1,6 +1,8 @@
 """Checkpoints cross over between this strategy and plain Lightning, both ways, and have the same size."""
 
+import errno
 import functools
+import os
 import resource
 import tracemalloc
 
@@ -12,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import models
 import parity
+from sp_lightning.checkpoints import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -210,6 +213,24 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
 
 
+def test_options_for_the_storage_arrive_by_name(tmp_path):
+    class Remote(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+            self.options = storage_options
+
+        def load_checkpoint(self, path, *, map_location=None, weights_only=None):
+            return {"weights_only": weights_only}
+
+    class Own(MappedCheckpointIO, Remote):
+        pass
+
+    own = Own()
+    trainer, _ = fit("streaming", plugins=[own])
+    trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={"anon": True})
+    assert own.options == {"anon": True}
+    assert own.load_checkpoint("memory://none.ckpt", weights_only=True) == {"weights_only": True}
+
+
 def test_a_file_of_the_old_format_is_read(tmp_path):
     """As Lightning reads it."""
     fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
@@ -217,6 +238,32 @@ def test_a_file_of_the_old_format_is_read(tmp_path):
     torch.save(checkpoint, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     expected = state_of(*fit("plain", ckpt_path=tmp_path / "new.ckpt"))
     assert_same(expected, state_of(*fit("streaming", ckpt_path=tmp_path / "old.ckpt")))
+
+
+@pytest.mark.parametrize(
+    "name", ["{folder}/own/end.ckpt", "file://{folder}/url/end.ckpt", "~/home/end.ckpt", "here/end.ckpt", "end.ckpt"]
+)
+def test_a_file_is_where_the_plain_run_writes_and_reads_it(name, tmp_path, monkeypatch):
+    def run(writer, reader):
+        folder = tmp_path / f"{writer} {reader}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", str(folder))
+        fit(writer, max_epochs=1, save=name.format(folder=folder))
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        return files, state_of(*fit(reader, ckpt_path=name.format(folder=folder)))
+
+    expected = run("plain", "plain")
+    for sides in [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")]:
+        actual = run(*sides)
+        assert actual[0] == expected[0]
+        assert_same(expected[1], actual[1])
+
+
+def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
+    expected = state_of(*fit("plain"))
+    fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
+    assert_same(expected, state_of(*fit("streaming", ckpt_path="memory://checkpoints/end.ckpt")))
 
 
 def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
@@ -273,6 +320,62 @@ def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
     finally:
         limit_files_to(previous)
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+
+
+def recorded(monkeypatch, errors):
+    """What is asked of the system, in order, by whom; these calls fail."""
+    calls = []
+
+    def sync(file, original=os.fsync):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        what = "folder" if os.path.isdir(path) else "file"
+        calls.append(("fsync", os.path.basename(path), None if what == "folder" else os.path.getsize(path)))
+        if what in errors:
+            raise OSError(errors[what], os.strerror(errors[what]))
+        original(file)
+
+    def replace(old, new, original=os.replace):
+        calls.append(("replace", os.path.basename(old), os.path.basename(new)))
+        original(old, new)
+
+    def open_(path, *args, original=os.open, **kwargs):
+        if "opening" in errors and os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "open", open_)
+    return calls
+
+
+NO_SUCH_THING = [{}, {"file": errno.EINVAL, "folder": errno.EINVAL}, {"folder": errno.EIO}, {"opening": errno.EACCES}]
+
+
+@pytest.mark.parametrize("errors", NO_SUCH_THING)
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
+    """Where file system and platform know of such a thing; where they do not, it is written all the same."""
+    trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
+    before = (tmp_path / "run" / "last.ckpt").read_bytes()
+    calls = recorded(monkeypatch, errors)
+    trainer.save_checkpoint(tmp_path / "run" / "last.ckpt")
+    synced = [("fsync", "last.ckpt.part", len(before)), ("replace", "last.ckpt.part", "last.ckpt")]
+    assert calls == [*synced, *([] if "opening" in errors else [("fsync", "run", None)])]
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
+    trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").read_bytes()
+    module.net.head.bias.data.add_(1)
+    calls = recorded(monkeypatch, {"file": error})
+    with pytest.raises(OSError, match=rf"{os.strerror(error)}; what was there before is whole: '.*/last.ckpt'") as info:
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
 

@@ -197,6 +197,48 @@ def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_r
         assert left_on_device() == allocated
 
 
+class Unlogged(Module):
+    """Can be stepped without a loop, to which values would be logged."""
+
+    def training_step(self, batch, index):
+        self.fail_at("training_step", index)
+        return self.case.loss(self.net, batch)
+
+    def validation_step(self, batch, index):
+        return self.case.loss(self.net, batch)
+
+    test_step = validation_step
+    optimizer_step = L.LightningModule.optimizer_step
+
+
+@BOTH
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("place", [None, "training_step", "on_train_batch_end"])
+def test_steps_that_are_taken_by_hand_after_a_run_are_plain(place, threads, accelerator, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # with one, units step beside others on the CPU, too
+
+    def run(side):
+        L.seed_everything(0, verbose=False)
+        module = Unlogged(place)
+        with pytest.raises(Boom) if place else contextlib.nullcontext():
+            fit(side, accelerator, module)
+        before, strategy, batch = world(module), module.trainer.strategy, CASE.batch(0)
+
+        def closure():
+            module.zero_grad()
+            loss = strategy.training_step(batch, 0)
+            strategy.backward(loss, None)
+            return loss
+
+        losses = [strategy.optimizer_step(strategy.optimizers[0], closure) for _ in range(2)]
+        losses += [module.optimizers().step(closure) for _ in range(2)]
+        losses += [step(batch, 0) for step in (strategy.validation_step, strategy.test_step, strategy.predict_step)]
+        assert world(module) == before
+        return {"loss": torch.stack(losses[:6]), "prediction": losses[6], **weights(module)}
+
+    assert_same(run("plain"), run("streaming"))
+
+
 class Overlapping(models.ZooModule):
     """Overrides nothing that keeps its optimizer from stepping while backward runs."""
 

@@ -205,6 +205,43 @@ def test_the_module_runs_plainly_afterwards_and_streams_again(device):
             net.to("cpu")
 
 
+def test_what_somebody_kept_while_it_streamed_is_plain_after_the_end(device):
+    torch.manual_seed(0)
+    net = blocks()
+    handle = sp_lightning.stream(net, device, window=2)
+    kept = [(module, module.forward) for module in net.modules() if "forward" in vars(module)]
+    train(net, device)
+    handle.close()
+    expected = [squares(net, x) for x in inputs("cpu", 2)]
+    for module, forward in kept:
+        module.forward = forward  # as whoever had replaced it meanwhile puts it back
+    assert all(map(torch.equal, [squares(net, x) for x in inputs("cpu", 2)], expected))
+    for module, _ in kept:
+        del module.forward
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("way", ["ahead", "held"])
+def test_steps_after_the_end_are_plain(device, way):
+    torch.manual_seed(0)
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        train(net, device)
+    plain = copy.deepcopy(net)
+    net.zero_grad()
+    streams = getattr(handle.steps, way)
+    ours, theirs = sgd(net), sgd(plain)
+    for x in inputs("cpu", 3):
+        with streams(ours, lambda: True):
+            squares(net, x).backward()
+            ours.step()
+        squares(plain, x).backward()
+        theirs.step()
+    assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert not ours._optimizer_step_pre_hooks
+    assert_plain(net)
+
+
 def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
     net = blocks()
     handle = sp_lightning.stream(net, device, window=2)
@@ -296,9 +333,15 @@ def test_an_unknown_class_name_is_refused_with_those_that_exist(device):
     assert_plain(net)
 
 
-def test_a_module_without_parameters_is_refused(device):
-    with pytest.raises(errors.PartitionError, match="ReLU has no parameters, so there is nothing to stream"):
-        sp_lightning.stream(nn.ReLU(), device)
+def test_a_module_without_parameters_runs_with_its_buffers_on_the_device(device):
+    norm, plain = nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3, affine=False).to(device)
+    with sp_lightning.stream(norm, device) as handle:
+        batch = torch.arange(12.0, device=device).view(4, 3).requires_grad_()
+        norm(batch).square().sum().backward()
+        assert batch.grad.device == norm.running_mean.device == torch.device(device)
+        assert handle.units == [] and handle.stats()["fetches"] == 0
+    plain(batch)
+    assert norm.running_mean.is_cpu and torch.equal(norm.running_mean, plain.running_mean.cpu())
 
 
 @pytest.mark.parametrize(
