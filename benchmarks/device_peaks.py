@@ -34,7 +34,7 @@ def measure(only: str) -> None:
     import predicted
 
     from sp_lightning import bench
-    from sp_lightning.config import format_bytes
+    from sp_lightning.options import format_bytes
 
     for model, batch, seq, activations, window, others in SETTINGS:
         if only not in model:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from sp_lightning.optimizer import fuse, step_in_pieces
+from sp_lightning.optim.pieces import fuse, step_in_pieces
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {}),

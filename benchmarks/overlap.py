@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 import simgpu.lightning
-from sp_lightning.gradients import Downlink
-from sp_lightning.store import UnitStore
-from sp_lightning.strategy import SuperpipelineStrategy
+from sp_lightning.lightning.strategy import SuperpipelineStrategy
+from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.runtime.gradients import GradientReturn
 
 MS = 1000  # microseconds
 UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10
@@ -108,7 +108,7 @@ def sleeping_optimizer(milliseconds):
 @contextlib.contextmanager
 def waiting():
     """Every submission is followed by its wait."""
-    load, send = UnitStore.load, Downlink._send
+    load, send = UnitStore.load, GradientReturn._send
 
     def load_and_wait(self):
         load(self)
@@ -119,11 +119,11 @@ def waiting():
         landing.done.synchronize()
         return landing
 
-    UnitStore.load, Downlink._send = load_and_wait, send_and_wait
+    UnitStore.load, GradientReturn._send = load_and_wait, send_and_wait
     try:
         yield
     finally:
-        UnitStore.load, Downlink._send = load, send
+        UnitStore.load, GradientReturn._send = load, send
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exceptio
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 # Paths in the package of files in which no step waits: they look on, or plan, or compare.
-BESIDE = {"measure.py", "progress.py", "recorder.py", "rehearsal.py", "bench/referee.py", "bench/turns.py"}
+BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "planning/dry_run.py"}
+BESIDE |= {"bench/referee.py", "bench/turns.py"}
 LONGEST_S = 300
 
 

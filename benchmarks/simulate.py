@@ -2,8 +2,8 @@
 
     python benchmarks/simulate.py
 
-The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of sp_lightning/machine.py,
-models the ones of sp_lightning/workloads.py, the order of work is the runtime's own.
+The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of sp_lightning/core/machine.py,
+models the ones of sp_lightning/planning/workloads.py, the order of work is the runtime's own.
 """
 
 import itertools
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sp_lightning.machine import GIB, MACHINES, Machine
-from sp_lightning.schedule import Schedule
-from sp_lightning.simulation import Floor, Simulation, UnitCost, simulate
-from sp_lightning.workloads import WORKLOADS, Part, Workload
+from sp_lightning.core.machine import GIB, MACHINES, Machine
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.core.simulation import LowerBound, Simulation, UnitCost, simulate
+from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
 
 WINDOW = 3
 HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 copy that travels, FP32 gradient
@@ -88,7 +88,7 @@ def chains(margin: float):
     return cell
 
 
-def most(floor: Floor, chained: Floor) -> float:
+def most(floor: LowerBound, chained: LowerBound) -> float:
     """What floor / step can not exceed: no step is shorter than its chain."""
     return min(1.0, floor.seconds / chained.chain)
 
@@ -135,7 +135,7 @@ def fewer_tokens(workload: Workload) -> str:
     return table(["", *(f"{share:.2f}" for share in shares)], rows)
 
 
-def in_rows(part: Part) -> list[Part]:
+def in_rows(part: WorkloadPart) -> list[WorkloadPart]:
     """A table cut by rows."""
     piece = replace(
         part,
@@ -146,7 +146,7 @@ def in_rows(part: Part) -> list[Part]:
     return [replace(piece, name=f"{part.name} {index}") for index in range(ROWS)]
 
 
-def places(workload: Workload) -> Iterator[tuple[str, list[Part]]]:
+def places(workload: Workload) -> Iterator[tuple[str, list[WorkloadPart]]]:
     """Where the embedding and the head may be."""
     first, *blocks, last = workload.parts
     both = replace(first, parameters=first.parameters + last.parameters, resident=True)

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.observer import Observer
-from sp_lightning.recorder import KEPT, Recorder
+from sp_lightning.core.recorder import KEPT, Recorder
+from sp_lightning.observe.run_report import RunReport
 
 CALLS = ("begin_pass", "work", "waiting", "left", "idle", "host_waited", "step_may_begin", "stepped")  # of a listener
 LOG_EVERY = 50  # steps, as Lightning does
@@ -118,7 +118,7 @@ class Turns:
         return timed(self.run)
 
     def on(self):
-        with contextlib.closing(Observer(self.handle)) as observer:
+        with contextlib.closing(RunReport(self.handle)) as observer:
             self.run()
             found = timed(lambda: (self.run(), told(observer)))
             observer.figures()
@@ -128,7 +128,7 @@ class Turns:
         """Calls and seconds of a step that is recorded or is not, with its share of what a logger gets."""
         record, recorder = self.handle.record, Recorder(self.handle.device, wanted=lambda batch: recorded)
         self.handle.record = lambda _: record(clocked_recorder(recorder, self.own))
-        with contextlib.closing(Observer(self.handle)) as observer:
+        with contextlib.closing(RunReport(self.handle)) as observer:
             self.handle.record = record
             self.run()
             calls, seconds = self.own.calls, self.own.seconds

@@ -4,7 +4,7 @@
 
 ``timeline_llama3-8b.png`` is simulated: 8192 tokens on an RTX 4090, window 3, recompute. ``timeline_simgpu.png`` has
 the same step twice, simulated above and measured below, on the simulated accelerator of the tests: eight units whose
-way up takes 10 ms, forward 10, backward 20, gradients' way down 10 and step on the host 30 (see overlap.py).
+way up takes 10 ms, forward 10, backward 20, gradients' way down 10 and step on the host 30 (see step_in_backward.py).
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 import sp_lightning
-from sp_lightning import picture, timeline
-from sp_lightning.machine import MACHINES, Machine
-from sp_lightning.schedule import Schedule
-from sp_lightning.simulation import UnitCost, simulate
-from sp_lightning.workloads import WORKLOADS
+from sp_lightning.core.machine import MACHINES, Machine
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.observe import timeline, timeline_plot
+from sp_lightning.planning.workloads import WORKLOADS
 
 UNITS, WINDOW, STEP = 8, 3, 30
 # Bytes, operations and parameters of a unit are its milliseconds.
@@ -69,11 +69,11 @@ def main():
 
     llama = WORKLOADS["llama3-8b"].units(tokens=8192)
     one = simulated(llama, MACHINES["rtx4090"], "Llama 3 8B on rtx4090", activations="recompute")
-    picture.save([one], directory / "timeline_llama3-8b.png")
+    timeline_plot.save([one], directory / "timeline_llama3-8b.png")
     print(timeline.summary(one))
     with tempfile.TemporaryDirectory() as temporary:
         both = [of_the_benchmark(), measured(pathlib.Path(temporary))]
-    picture.save(both, directory / "timeline_simgpu.png")
+    timeline_plot.save(both, directory / "timeline_simgpu.png")
     for each in both:
         print(timeline.summary(each))
 

@@ -5,10 +5,10 @@ Importing this package registers the strategy with Lightning, and does nothing e
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from .callback import SuperpipelineCallback
-from .handle import Handle, stream
-from .plan import Plan, plan
-from .strategy import SuperpipelineStrategy
+from .lightning.callback import SuperpipelineCallback
+from .lightning.strategy import SuperpipelineStrategy
+from .planning import Plan, plan
+from .runtime.handle import Handle, stream
 
 __all__ = ["Handle", "Plan", "SuperpipelineCallback", "SuperpipelineStrategy", "plan", "stream"]
 

@@ -93,7 +93,7 @@ def nothing_streams_on():
     """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
     yield
     if "sp_lightning" in sys.modules:  # else nothing can stream, and importing it takes seconds
-        from sp_lightning.parameters import _watchers
+        from sp_lightning.memory.parameters import _watchers
 
         assert not _watchers, f"{len(_watchers)} parameters are still streamed"
 

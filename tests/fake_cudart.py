@@ -3,7 +3,7 @@
 import torch
 
 import simgpu
-from sp_lightning import device
+from sp_lightning.memory import device
 
 
 class FakeCudart:

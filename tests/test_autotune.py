@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.autotune import Memory, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
-from sp_lightning.config import format_bytes
-from sp_lightning.device import DeviceMemoryError
-from sp_lightning.machine import Machine
-from sp_lightning.recorder import UnitTimes
+from sp_lightning.core.machine import Machine
+from sp_lightning.core.recorder import UnitTimes
+from sp_lightning.core.sizing import DeviceBudget, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
+from sp_lightning.memory.device import DeviceMemoryError
+from sp_lightning.options import format_bytes
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)
@@ -43,11 +43,11 @@ def times(count=8, overlap=True, **ms):
 
 
 def test_the_largest_window_leaves_the_reserve_and_what_others_took():
-    memory = Memory(capacity=1000, others=400)
+    memory = DeviceBudget(capacity=1000, others=400)
     assert memory.reserve == 50
     assert memory.most(units(*[100] * 8)) == 5  # of 550 bytes
     assert memory.most(units(*[10] * 8)) == 8
-    assert Memory(capacity=100, others=100).most(units(10, 10)) == 1  # without one unit nothing runs
+    assert DeviceBudget(capacity=100, others=100).most(units(10, 10)) == 1  # without one unit nothing runs
 
 
 def test_a_window_that_hides_everything_is_not_made_larger():
@@ -310,7 +310,7 @@ def test_measuring_ends_when_it_has_decided():
         train(net, handle, [64] * 3)
         assert type(handle._counters.listener).__name__ == "Recorder"
         train(net, handle, [64] * 6)
-        assert type(handle._counters.listener).__name__ == "Listener"
+        assert type(handle._counters.listener).__name__ == "StepListener"
 
 
 def test_gradients_that_find_no_room_take_a_waiting_unit_s():

@@ -16,15 +16,15 @@ import sys
 import pytest
 import torch
 
-from sp_lightning import shapes
 from sp_lightning.bench import Entry, Setting, compare, entries, referee, report, turns, worker
 from sp_lightning.bench.figures import Result, Row, Spread
 from sp_lightning.bench.floor import Costs
 from sp_lightning.cli import main
-from sp_lightning.device import Device
+from sp_lightning.core.machine import Machine
 from sp_lightning.errors import MissingExtraError, UnsupportedError
-from sp_lightning.machine import Machine
-from sp_lightning.shapes import SHAPES, build, multiplied
+from sp_lightning.memory.device import Device
+from sp_lightning.planning import shapes
+from sp_lightning.planning.shapes import SHAPES, build, multiplied
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINIEST = "--device cpu --batch 1 --seq 8 --steps 2 --repetitions 2 --windows 1,all".split()

@@ -14,9 +14,10 @@ from lightning.pytorch.tuner import Tuner
 import models
 import parity
 import sp_lightning
-from sp_lightning import callback, timeline
-from sp_lightning.config import format_bytes
-from sp_lightning.machine import Machine
+from sp_lightning.core.machine import Machine
+from sp_lightning.lightning import callback
+from sp_lightning.observe import timeline
+from sp_lightning.options import format_bytes
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")

@@ -4,8 +4,8 @@ import re
 import pytest
 from torch import nn
 
-from sp_lightning.config import Options, format_both, format_bytes, parse_bytes
 from sp_lightning.errors import OptionError
+from sp_lightning.options import Options, format_both, format_bytes, parse_bytes
 
 
 def find_blocks(module):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import models
-from sp_lightning import handle
+from sp_lightning.runtime import handle
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])

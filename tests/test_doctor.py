@@ -7,11 +7,11 @@ import re
 import pytest
 
 from sp_lightning import cli
-from sp_lightning.device import available
-from sp_lightning.doctor import Facts, Report, capacity, doctor, findings
+from sp_lightning.core.host import gpus_by_vendor
+from sp_lightning.core.machine import MACHINES
 from sp_lightning.errors import OptionError, UnsupportedError
-from sp_lightning.host import gpus_by_vendor
-from sp_lightning.machine import MACHINES
+from sp_lightning.memory.device import available
+from sp_lightning.observe.doctor import Facts, Report, capacity, doctor, findings
 
 GIB = 2**30
 GB = 1e9

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sp_lightning import errors
-from sp_lightning.device import DeviceMemoryError
+from sp_lightning.memory.device import DeviceMemoryError
 
 
 def test_an_option_error_names_argument_found_and_allowed():

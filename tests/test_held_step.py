@@ -22,11 +22,11 @@ from torch import nn
 import models
 import parity
 import sp_lightning
-from sp_lightning.device import Device
-from sp_lightning.optimizer import Optimizer
-from sp_lightning.overlap import HostThread, StepAhead
-from sp_lightning.store import UnitStore
-from sp_lightning.window import Window
+from sp_lightning.memory.device import Device
+from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.optim.pieces import Optimizer
+from sp_lightning.optim.step_in_backward import HostThread, StepInBackward
+from sp_lightning.runtime.window import Window
 
 TRUE_DATA = torch.Tensor.data.__get__
 
@@ -110,7 +110,7 @@ def hold(device, request):
         optimizer = make_optimizer(net)
         x = next(inputs(device))
         for _ in range(steps - 1):
-            with handle.steps.ahead(optimizer):  # the first of them shows whether it may (backward.py, Rule 5)
+            with handle.steps.ahead(optimizer):  # the first of them shows whether it may (backward_pass.py, Rule 5)
                 step(net, optimizer, x)
         optimizer.zero_grad()
         held = Held(handle, net, optimizer, opens_after)
@@ -268,7 +268,7 @@ def test_data_is_waited_for_outside_of_function_dispatch_too(hold):
 
 def test_nothing_is_under_way_when_reads_are_not_told(hold):
     held = hold()
-    sp_lightning.reads.pause()
+    sp_lightning.autograd.weight_reads.pause()
     assert not held.is_under_way
     assert_equal(held.net.head.weight.detach(), plain()[0].head.weight.detach())
 
@@ -639,8 +639,8 @@ def clip(request, monkeypatch):
     """Settings of a Trainer whose steps wait for all gradients, or begin beside backward and are not done then."""
     if request.param == "after backward":
         return CLIP
-    step_next = StepAhead._step_next
-    monkeypatch.setattr(StepAhead, "_step_next", lambda self: step_next(self) or time.sleep(0.05))
+    step_next = StepInBackward._step_next
+    monkeypatch.setattr(StepInBackward, "_step_next", lambda self: step_next(self) or time.sleep(0.05))
     return {}
 
 

@@ -18,10 +18,11 @@ import models
 import parity
 import simgpu
 import sp_lightning
-from sp_lightning import malloc, slabs
-from sp_lightning.device import CudaPageLock
+from sp_lightning.core import malloc
 from sp_lightning.errors import HostMemoryError
-from sp_lightning.slabs import Slabs
+from sp_lightning.memory import pinned
+from sp_lightning.memory.device import CudaPageLock
+from sp_lightning.memory.pinned import HostAllocator
 
 SIMGPU = torch.device("simgpu", 0)
 MIB = 2**20
@@ -37,14 +38,14 @@ def cudart(monkeypatch):
 
 @pytest.mark.parametrize("nbytes", [512, 4096, 3 * MIB + 512])
 def test_a_slab_has_its_size_and_begins_at_a_page(nbytes):
-    flat = Slabs().plain(nbytes)
+    flat = HostAllocator().plain(nbytes)
     assert flat.numel() == nbytes and flat.data_ptr() % 4096 == 0
     assert flat.untyped_storage().nbytes() == nbytes
     assert not flat.any() and flat.fill_(7).eq(7).all()
 
 
 def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
-    made = Slabs()
+    made = HostAllocator()
     flat = made.locked(512, CudaPageLock(SIMGPU))
     made.unlock()
     made.unlock()
@@ -55,7 +56,7 @@ def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
 
 @pytest.mark.parametrize("way", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.clone, lambda flat: flat[3].item()])
 def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
-    made = Slabs()
+    made = HostAllocator()
     flat, plain = made.locked(8192, CudaPageLock(SIMGPU)), made.plain(8192)
 
     def told():
@@ -81,7 +82,7 @@ def in_a_child(check):
 def test_a_slab_that_can_not_be_locked_is_not_unlocked(cudart):
     cudart.room = 0
     with pytest.raises(RuntimeError, match="CUDA error 2: out of memory"):
-        Slabs().locked(512, CudaPageLock(SIMGPU))
+        HostAllocator().locked(512, CudaPageLock(SIMGPU))
     gc.collect()
     assert [call for call, _ in cudart.calls] == ["register"]
 
@@ -91,7 +92,7 @@ def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monk
     def broken(device):
         raise RuntimeError("device-side assert")
 
-    flat = Slabs().locked(512, CudaPageLock(SIMGPU))
+    flat = HostAllocator().locked(512, CudaPageLock(SIMGPU))
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", broken)
         del flat  # what a finalizer raises would be printed, and fail this test as an unraisable exception
@@ -101,7 +102,7 @@ def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monk
 def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
     program = """
         import os, runpy, sys
-        Slabs = runpy.run_path(sys.argv[1])["Slabs"]
+        Slabs = runpy.run_path(sys.argv[1])["HostAllocator"]
 
         class Lock:
             def lock(self, address, nbytes):
@@ -117,7 +118,7 @@ def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
             os._exit(0)
         os.wait()
     """
-    command = [sys.executable, "-uc", textwrap.dedent(program), slabs.__file__]
+    command = [sys.executable, "-uc", textwrap.dedent(program), pinned.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout.split("\n"), done.stderr) == (["lock", "lock", "unlock True", "unlock True", ""], "")
 
@@ -172,7 +173,7 @@ def test_pinned_is_an_error_with_numbers_where_memory_can_not_be_page_locked(mon
 
 def test_memory_that_is_not_to_be_had_is_an_error_with_numbers(monkeypatch):
     monkeypatch.setattr(
-        slabs.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
+        pinned.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
     )
     with pytest.raises(HostMemoryError, match=r"[\d.]+ KiB of host memory are not to be had .* are free; train fewer"):
         sp_lightning.stream(blocks(), torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.layout import ALIGNMENT, Field, Layout, aligned
+from sp_lightning.memory.layout import ALIGNMENT, Field, Layout, aligned
 
 
 def slab(layout):

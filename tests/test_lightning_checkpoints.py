@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import models
 import parity
-from sp_lightning.checkpoints import MappedCheckpointIO
+from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])

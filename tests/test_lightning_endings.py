@@ -14,9 +14,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import models
 import parity
-from sp_lightning import parameters, stream
-from sp_lightning.gradients import Downlink
-from sp_lightning.store import UnitStore
+from sp_lightning import stream
+from sp_lightning.memory import parameters
+from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.runtime.gradients import GradientReturn
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -372,7 +373,7 @@ def finished_steps(accelerator):
     return keeping.kept
 
 
-UP, DOWN = (UnitStore, "load"), (Downlink, "receive")
+UP, DOWN = (UnitStore, "load"), (GradientReturn, "receive")
 COPIES = [(UP, 1), (UP, 8), (UP, 25), (UP, 29), (UP, 34), (UP, 37), (UP, 41), (DOWN, 1), (DOWN, 9), (DOWN, 12)]
 
 
@@ -409,7 +410,7 @@ def test_a_device_too_small_for_a_unit():
     fit("streaming", "simgpu", module)
 
 
-@pytest.mark.parametrize("place", ["window.Schedule", "handle.Scope"])
+@pytest.mark.parametrize("place", ["runtime.window.Schedule", "runtime.handle.RootEntry"])
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):
         raise Boom

@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from sp_lightning import host, optimizer
-from sp_lightning.device import Device
-from sp_lightning.host import host_memory, lock_limit, numa_nodes, peak_memory, usable_cores
-from sp_lightning.machine import Machine
-from sp_lightning.measure import measure, measure_dram, measure_flops, measure_link, measure_optimizer
+from sp_lightning.core import host
+from sp_lightning.core.host import host_memory, lock_limit, numa_nodes, peak_memory, usable_cores
+from sp_lightning.core.machine import Machine
+from sp_lightning.memory.device import Device
+from sp_lightning.optim import pieces
+from sp_lightning.runtime.measure import measure, measure_dram, measure_flops, measure_link, measure_optimizer
 
 MIB = 2**20
 
@@ -75,9 +76,9 @@ def test_measuring_draws_no_random_numbers_of_the_users():
 
 def test_the_optimizer_that_is_measured_steps_in_pieces_or_fused(monkeypatch):
     called = []
-    for real in (optimizer.step_in_pieces, optimizer.fuse):
+    for real in (pieces.step_in_pieces, pieces.fuse):
         spy = lambda stepped, real=real: called.append(real.__name__) or real(stepped)  # noqa: E731
-        monkeypatch.setattr(f"sp_lightning.measure.{real.__name__}", spy)
+        monkeypatch.setattr(f"sp_lightning.runtime.measure.{real.__name__}", spy)
     assert measure_optimizer() > 0 and measure_optimizer(fused=True) > 0
     assert called == ["step_in_pieces", "fuse"]
 

@@ -96,8 +96,8 @@ def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run,
     planned, measured = run(
         """
 import lightning as L
-from sp_lightning.machine import MACHINES
-from sp_lightning.planner import RESERVED
+from sp_lightning.core.machine import MACHINES
+from sp_lightning.planning.planner import RESERVED
 
 options = {"activations": sys.argv[1], "window": 2}
 shape = dict(hidden=768, layers=5, vocabulary=16000)

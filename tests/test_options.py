@@ -13,10 +13,10 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.autotune import UnitBytes, first_window, largest_window
-from sp_lightning.config import Options
+from sp_lightning.core.sizing import UnitBytes, first_window, largest_window
 from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
-from sp_lightning.units import partition
+from sp_lightning.memory.partition import partition
+from sp_lightning.options import Options
 
 SIMGPU = torch.device("simgpu", 0)
 KIB = 1024

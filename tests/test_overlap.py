@@ -20,11 +20,11 @@ from lightning.pytorch.plugins import Precision
 import models
 import parity
 import sp_lightning
-from sp_lightning import between
-from sp_lightning.backward import in_backward
+from sp_lightning.autograd.backward_pass import in_backward
 from sp_lightning.errors import ExactnessError
-from sp_lightning.overlap import HostThread
-from sp_lightning.store import UnitStore
+from sp_lightning.lightning import user_hooks
+from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.optim.step_in_backward import HostThread
 
 ROOT = Path(__file__).parent.parent
 
@@ -304,7 +304,7 @@ def test_with_default_options_nothing_of_ours_or_lightnings_holds_the_step(packa
     """Wherever our files lie."""
     for kind in (sp_lightning.SuperpipelineStrategy, sp_lightning.SuperpipelineCallback):
         monkeypatch.setattr(kind, "__module__", f"{package}.module")
-    monkeypatch.setattr(between, "__package__", package)
+    monkeypatch.setattr(user_hooks, "__package__", package)
     if device.type == "simgpu":
         import simgpu.lightning  # noqa: F401
     module = module_of(kind=SeesTheEnd)
@@ -451,7 +451,7 @@ def test_optimizer_state_is_made_by_who_calls_the_step(monkeypatch):
 def test_a_step_takes_little_more_than_its_best_time_and_a_waiting_one_much_more():
     """Loose, as timings are, and one of three: what else the machine does only ever adds to the former.
     benchmarks/overlap.py prints the figures."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--steps", "5", "--json", "times.json"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "step_in_backward.py"), "--steps", "5", "--json", "times.json"]
     for _ in range(3):
         subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
         times = json.loads(Path("times.json").read_text())

@@ -16,11 +16,11 @@ from torch import nn
 import models
 import parity
 import sp_lightning
-from sp_lightning.config import Options
+from sp_lightning.core.machine import GIB, Machine
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
-from sp_lightning.machine import GIB, Machine
-from sp_lightning.plan import Choice, Plan, plan, simulate
-from sp_lightning.subject import Rehearsed, states_of
+from sp_lightning.options import Options
+from sp_lightning.planning import Plan, SweepPoint, plan, simulate
+from sp_lightning.planning.planned_model import TracedModel, states_of
 
 MACHINE = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=GIB, host_nbytes=64 * GIB)
 
@@ -131,7 +131,9 @@ def test_a_backward_that_autograd_records_holds_all_the_units_that_it_read():
 
     def most_held(loss):
         visits = (
-            Rehearsed(Stack, torch.zeros(8, 256), "32-true", None, "cpu", loss).needs(Options(), MACHINE).script.visits
+            TracedModel(Stack, torch.zeros(8, 256), "32-true", None, "cpu", loss)
+            .needs(Options(), MACHINE)
+            .script.visits
         )
         return max((visit.held for visit in visits), key=len)
 
@@ -207,7 +209,7 @@ def test_the_smallest_of_the_fastest_windows_is_chosen():
     found = planned(machine=replace(MACHINE, flops_per_s=1e10))
     assert (found.window, found.transfer, found.binds) == (2, 1, "compute")
     assert found.step_s >= found.floor_s > 0
-    assert Choice(2, 1, found.device_nbytes, found.step_s) in found.sweep
+    assert SweepPoint(2, 1, found.device_nbytes, found.step_s) in found.sweep
 
 
 def test_the_simulated_step_has_a_timeline():
@@ -323,14 +325,14 @@ def test_checkpoints_of_the_model_s_own_are_planned_with_every_policy():
 
 
 def test_what_a_change_can_not_do_is_not_said_of_the_plan(monkeypatch):
-    real = Rehearsed._rehearse
+    real = TracedModel._rehearse
 
     def rehearse(self, options, batch):
         if options.activations == "recompute":
             raise ValueError("not that way")
         return real(self, options, batch)
 
-    monkeypatch.setattr(Rehearsed, "_rehearse", rehearse)
+    monkeypatch.setattr(TracedModel, "_rehearse", rehearse)
     case = models.case("mlp")
     found = planned(models.ZooModule(case), case.batch(0))
     assert found.notes == () and found.changes
@@ -348,7 +350,7 @@ def test_listed_workloads_are_planned_by_their_numbers():
 def test_the_largest_config_is_planned_in_seconds_and_less_than_2_gib():
     code = """
 import time, torch, transformers, sp_lightning
-from sp_lightning.host import peak_memory
+from sp_lightning.core.host import peak_memory
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, intermediate_size=28672)
 x = torch.ones(8, 2048, dtype=torch.long)
@@ -508,7 +510,7 @@ def test_a_training_step_s_own_error_is_told_rather_than_that_forward_is_not_the
 
 
 def test_too_large_to_be_tried_with_data_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("sp_lightning.subject.LARGEST_REAL", 1000)
+    monkeypatch.setattr("sp_lightning.planning.planned_model.LARGEST_REAL", 1000)
     case = models.case("mixture_of_experts")
     said = r"asks for values that it computes \(.*\), and [\d.]+ KiB of weights are more than the 1000 B with which"
     with pytest.raises(UnsupportedError, match=said):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning import cli, specs, trade
+from sp_lightning import cli
+from sp_lightning.commands import model_spec, plan_plot
 from sp_lightning.errors import MissingExtraError, OptionError
-from sp_lightning.shapes import SHAPES
+from sp_lightning.planning.shapes import SHAPES
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -94,24 +95,24 @@ def test_the_picture_shows_the_chosen_point_and_what_there_is(tmp_path):
     pytest.importorskip("matplotlib")
     run(*of_this_file("--plot", tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    from sp_lightning.plan import plan
+    from sp_lightning.planning import plan
 
-    drawn = trade.figure(plan(tower, torch.zeros(4, 32), machine="rtx4090")).axes[0]
+    drawn = plan_plot.figure(plan(tower, torch.zeros(4, 32), machine="rtx4090")).axes[0]
     assert any(text.get_text().startswith("chosen: window") for text in drawn.texts)
     assert "what the device has" in [line.get_label() for line in drawn.lines]
 
 
 def test_a_picture_without_matplotlib_names_the_extra_before_any_work(monkeypatch, capsys):
-    monkeypatch.setattr(trade.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"a picture of a plan needs matplotlib.*sp-lightning\[plots\]"):
-        trade.check_matplotlib()
+        plan_plot.check_matplotlib()
     run(*of_this_file("--plot", "plan.png"), status=2)
     assert capsys.readouterr().out == ""
 
 
 def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
     run(*of_this_file("--timeline", tmp_path / "trace.json"))
-    from sp_lightning import timeline
+    from sp_lightning.observe import timeline
 
     assert timeline.load(tmp_path / "trace.json").source == "simulated"
 
@@ -135,7 +136,7 @@ def test_its_options_are_listed(capsys):
 def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "some.json").write_text(json.dumps(config))
-    spec = specs.find(str(tmp_path / "some.json"), 2, 8)
+    spec = model_spec.find(str(tmp_path / "some.json"), 2, 8)
     net = spec.model()
     assert (type(net).__name__, set(spec.batch), net.dtype) == (name, keys, torch.float32)
     assert net(**spec.batch).loss.requires_grad
@@ -144,7 +145,7 @@ def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tm
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18"])
 def test_a_torchvision_name_is_a_classifier_with_images(name):
     pytest.importorskip("torchvision")
-    spec = specs.find(name, 2, 0)
+    spec = model_spec.find(name, 2, 0)
     assert spec.batch[0].shape == (2, 3, 224, 224)
     assert spec.loss(spec.model(), spec.batch).dim() == 0
 
@@ -154,7 +155,7 @@ def test_a_torchvision_name_is_a_classifier_with_images(name):
 )
 def test_a_shape_of_the_benchmarks_has_a_length_of_its_own(name, length, tokens):
     pytest.importorskip("transformers")
-    spec, shape = specs.find(name, 2, length), SHAPES[name]
+    spec, shape = model_spec.find(name, 2, length), SHAPES[name]
     assert spec.batch.keys() == shape.inputs(2, tokens, torch.Generator()).keys()
     assert {tuple(t.shape) for t in spec.batch.values() if t.dim() == 2} <= {(2, tokens)}
     assert spec.loss(spec.model(), spec.batch).requires_grad
@@ -162,11 +163,11 @@ def test_a_shape_of_the_benchmarks_has_a_length_of_its_own(name, length, tokens)
 
 def test_a_shape_refuses_a_length_that_it_can_not_have():
     with pytest.raises(OptionError, match="seq must be 17 for this model: patches and a class, got 9"):
-        specs.find("vit-tiny", 2, 9)
+        model_spec.find("vit-tiny", 2, 9)
 
 
 def test_a_shape_takes_a_batch_of_the_users():
-    spec = specs.find("tiny", 3, 8, "test_plan_command:tokens")
+    spec = model_spec.find("tiny", 3, 8, "test_plan_command:tokens")
     assert spec.batch["tokens"].shape == (3, 9)
     assert spec.loss(spec.model(), spec.batch).requires_grad
 
@@ -202,7 +203,7 @@ def test_a_workload_is_planned_for_its_tokens(capsys):
 )
 def test_a_model_that_is_not_found_is_refused(text, data, message):
     with pytest.raises(OptionError, match=message):
-        specs.find(text, 1, 1, data)
+        model_spec.find(text, 1, 1, data)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_config_without_a_model_or_without_layers_is_refused(config, message, 
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(OptionError, match=message):
-        specs.find(str(tmp_path), 1, 1)
+        model_spec.find(str(tmp_path), 1, 1)
 
 
 def test_what_takes_neither_texts_nor_images_needs_a_batch(tmp_path):
@@ -227,8 +228,8 @@ def test_what_takes_neither_texts_nor_images_needs_a_batch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(WHISPER))
     said = "data must be package.module:function: .* WhisperForConditionalGeneration takes input_features, got None"
     with pytest.raises(OptionError, match=said):
-        specs.find(str(tmp_path), 1, 1)
-    assert specs.find(str(tmp_path), 1, 4, "test_plan_command:rows_of_32").batch.shape == (1, 32)
+        model_spec.find(str(tmp_path), 1, 1)
+    assert model_spec.find(str(tmp_path), 1, 4, "test_plan_command:rows_of_32").batch.shape == (1, 32)
 
 
 def test_a_picture_whose_format_is_not_known_is_refused_before_any_work(capsys):

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from sp_lightning.kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
-from sp_lightning.pretence import Pretence, Unknown
-from sp_lightning.tally import Tally
+from sp_lightning.planning.fake_kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
+from sp_lightning.planning.fake_tensors import FakeTensors, Unknown
+from sp_lightning.planning.tally import MemoryTracker
 
 HALF = torch.bfloat16
 
@@ -28,28 +28,28 @@ def saved_by(run, *tensors):
 
 
 def test_nothing_has_memory_and_everything_says_it_is_on_the_cpu():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         x = torch.zeros(2**20, 2**20)
         assert (x.device.type, x.is_cuda, x.is_meta, (x @ x).device.type) == ("cpu", False, False, "cpu")
     assert x.is_meta
 
 
 def test_integers_have_values_through_views_and_writes():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         x = torch.arange(6).view(2, 3)
         x[0, 1:] += 10
         assert (x.t().tolist(), int(x.max()), x.nonzero().shape) == ([[0, 3], [11, 4], [12, 5]], 12, (5, 2))
 
 
 def test_a_mask_of_known_values_says_how_much_it_chooses():
-    with (pretence := Pretence("cuda")):
+    with (pretence := FakeTensors("cuda")):
         mask = pretence.adopt(torch.tensor([True, False, True]))
         x = torch.randn(3, 1000)
         assert (x[mask].shape, x.masked_select(mask[:, None]).shape) == ((2, 1000), (2000,))
 
 
 def test_lists_as_indices_have_values_too():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         x = torch.arange(6).view(2, 3)
         assert (x[:, [-1, 0]].tolist(), 4 in x[[1]], x[[]].shape) == ([[2, 0], [5, 3]], True, (0, 3))
         x[[0, 1], [0, 1]] = 9
@@ -57,14 +57,14 @@ def test_lists_as_indices_have_values_too():
 
 
 def test_expanded_values_are_adopted():
-    with (pretence := Pretence("cuda")):
+    with (pretence := FakeTensors("cuda")):
         mask = pretence.adopt(torch.tensor([[1], [2]]).expand(2, 5))
         assert mask.tolist() == [[1] * 5, [2] * 5]
         assert torch.empty_strided((2, 3), (0, 1), dtype=torch.long).stride() == (0, 1)
 
 
 def test_a_mask_of_floats_that_are_all_ones_has_values():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         mask = torch.ones(8, 512)
         assert mask.to(torch.bool).all().item() and mask.bool().sum().item() == 8 * 512
 
@@ -82,13 +82,13 @@ class TellsItsDevice(torch.autograd.Function):
 
 def test_in_backward_everything_is_on_the_cpu_too():
     checks = dict(torch.utils.checkpoint._allowed_determinism_checks_to_fns)
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         TellsItsDevice.apply(torch.ones(3, requires_grad=True)).sum().backward()
     assert torch.utils.checkpoint._allowed_determinism_checks_to_fns == checks
 
 
 def test_what_depends_on_unknown_numbers_is_an_error_that_names_the_operator():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         x = torch.randn(1000)
         with pytest.raises(Unknown, match="nonzero has no result without data"):
             (x > 0).nonzero()
@@ -97,7 +97,7 @@ def test_what_depends_on_unknown_numbers_is_an_error_that_names_the_operator():
 
 
 def test_a_write_of_something_unknown_makes_known_values_unknown():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         x = torch.zeros(4, dtype=torch.long)
         x += torch.randn(1000).argmax()
         with pytest.raises(Unknown, match="_local_scalar_dense"):
@@ -106,7 +106,7 @@ def test_a_write_of_something_unknown_makes_known_values_unknown():
 
 def test_random_numbers_of_the_process_are_left_alone():
     before = torch.get_rng_state()
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         torch.randint(9, (3,))
     assert torch.equal(before, torch.get_rng_state())
 
@@ -149,25 +149,25 @@ def test_types_under_autocast_are_cudas():
             theirs = {name: out.dtype for name, out in operators(x, w)}
         finally:
             torch.set_autocast_enabled("cuda", False)
-    with Pretence("cuda", HALF):
+    with FakeTensors("cuda", HALF):
         ours = {name: out.dtype for name, out in operators(torch.randn(8, 8), torch.randn(8, 8))}
     assert ours == theirs
 
 
 def test_without_autocast_nothing_is_cast():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         assert (torch.randn(2, 2) @ torch.randn(2, 2)).dtype is torch.float32
 
 
 def test_model_code_can_turn_autocast_off():
-    with Pretence("cuda", HALF):
+    with FakeTensors("cuda", HALF):
         x = torch.randn(2, 2)
         with torch.autocast(device_type=x.device.type, enabled=False):
             assert (x @ x).dtype is torch.float32
 
 
 def test_other_threads_and_later_code_are_not_touched():
-    with Pretence("cuda", HALF):
+    with FakeTensors("cuda", HALF):
         pass
     x = torch.randn(4, 4, requires_grad=True)
     assert (x @ x).dtype is torch.float32
@@ -178,7 +178,7 @@ def test_other_threads_and_later_code_are_not_touched():
 
 
 def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         q, k, v = (torch.randn(2, 8, 2048, 64, dtype=HALF, requires_grad=True) for _ in range(3))
         kept = saved_by(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), q, k, v)
     exact = 4 * 2 * 8 * 2048 * 64 * 2 + 2 * 8 * 2048 * 4
@@ -187,8 +187,8 @@ def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
 
 @pytest.mark.parametrize("keys", [8, 2])
 def test_attention_takes_as_many_products_with_fewer_heads_of_keys(keys):
-    tally = Tally(lambda unit: None, lambda: "all")
-    with (pretence := Pretence("cuda")):
+    tally = MemoryTracker(lambda unit: None, lambda: "all")
+    with (pretence := FakeTensors("cuda")):
         pretence.observe = tally.observe
         q, k, v = (torch.randn(2, heads, 256, 64, dtype=HALF, requires_grad=True) for heads in (8, keys, keys))
         F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=keys < 8).sum().backward()
@@ -209,8 +209,8 @@ def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     device = torch.device("simgpu", 0)
     run_nbytes = peak(lambda step: step(), lambda: torch.accelerator.max_memory_allocated())
     device = None
-    with (pretence := Pretence("simgpu")):
-        tally = Tally(lambda unit: None, lambda: "all")
+    with (pretence := FakeTensors("simgpu")):
+        tally = MemoryTracker(lambda unit: None, lambda: "all")
         pretence.observe = tally.observe
         planned = peak(lambda step: step(), lambda: tally.visits[0].nbytes)
     assert planned == pytest.approx(run_nbytes, rel=0.05)
@@ -221,7 +221,7 @@ def test_to_ask_a_device_at_hand_which_attention_it_picks_draws_none_of_its_rand
     import simgpu  # noqa: F401
 
     before = torch.get_device_module("simgpu").get_rng_state()
-    with Pretence("simgpu"):
+    with FakeTensors("simgpu"):
         q = torch.zeros(1, 2, 8, 24, requires_grad=True)  # of a width that nobody asked about before
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert torch.equal(torch.get_device_module("simgpu").get_rng_state(), before)
@@ -248,13 +248,13 @@ def test_the_kernel_that_a_device_picks(target, asked, kernel):
 
 @pytest.mark.parametrize("target, mask_nbytes", [("cuda", 1), ("cpu", 4)])
 def test_dropout_keeps_the_mask_that_the_target_makes(target, mask_nbytes):
-    with Pretence(target):
+    with FakeTensors(target):
         x = torch.randn(1024, requires_grad=True)
         assert saved_by(lambda x: F.dropout(x, 0.5), x) == 1024 * mask_nbytes
 
 
 def test_a_layer_in_a_layer_is_reached_too():
-    with Pretence("cuda"):
+    with FakeTensors("cuda"):
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
         kept = saved_by(layer, torch.randn(1, 2048, 64, requires_grad=True))
     assert kept < 2048 * 2048 * 4 * 4  # the scores of four heads

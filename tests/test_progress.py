@@ -12,7 +12,8 @@ from test_callback import fit
 
 import models
 import sp_lightning
-from sp_lightning import progress, strategy
+from sp_lightning.lightning import strategy
+from sp_lightning.observe import progress
 
 CASE = models.case("mlp")
 

@@ -22,10 +22,10 @@ from torch import nn
 import models
 import simgpu
 import sp_lightning
-from sp_lightning import overlap
-from sp_lightning.device import CudaPageLock
-from sp_lightning.optimizer import step_in_pieces
-from sp_lightning.slabs import Slabs
+from sp_lightning.memory.device import CudaPageLock
+from sp_lightning.memory.pinned import HostAllocator
+from sp_lightning.optim import step_in_backward
+from sp_lightning.optim.pieces import step_in_pieces
 
 DEVICE = torch.device("simgpu", 0)
 SLOW_US = 20_000  # longer than the host needs to come to what it does next
@@ -301,7 +301,7 @@ def test_a_unit_that_has_to_go_while_it_goes_through_the_ring_writes_to_nobody_e
 
 def test_registered_memory_is_given_up_with_its_last_tensor_and_after_what_is_queued(monkeypatch):
     cudart = fake_cudart.install(monkeypatch)
-    flat = Slabs().locked(3 << 20, CudaPageLock(DEVICE))
+    flat = HostAllocator().locked(3 << 20, CudaPageLock(DEVICE))
     address, part = flat.data_ptr(), flat.untyped_storage()[512:1024]
     assert cudart.registered == {address: 3 << 20}
     del flat
@@ -623,8 +623,8 @@ class Arriving:
 @pytest.fixture
 def ahead():
     optimizer = make_optimizer(blocks())
-    thread = overlap.HostThread()
-    yield overlap.StepAhead(optimizer, step_in_pieces(optimizer), thread)
+    thread = step_in_backward.HostThread()
+    yield step_in_backward.StepInBackward(optimizer, step_in_pieces(optimizer), thread)
     thread.close()
 
 

@@ -9,9 +9,9 @@ import side_by_side
 import torch
 
 import sp_lightning
-from sp_lightning.observer import Observer
-from sp_lightning.recorder import KEPT, RecordedStep, Recorder, unit_times
-from sp_lightning.spans import CAUSES, Span
+from sp_lightning.core.recorder import KEPT, RecordedStep, Recorder, unit_times
+from sp_lightning.core.spans import CAUSES, Span
+from sp_lightning.observe.run_report import RunReport
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 
@@ -188,7 +188,7 @@ def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
 def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_asked_for(device):
     module, seen = side_by_side.blocks(), []
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
-        observer = Observer(handle, every=2, also={KEPT + 3})
+        observer = RunReport(handle, every=2, also={KEPT + 3})
         for x in side_by_side.inputs(device, 2 * KEPT + 4):
             module(x).sum().backward()
             seen += observer.update()
@@ -201,7 +201,7 @@ def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkey
     plain, module, seen = sgd.sgd, side_by_side.blocks(), []
     monkeypatch.setattr(sgd, "sgd", lambda *args, **options: (time.sleep(0.01), plain(*args, **options)))
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
-        observer, optimizer = Observer(handle), side_by_side.sgd(module)
+        observer, optimizer = RunReport(handle), side_by_side.sgd(module)
         for x in side_by_side.inputs(device, 6):
             loss = module(x).square().mean()
             optimizer.zero_grad()  # which waits for the step

@@ -12,14 +12,14 @@ from torch import nn
 import models
 import parity
 import sp_lightning
-from sp_lightning import room
-from sp_lightning.autotune import UnitBytes
-from sp_lightning.config import Options
+from sp_lightning.core.host import HostMemory
+from sp_lightning.core.machine import Machine
+from sp_lightning.core.sizing import UnitBytes
 from sp_lightning.errors import MemoryBudgetError
-from sp_lightning.host import HostMemory
-from sp_lightning.machine import Machine
-from sp_lightning.room import Means, check_budget, check_device, finer_classes, least_s
-from sp_lightning.units import partition
+from sp_lightning.memory.partition import partition
+from sp_lightning.options import Options
+from sp_lightning.runtime import preflight
+from sp_lightning.runtime.preflight import Remedies, check_budget, check_device, finer_classes, least_s
 
 MIB, GIB = 2**20, 2**30
 EIGHT = [UnitBytes(f"block {index}", 100 * MIB, 100 * MIB, trained=25 * MIB) for index in range(8)]
@@ -34,7 +34,7 @@ def float32(dtype):
 
 
 def means(can_halve=False, finer=None):
-    return Means(can_halve=can_halve, finer=lambda: finer, measure=lambda: MACHINE)
+    return Remedies(can_halve=can_halve, finer=lambda: finer, measure=lambda: MACHINE)
 
 
 def refused(units, window, free, **given):
@@ -142,10 +142,10 @@ def test_inference_by_hand_needs_no_room_for_gradients():
 
 
 def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
-    monkeypatch.setattr(room, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        room.check_host(partition(large), float32)
+        preflight.check_host(partition(large), float32)
     assert (
         "training will take 8.00 GiB more of host memory (weights 2.00 GiB, converted for their way 0 B, gradients "
         "2.00 GiB, optimizer 4.00 GiB if it is AdamW), and 2.00 GiB are free: the system may end the process. "
@@ -154,11 +154,11 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
 
 
 def test_a_host_with_room_is_not_warned(monkeypatch, caplog):
-    monkeypatch.setattr(room, "host_memory", lambda: HostMemory(64 * GIB, 32 * GIB, "machine", 64 * GIB))
-    room.check_host(partition(nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))), float32)
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(64 * GIB, 32 * GIB, "machine", 64 * GIB))
+    preflight.check_host(partition(nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))), float32)
     assert not caplog.records
 
 
 def test_a_small_model_asks_nothing(monkeypatch):
-    monkeypatch.setattr(room, "host_memory", lambda: pytest.fail("asked"))
-    room.check_host(partition(models.case("mlp").make()), float32)
+    monkeypatch.setattr(preflight, "host_memory", lambda: pytest.fail("asked"))
+    preflight.check_host(partition(models.case("mlp").make()), float32)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning import schedule as schedule_module
-from sp_lightning.schedule import Decision, Schedule, loads, sweep
+from sp_lightning.core import schedule as schedule_module
+from sp_lightning.core.schedule import Decision, Schedule, loads, sweep
 
 
 def started(n, window, transfer=1, order=(), wrap=False):

@@ -153,7 +153,7 @@ def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_fin
 
         import models
         import sp_lightning
-        from sp_lightning import parameters
+        from sp_lightning.memory import parameters
 
         net = models.case("mlp").make()
 

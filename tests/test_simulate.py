@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning import simulation
+from sp_lightning.core import simulation
+from sp_lightning.core.machine import MACHINES, Machine
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.core.simulation import UnitCost, floor, simulate
 from sp_lightning.errors import OptionError
-from sp_lightning.machine import MACHINES, Machine
-from sp_lightning.schedule import Schedule
-from sp_lightning.simulation import UnitCost, floor, simulate
-from sp_lightning.workloads import WORKLOADS
+from sp_lightning.planning.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
 UNIT_MACHINE = Machine("unit", 1, 1, 1, 1, 1, device_nbytes=100, host_nbytes=100, optimizer_bytes_per_parameter=1)
@@ -255,7 +255,8 @@ def test_it_needs_no_torch():
 import sys, types
 package = sys.modules["sp_lightning"] = types.ModuleType("sp_lightning")
 package.__path__ = [{str(ROOT / "sp_lightning")!r}]
-from sp_lightning import simulation, workloads
+from sp_lightning.core import simulation
+from sp_lightning.planning import workloads
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -81,6 +81,43 @@ def test_the_architecture_lists_every_file_once_and_files_import_only_from_files
     assert len(listed(ROOT)) > 70 and faults_of_the_order(ROOT) == []
 
 
+def packages(files: Iterable[str]) -> list[str]:
+    """The packages of files in their order, those at the top of the package by themselves."""
+    return list(dict.fromkeys(file.split("/")[0] for file in files))
+
+
+def faults_of_the_packages(root: pathlib.Path) -> list[str]:
+    """Which packages the page does not list as one, and which hold more modules than can be seen at a glance."""
+    files = listed(root)
+    runs = [
+        file.split("/")[0]
+        for file, before in zip(files, ["", *files], strict=False)
+        if file.split("/")[0] != before.split("/")[0]
+    ]
+    faults = [f"{name}/ is in two places" for name, count in Counter(runs).items() if count > 1]
+    sizes = Counter(file.split("/")[0] for file in files if "/" in file and not file.endswith("__init__.py"))
+    sizes["the top"] = sum("/" not in file for file in files)
+    return faults + [f"{name} has {size} modules" for name, size in sizes.items() if size > most(name)]
+
+
+def most(name: str) -> int:
+    """How many modules a folder may have beside its ``__init__.py``; contenders are counted by nobody."""
+    return {"the top": 5, "bench": 99}.get(name, 10)
+
+
+def test_packages_are_floors_of_at_most_ten_modules():
+    order = packages(listed(ROOT))
+    floors = "core memory autograd optim runtime planning observe lightning bench commands".split()
+    assert [name for name in order if name in floors] == floors
+    assert faults_of_the_packages(ROOT) == []
+
+
+def test_a_package_in_two_places_and_one_too_wide_are_noticed(tmp_path):
+    files = ["a/x.py", "b/x.py", "a/y.py", *(f"c/{number}.py" for number in range(11)), *(f"{n}.py" for n in "pqrstu")]
+    write(tmp_path, {"docs/architecture.md": "".join(f"| `{name}` | its noun |\n" for name in files)})
+    assert faults_of_the_packages(tmp_path) == ["a/ is in two places", "c has 11 modules", "the top has 6 modules"]
+
+
 LISTED = ["errors.py", "memory/__init__.py", "memory/layout.py", "core.py", "__init__.py"]
 TREE = {
     "errors.py": "import torch",

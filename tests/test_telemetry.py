@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from sp_lightning.telemetry import Counters, Rolling
+from sp_lightning.core.telemetry import Counters, Rolling
 
 
 def test_counters_start_at_zero():

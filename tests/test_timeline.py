@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from sp_lightning import picture, timeline
 from sp_lightning.cli import main
+from sp_lightning.core.machine import MACHINES
+from sp_lightning.core.recorder import RecordedStep
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.core.spans import Span, causes
 from sp_lightning.errors import MissingExtraError, OptionError, TraceError
-from sp_lightning.machine import MACHINES
-from sp_lightning.recorder import RecordedStep
-from sp_lightning.schedule import Schedule
-from sp_lightning.simulation import UnitCost, simulate
-from sp_lightning.spans import Span, causes
+from sp_lightning.observe import timeline, timeline_plot
 
 WORK = (
     Span("up", "blocks.0", 5.0, 5.5, "weights", nbytes=10),
@@ -118,7 +118,7 @@ def test_a_missing_file_is_said():
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"needs matplotlib, .* pip install 'sp-lightning\[plots\]'"):
-        picture.figure([example()])
+        timeline_plot.figure([example()])
 
 
 def texts(axis):
@@ -127,7 +127,7 @@ def texts(axis):
 
 def test_a_picture_names_lanes_units_waits_and_the_floor():
     pytest.importorskip("matplotlib")
-    (axis,) = picture.figure([example()]).axes
+    (axis,) = timeline_plot.figure([example()]).axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["up", "compute", "optimizer", "host", "the step"]
     assert axis.get_title(loc="left") == "A model, measured: step 7 takes 5 s, floor / step 0.80"
     assert {"floor 4 s", "0", "compute 48 %", "10 %"} <= set(texts(axis))
@@ -135,7 +135,7 @@ def test_a_picture_names_lanes_units_waits_and_the_floor():
 
 def test_predicted_and_measured_share_an_axis_of_time():
     pytest.importorskip("matplotlib")
-    drawn = picture.figure([timeline.simulated(simulation(), "A model"), example()])
+    drawn = timeline_plot.figure([timeline.simulated(simulation(), "A model"), example()])
     above, below = drawn.axes
     assert above.get_xlim() == below.get_xlim() and below.get_xlim()[1] >= 5
     assert "simulated" in above.get_title(loc="left") and "measured" in below.get_title(loc="left")
@@ -145,7 +145,7 @@ def test_predicted_and_measured_share_an_axis_of_time():
     ("unit", "name"), [("model.layers.12", "12"), ("block 3", "3"), ("lm_head", "lm_head"), ("net.head", "head")]
 )
 def test_units_have_short_names(unit, name):
-    assert picture.short(unit) == name
+    assert timeline_plot.short(unit) == name
 
 
 def test_the_command_draws_one_above_the_other(tmp_path, capsys):

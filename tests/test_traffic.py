@@ -16,7 +16,8 @@ from side_by_side import sgd, squares
 import models
 import parity
 import sp_lightning
-from sp_lightning import layout, schedule
+from sp_lightning.core import schedule
+from sp_lightning.memory import layout
 
 BLOCKS = 8
 uniform = models.stack_of(models.Block, BLOCKS)  # and a small stem and head, which are resident
@@ -203,26 +204,26 @@ def test_the_ledger_accepts_a_good_run(monkeypatch):
 
 
 def fetch_twice(monkeypatch):
-    from sp_lightning.store import UnitStore
+    from sp_lightning.memory.unit_store import UnitStore
 
     wait_load = UnitStore.wait_load
     monkeypatch.setattr(UnitStore, "wait_load", lambda store: (store.load(), wait_load(store)))
 
 
 def send_more_gradients(monkeypatch):
-    from sp_lightning.gradients import Downlink
+    from sp_lightning.runtime.gradients import GradientReturn
 
-    receive = Downlink.receive
+    receive = GradientReturn.receive
 
     def receive_more(downlink, store, *args):
         downlink.counters.bytes_down += 1
         return receive(downlink, store, *args)
 
-    monkeypatch.setattr(Downlink, "receive", receive_more)
+    monkeypatch.setattr(GradientReturn, "receive", receive_more)
 
 
 def write_weights_back(monkeypatch):
-    from sp_lightning.store import UnitStore
+    from sp_lightning.memory.unit_store import UnitStore
 
     free = UnitStore.free
     monkeypatch.setattr(UnitStore, "free", lambda store: (store.write_back(0), free(store)))

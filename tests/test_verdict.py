@@ -2,9 +2,9 @@
 
 import pytest
 
-from sp_lightning.recorder import RecordedStep, UnitTimes, unit_times
-from sp_lightning.spans import CAUSES, Span
-from sp_lightning.verdict import Measured, Setting, in_unit_of, measured, measured_floor, sentence
+from sp_lightning.core.recorder import RecordedStep, UnitTimes, unit_times
+from sp_lightning.core.spans import CAUSES, Span
+from sp_lightning.observe.bottleneck import MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
 
 
 def figures(step_s=1.4, setting=None, **causes):
@@ -12,9 +12,9 @@ def figures(step_s=1.4, setting=None, **causes):
     lanes = {name: causes.pop(name) for name in ("up_s", "down_s", "optimizer_s", "fetches") if name in causes}
     compute = step_s - sum(causes.values())
     shares = dict.fromkeys(CAUSES, 0.0) | causes | {"compute": compute}
-    setting = Setting(**{"window": 2, "transfer": 1, "units": 32} | (setting or {}))
+    setting = RunSetting(**{"window": 2, "transfer": 1, "units": 32} | (setting or {}))
     third = compute / 3
-    return Measured(step_s=step_s, causes=shares, forward_s=third, backward_s=2 * third, setting=setting, **lanes)
+    return MeasuredRun(step_s=step_s, causes=shares, forward_s=third, backward_s=2 * third, setting=setting, **lanes)
 
 
 def test_an_optimizer_that_could_have_more_threads():
@@ -126,6 +126,6 @@ def test_what_was_recorded_becomes_figures_of_the_median_step():
         return RecordedStep(number=number, kind="train", trains=True, start=0, end=end, spans=spans)
 
     steps = [step(0, 90), step(1, 5), step(2, 6)]
-    m = measured(steps, unit_times(steps), Setting(window=1, transfer=1, units=1))
+    m = measured(steps, unit_times(steps), RunSetting(window=1, transfer=1, units=1))
     assert (m.step_s, m.forward_s, m.backward_s, m.up_s, m.optimizer_s, m.fetches) == (6, 2, 1, 1, 1, 1)
     assert m.causes == {"compute": 3, "weights": 1, "gradients": 0, "activations": 0, "optimizer": 1, "other": 1}

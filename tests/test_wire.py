@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import models
 import sp_lightning
 from sp_lightning.errors import ExactnessError
-from sp_lightning.places import widened
-from sp_lightning.store import UnitStore
+from sp_lightning.memory.gradient_store import widened
+from sp_lightning.memory.unit_store import UnitStore
 
 LATE = 3  # the first step that is not like those before
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parity import in_front_of
-from sp_lightning.engine import Engine
-from sp_lightning.schedule import Schedule
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.runtime.engine import Engine
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ import sys
 
 from measured import Comparison, begin, merit, ours, parser
 
-from sp_lightning.config import parse_bytes
-from sp_lightning.host import host_memory
-from sp_lightning.shapes import SHAPES
+from sp_lightning.core.host import host_memory
+from sp_lightning.options import parse_bytes
+from sp_lightning.planning.shapes import SHAPES
 
 HOST_BYTES = 18
 SEQUENCE = 6 << 30  # device bytes

@@ -200,7 +200,7 @@ class Language(L.LightningModule):
     """One of the shapes of `bench`, trained on random tokens."""
 
     def __init__(self, small: bool) -> None:
-        from sp_lightning.shapes import SHAPES, build
+        from sp_lightning.planning.shapes import SHAPES, build
 
         super().__init__()
         self.shape = SHAPES["llama-tiny" if small else "llama-1b"]

@@ -12,9 +12,9 @@ import predicted
 
 from sp_lightning.bench import Entry, Setting, compare, entries
 from sp_lightning.bench.figures import Result, Row
-from sp_lightning.config import format_bytes
+from sp_lightning.core.machine import MACHINES
 from sp_lightning.errors import SuperpipelineError
-from sp_lightning.machine import MACHINES
+from sp_lightning.options import format_bytes
 
 OURS = "superpipeline"
 TINY = {"llama-1b": "llama-tiny", "llama-3b": "llama-tiny", "llama-8b": "llama-tiny", "vit-h": "vit-tiny"}

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from sp_lightning.device import Device
+from sp_lightning.memory.device import Device
 
 NOTHING = contextlib.nullcontext()
 ODD = 512  # bytes beyond a round size, which torch's own allocator would double

@@ -11,10 +11,10 @@ import torch
 from sp_lightning import plan
 from sp_lightning.bench import Entry, Setting
 from sp_lightning.bench.figures import Result, Row
-from sp_lightning.machine import Machine
-from sp_lightning.planner import RESERVED
-from sp_lightning.shapes import build
-from sp_lightning.units import partition
+from sp_lightning.core.machine import Machine
+from sp_lightning.memory.partition import partition
+from sp_lightning.planning.planner import RESERVED
+from sp_lightning.planning.shapes import build
 
 OPTIMIZERS = {"adamw": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}
 

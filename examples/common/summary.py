@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from sp_lightning.config import format_bytes
+from sp_lightning.options import format_bytes
 
 
 def nbytes(tensors: Iterable[Any]) -> int:

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..strategy import SuperpipelineStrategy
-from ..units import partition
+from ..lightning.strategy import SuperpipelineStrategy
+from ..memory.partition import partition
 from .entries import OURS
 from .setting import Setting
 from .turns import Turns

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import Options
 from ..errors import OptionError
+from ..options import Options
 
 OURS = "superpipeline"
 TRAINING = ("plain", OURS, "fsdp2", "deepspeed", "torchao")

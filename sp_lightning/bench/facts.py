@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..host import host_memory, usable_cores
+from ..core.host import host_memory, usable_cores
 
 LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "deepspeed", "torchao", "accelerate", "diffusers")
 

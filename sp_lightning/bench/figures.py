@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..machine import Machine
+from ..core.machine import Machine
 from .entries import OURS, Entry
 from .floor import Costs
 from .setting import Setting

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..machine import Machine
-from ..shapes import multiplied
-from ..simulation import UnitCost, floor
-from ..units import Unit, partition
+from ..core.machine import Machine
+from ..core.simulation import UnitCost, floor
+from ..memory.partition import Unit, partition
+from ..planning.shapes import multiplied
 from .setting import Setting
 
 CAST = (nn.Linear, nn.modules.conv._ConvNd)  # whose weights autocast casts

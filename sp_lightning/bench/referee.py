@@ -20,10 +20,10 @@ from typing import IO, Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from ..core.host import host_memory
+from ..core.machine import Machine
 from ..errors import SuperpipelineError
-from ..host import host_memory
-from ..machine import Machine
-from ..shapes import build
+from ..planning.shapes import build
 from .contenders import CONTENDERS
 from .entries import Entry
 from .facts import facts

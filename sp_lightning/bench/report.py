@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..config import format_bytes
 from ..errors import MissingExtraError
+from ..options import format_bytes
 from .entries import OURS
 from .figures import Result, Row
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..config import ACTIVATIONS, parse_bytes
-from ..device import check_supported
 from ..errors import MissingExtraError, OptionError, UnsupportedError
-from ..shapes import SHAPES, Shape
+from ..memory.device import check_supported
+from ..options import ACTIVATIONS, parse_bytes
+from ..planning.shapes import SHAPES, Shape
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 OPTIMIZERS = ("adamw", "adamw-fused", "sgd")

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..device import Device
-from ..shapes import Batch
+from ..memory.device import Device
+from ..planning.shapes import Batch
 
 
 class Turns:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..device import Device
-from ..shapes import Batch, build
+from ..memory.device import Device
+from ..planning.shapes import Batch, build
 from .setting import Setting
 
 BATCHES = 4  # different ones

@@ -16,8 +16,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from ..device import Device
-from ..measure import measure, measure_optimizer
+from ..memory.device import Device
+from ..runtime.measure import measure, measure_optimizer
 from .contenders import CONTENDERS
 from .setting import WARM_UP, Setting
 from .turns import Turns

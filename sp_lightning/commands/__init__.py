@@ -12,7 +12,7 @@ from pathlib import Path
 def check_picture(path: str) -> None:
     """Before the work is done for which it is drawn."""
     from ..errors import OptionError
-    from ..trade import check_matplotlib
+    from .plan_plot import check_matplotlib
 
     check_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..doctor import Report
+    from ..observe.doctor import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def main(args: argparse.Namespace) -> int:
     """Examines and prints."""
     import json
 
-    from ..doctor import doctor
+    from ..observe.doctor import doctor
 
     report = doctor(args.device, args.folder, args.quick)
     if args.json:
@@ -54,7 +54,7 @@ def _print(report: Report) -> None:
 
 def rows(report: Report) -> list[tuple[str, str]]:
     """The facts, for a reader."""
-    from ..config import format_bytes as size
+    from ..options import format_bytes as size
 
     facts = report.facts
     machine = facts.machine
@@ -83,7 +83,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
 
 
 def _disk(report: Report) -> str:
-    from ..config import format_bytes
+    from ..options import format_bytes
 
     facts = report.facts
     write, read = facts.disk_write_bytes_per_s / 1e9, facts.disk_read_bytes_per_s / 1e9

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import check_picture
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..planning import Plan
 
 SHOWN = 12  # rows of the sweep, in the table; --json has all
 
@@ -44,8 +44,8 @@ def main(args: argparse.Namespace) -> int:
     """Plans and prints; 1 if it does not fit."""
     import json
 
-    from ..plan import plan
-    from ..specs import find
+    from ..planning import plan
+    from .model_spec import find
 
     for name in ("batch", "seq"):
         if getattr(args, name) is not None:
@@ -74,11 +74,11 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print(found, spec.note)
     if args.timeline:
-        from ..timeline import save, simulated
+        from ..observe.timeline import save, simulated
 
         save(simulated(found.simulation, f"{found.model} on {found.machine.name}"), args.timeline)
     if args.plot:
-        from ..trade import draw
+        from .plan_plot import draw
 
         draw(found, args.plot)
     return 0 if found.fits else 1
@@ -106,7 +106,7 @@ def _print(plan: Plan, note: str) -> None:
 
 
 def _heading(plan: Plan) -> str:
-    from ..config import format_bytes as size
+    from ..options import format_bytes as size
 
     fits = "fits" if plan.fits else "DOES NOT FIT"
     return (
@@ -135,7 +135,7 @@ def _table(title: str, *columns: str) -> Any:
 def _bytes_table(plan: Plan) -> Any:
     from dataclasses import asdict
 
-    from ..config import format_bytes as size
+    from ..options import format_bytes as size
 
     table = _table("Memory", "device", "", "host", "")
     device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
@@ -167,7 +167,7 @@ def _time_table(plan: Plan) -> Any:
 
 
 def _sweep_table(plan: Plan) -> Any:
-    from ..config import format_bytes as size
+    from ..options import format_bytes as size
 
     unit, time = _clock(plan)
     table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
@@ -182,7 +182,7 @@ def _sweep_table(plan: Plan) -> Any:
 
 
 def _changes_table(plan: Plan) -> Any:
-    from ..config import format_bytes as size
+    from ..options import format_bytes as size
 
     unit, time = _clock(plan)
     table = _table("What could be changed", "", "device", unit, "time per sample", "")

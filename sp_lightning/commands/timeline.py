@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints where the step's time goes, and draws it if asked to."""
-    from .. import picture, timeline
+    from ..observe import timeline, timeline_plot
 
     if args.plot is not None:
         check_picture(args.plot)
@@ -23,6 +23,6 @@ def main(args: argparse.Namespace) -> int:
     for one in read:
         print(timeline.summary(one, args.step))
     if args.plot is not None:
-        picture.save(read, args.plot, args.step)
+        timeline_plot.save(read, args.plot, args.step)
         print(f"drawn: {args.plot}")
     return 0

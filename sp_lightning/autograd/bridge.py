@@ -1,0 +1,82 @@
+"""The autograd bridge between host parameters and their stand-ins.
+
+1. One node per unit, applied once: it saves nothing, so it serves every step, repeated backward and ``retain_graph``.
+   All uses of a weight in a graph, over all calls of its unit, end in it: autograd sums them as it would for a leaf.
+2. It runs with the priority of a leaf's accumulation (the highest): as soon as the last use of the unit's weights is
+   done. With the low number of a node made at attach, all gradients would pile up on the device until the very end.
+3. Outputs share the unit's storage but not a version counter: an in-place write to one weight concerns that one only.
+4. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each; what arrives
+   there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
+   order in which they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory.unit_store import UnitStore
+
+Gradients = tuple[Tensor | None, ...]
+Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
+LEAF_PRIORITY = 2**64 - 1
+
+
+class HostDeviceBridge(torch.autograd.Function):
+    """Host parameters in, device stand-ins out; device gradients in, host gradients out."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Tensor], receive: Receive, *params: Tensor) -> Any:
+        ctx.receive = receive
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(out for out, param in zip(outputs, params, strict=True) if not param.requires_grad)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (None, None, *ctx.receive(ctx, grads))
+
+
+def link(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor]:
+    """The stand-ins of a unit's parameters as they are now: trainable ones lead to the host parameters."""
+    if not any(parameter.requires_grad for parameter in store.params):
+        return views
+    with torch.inference_mode(False), torch.enable_grad():
+        outputs = list(HostDeviceBridge.apply(views, receive, *store.params))
+    node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
+    node._set_sequence_nr(LEAF_PRIORITY)  # Rule 2
+    return outputs
+
+
+class CastUses:
+    """The uses in a graph of one weight that travels in autocast's type: their gradients, as they arrive (Rule 4)."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[int, list[Tensor]] = {}  # by the number of autograd's task
+
+    def arrive(self, grads: Gradients) -> Gradients:
+        """Called in front of the node of a use: takes what would go on to the link."""
+        if grads[0] is not None:
+            self._arrived.setdefault(torch._C._current_graph_task_id(), []).append(grads[0])
+        return (None,)
+
+    def sum(self) -> Tensor | None:
+        """What arrived in the task that runs."""
+        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
+        if arrived is None:
+            return None
+        if len(arrived) == 1:
+            return arrived[0]
+        total = arrived[0].float()
+        for grad in arrived[1:]:
+            total = total + grad.float()
+        return total
+
+    def clear(self) -> None:
+        """What a task left behind that did not come to the link."""
+        self._arrived.clear()

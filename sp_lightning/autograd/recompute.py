@@ -1,0 +1,478 @@
+"""``activations="recompute"``: a unit's forward keeps its inputs only, and runs once more in backward.
+
+It is torch's own non-reentrant checkpoint, which keeps torch's random state and autocast. Beyond it, so that the second
+run is the first one and leaves no trace:
+
+1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
+   is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
+   cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what stands in the
+   places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which contexts
+   set around a forward: type and device of new tensors, and what kernels are chosen by. What knows modules outside of
+   the unit, such as a trainer, is not its own and is left alone. What can not be copied is copied in parts, as far as
+   these can; an iterator of which there is no copy is an error.
+2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
+   known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
+   where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
+   a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed. If any of them, or
+   a weight of the unit, is changed, or given other data, between the two runs, the second one is an error as well.
+3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
+   saves other tensors than the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ExactnessError
+from ..memory.device import Device, choose_kernels, kernel_choices
+from ..memory.parameters import DeviceParameter, quietly
+from .offload import Offload, OffloadedTensor
+from .saved_tensors import tensors_in
+
+Call = Callable[..., Any]
+# What forward does not change, or what is kept in another way, of a module's attributes.
+_FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks".split()
+_SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of something has in common with it
+
+
+class Recompute:
+    """Runs forwards so that they can run again."""
+
+    def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
+        self._offload = offload
+        self._anchor = torch.empty(0, device=device.torch_device)  # tells the checkpoint whose random state to keep
+        self._written = written
+        self._leaves_alone: set[str] = set()  # units of which Rule 2 is known
+
+    def run(
+        self, call: Call, name: str, weights: Sequence[Tensor], root: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, list[OffloadedTensor]]:
+        """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
+
+        Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow
+        through.
+        """
+        try:
+            before = _ForwardSnapshot(name, root, args, kwargs, self._written)
+        except _CanNotBeCopied:
+            raise ExactnessError(
+                f"{name} keeps, or is passed, an iterator that can not be copied, so its forward can not run again; "
+                "use activations='keep' or 'offload'"
+            ) from None
+        known = name in self._leaves_alone
+        twins = {} if known else _argument_clones((args, kwargs))
+        stowed = before.stow(self._offload) if self._offload is not None and known else []
+        versions, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept())
+        first = [(args, kwargs)]  # not kept by the closure any longer than it runs
+
+        def forward(_anchor: Tensor) -> Any:
+            again, again_kwargs = first.pop() if first else before.arguments()
+            return call(*again, **again_kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            return self._written.recording(before.weights), before
+
+        output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
+        changed = _changed(versions)
+        if _changed(kept):
+            raise ExactnessError(
+                f"{name} changes a tensor in place that one of its modules keeps as an attribute, so its forward can "
+                "not run again; register it as a buffer, or use activations='keep' or 'offload'"
+            )
+        if not changed <= twins.keys():
+            self._leaves_alone.discard(name)
+            raise ExactnessError(
+                f"{name} changes a tensor that is passed to it in place, so its forward can not run again; "
+                "use activations='keep' or 'offload'"
+            )
+        if changed:
+            before.replace({key: twins[key] for key in changed})
+        else:
+            self._leaves_alone.add(name)
+        if self._offload is not None and not known:
+            stowed = before.stow(self._offload)
+        before.rely_on(weights, kept)
+        return output, stowed
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _changed(versions: list[tuple[Tensor, int]]) -> set[int]:
+    """The ids of those that were."""
+    return {id(tensor) for tensor, version in versions if tensor._version != version}
+
+
+class Written:
+    """Which weights model code wrote, and what they were before: passed on to the call under which it did."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[Any, Tensor]] = []
+        self.restored: dict[Any, Tensor] = {}  # what the weights were, for a call that runs again
+
+    @contextlib.contextmanager
+    def recording(self, record: dict[Any, Tensor]) -> Iterator[None]:
+        """What is reported within goes into ``record``."""
+        self._records.append(record)
+        try:
+            yield
+        finally:
+            self._records.pop()
+
+    def report(self, key: Any, before: Tensor) -> None:
+        """A weight was written; ``before`` is its host copy, not yet overwritten."""
+        if self._records:
+            self._records[-1].setdefault(key, before.clone())
+
+
+class _ForwardSnapshot:
+    """All that Rule 1 names, as it was; as a context, any number of times, the world in which forward runs again."""
+
+    def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
+        self._name = name
+        self._written = written
+        self._foreign = dict(_foreign(root))
+        memo = {**self._foreign}  # what several have in common stays common
+        self._arguments = _copied((args, kwargs), memo)
+        self.weights: dict[Any, Tensor] = {}
+        self._random = _random_states()
+        self._defaults = _Defaults()
+        self._modules = [(module, _copies(_own_attributes(module), memo)) for module in root.modules()]
+        self._buffers = [
+            (module._buffers, name, buffer.detach().clone())
+            for module, _ in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._parameters = [
+            (places, name, _host(value))
+            for module, _ in self._modules
+            if type(places := module._parameters) is dict  # else it is within a visit: autocast_weights.py
+            for name, value in places.items()
+        ]
+        self._hooks = [(hooks, set(hooks)) for module, _ in self._modules for _, hooks in _hooks_of(module)]
+        self._now: list[contextlib.ExitStack] = []
+        self._offload: Offload | None = None
+        self._changes = False  # forward changes its arguments
+        self._memo = memo  # of the copies for the run that runs
+        self._relied_on: list[tuple[Tensor, int]] = []  # from the first run to the second, each with its version
+        self._weights_at: list[tuple[Tensor, int]] = []  # and where the weights' data is
+
+    def kept(self) -> list[Tensor]:
+        """Tensors, neither weights nor buffers, that attributes lead to."""
+        values = (value for _, attributes in self._modules for value in attributes.values())
+        reached = _reachable([value for value in values if id(value) not in self._foreign])
+        return [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+
+    def replace(self, twins: dict[int, Tensor]) -> None:
+        """Arguments that the first run changed are these."""
+        self._arguments = _mapped(self._arguments, lambda value: twins.get(id(value), value))
+        self._changes = True
+
+    def stow(self, offload: Offload) -> list[OffloadedTensor]:
+        """Sends the arguments that gradients flow through to the host: each unit has its own."""
+        offload.begin()
+        try:
+            self._arguments = _mapped(
+                self._arguments, lambda value: offload.pack(value) if _carries_gradient(value) else value
+            )
+        finally:
+            stowed = offload.end()
+        self._offload = offload
+        return stowed
+
+    def rely_on(self, weights: Iterable[Tensor], kept: list[tuple[Tensor, int]]) -> None:
+        """These, and what of the arguments is not on the host, stay as they are until the second run (Rule 2)."""
+        here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
+        with quietly():
+            self._relied_on = [*_versions(map(_host, tensors_in(here))), *_versions(weights), *kept]
+            self._weights_at = [(weight, weight.data_ptr()) for weight in weights]
+
+    def _refuse(self) -> NoReturn:
+        raise ExactnessError(
+            f"a weight of {self._name}, a tensor that was passed to it or one that its modules keep was changed after "
+            "its forward, which cannot run again; use activations='keep' or 'offload'"
+        )
+
+    def arguments(self) -> Any:
+        """The arguments of the first run, for another one to change."""
+        arguments = self._arguments
+        if self._offload is not None:
+            arguments = _mapped(arguments, self._back)
+        if self._changes:
+            clones: dict[int, Tensor] = {}  # what is passed twice is one tensor again
+
+            def cloned(value: Any) -> Any:
+                return clones.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
+
+            arguments = _mapped(arguments, cloned)
+        return _copied(arguments, self._memo)
+
+    def _back(self, value: Any) -> Any:
+        assert self._offload is not None
+        if not isinstance(value, OffloadedTensor):
+            return value
+        if value.overtaken:
+            self._refuse()
+        return self._offload.unpack(value).requires_grad_()
+
+    def __enter__(self) -> None:
+        with quietly():
+            changed = bool(_changed(self._relied_on)) or any(p.data_ptr() != at for p, at in self._weights_at)
+        if changed:
+            self._refuse()
+        now = contextlib.ExitStack()
+        self._now = [now]
+        now.callback(self._back_to_now())
+        _set_random_states(self._random)
+        self._memo = {**self._foreign}
+        for module, attributes in self._modules:
+            _set_attributes(module, _copies(attributes, self._memo))
+        for place, name, before in self._buffers:
+            place[name] = before.clone()
+        for places, name, before in self._parameters:
+            if name in places and _host(places[name]) is not before:
+                places[name] = before
+        for hooks, known in self._hooks:
+            for key in hooks.keys() - known:
+                del hooks[key]
+        self._written.restored = self.weights
+        now.enter_context(self._defaults.again())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._now.pop().close()
+
+    def _back_to_now(self) -> Callable[[], None]:
+        states = _random_states()
+        attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
+        buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
+        parameters = [(places, name, places[name]) for places, name, _ in self._parameters if name in places]
+        of_modules = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
+        of_weights = [(p, {name: set(hooks) for name, hooks in _hooks_of(p)}) for *_, p in self._parameters]
+        restored = self._written.restored
+
+        def back() -> None:
+            _set_random_states(states)
+            for module, own in attributes:
+                _set_attributes(module, own)
+            for place, name, buffer in buffers:
+                place[name] = buffer
+            for places, name, value in parameters:
+                places[name] = value
+            for hooks, then in of_modules:
+                if hooks.keys() != then.keys():
+                    hooks.clear()
+                    hooks.update(then)
+            for parameter, known in of_weights:
+                for name, hooks in _hooks_of(parameter):
+                    for key in hooks.keys() - known.get(name, set()):
+                        del hooks[key]
+            self._written.restored = restored
+
+        return back
+
+
+class _Defaults:
+    """torch's, as they are now (Rule 1)."""
+
+    def __init__(self) -> None:
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._kernels = kernel_choices()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """They are those again within."""
+        now = _Defaults()
+        with contextlib.nullcontext() if self._device == now._device else self._device:
+            self._set()
+            try:
+                yield
+            finally:
+                now._set()
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self._dtype)
+        choose_kernels(self._kernels)
+
+
+def _host(parameter: Any) -> Any:
+    """What stands in the place of a parameter outside of visits."""
+    return parameter.host if isinstance(parameter, DeviceParameter) else parameter
+
+
+def _hooks_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The hooks of a module, or of a parameter, by kind."""
+    with quietly():
+        for name in _HOOKS:
+            hooks = getattr(owner, name, None)
+            if hooks is not None:
+                yield name, hooks
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _FIXED}
+
+
+def _foreign(root: nn.Module) -> Iterator[tuple[int, Any]]:
+    """By id, objects that lead out of a unit, to modules that are not of it: a trainer, say, which is not its own."""
+    own = {id(module) for module in root.modules()}
+    values = (value for module in root.modules() for value in _own_attributes(module).values())
+    for value in values:
+        objects = hasattr(value, "__dict__") and not isinstance(value, (type, *_SHARED))
+        if objects and any(isinstance(item, nn.Module) and id(item) not in own for item in _reachable(value)):
+            yield id(value), value
+
+
+def _copies(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: _copied(value, memo) for name, value in attributes.items()}
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    own = vars(module)
+    for name in _own_attributes(module).keys() - attributes.keys():
+        del own[name]
+    own.update(attributes)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what can be changed in a value; tensors and modules in it are the same ones.
+
+    What holds parameters is the same as well: their places are the binding's (streamed_unit.py).
+    """
+    if value is None or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        made = [_copied(item, memo) for item in value]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if isinstance(value, (list, dict, set)) and _holds_parameters(value):
+        return value
+    for shared in _reachable(value):
+        memo[id(shared)] = shared
+    known = set(memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        for half_copied in memo.keys() - known:
+            del memo[half_copied]
+        return _copied_in_parts(value, memo)
+
+
+class _CanNotBeCopied(Exception):
+    """An iterator: whoever runs forward has gone on in it."""
+
+
+def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
+    """Of something that can not be copied as a whole: for what can not be at all, such as a lock, it is hoped that
+    forward does not change it, as for any checkpoint."""
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        raise _CanNotBeCopied
+    try:
+        made = copy.copy(value)
+    except Exception:
+        return value
+    if made is value:
+        return value
+    memo[id(value)] = made
+    memo.setdefault(id(memo), []).append(value)  # as deepcopy does: an id is nobody else's while its owner lives
+    if isinstance(made, list):
+        made[:] = [_copied(item, memo) for item in value]
+    elif isinstance(made, dict):
+        made.update((key, _copied(item, memo)) for key, item in dict.items(value))
+    own = getattr(made, "__dict__", {})
+    own.update({name: _copied(item, memo) for name, item in own.items()})
+    return made
+
+
+def _carries_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts of changed values."""
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, change) for item in value)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def _argument_clones(arguments: Any) -> dict[int, Tensor]:
+    """Copies that are to a kernel what the tensors are, by their ids; of what nothing else that is passed aliases."""
+    passed: dict[int, Tensor] = {}
+    inside: dict[int, Tensor] = {}  # of objects, where nothing can stand for them
+
+    def look(value: Any) -> Any:
+        (passed if isinstance(value, Tensor) else inside).update((id(tensor), tensor) for tensor in tensors_in(value))
+
+    _mapped(arguments, look)
+    tensors = passed | inside
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors.values() if tensor.layout is torch.strided]
+    return {
+        key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for key, tensor in passed.items()
+        if key not in inside
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and storages.count(tensor.untyped_storage()._cdata) == 1
+        and tensor.storage_offset() == 0  # aligned as whatever is allocated
+        and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())
+    }
+
+
+def _holds_parameters(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(item, nn.Parameter) for item in items)
+
+
+def _reachable(value: Any) -> list[Any]:
+    """What a copy of a value is to share with it: tensors, modules, and Python's modules, which lead to everything."""
+    found, stack, seen = [], [value], set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _SHARED):
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack += dict.values(item)  # not what a registry may make of it: that imports what it names
+            elif isinstance(item, (list, tuple, set)):
+                stack += item
+            elif isinstance(item, MethodType):
+                stack.append(item.__self__)
+            elif isinstance(item, functools.partial):
+                stack += (item.func, item.args, item.keywords)
+            elif hasattr(item, "__dict__") and not isinstance(item, type):
+                stack += vars(item).values()
+    return found
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and numpy.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    python, numpy = states
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)

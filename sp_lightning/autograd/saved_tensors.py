@@ -1,0 +1,242 @@
+"""What autograd saves inside a visit, and how it comes back.
+
+1. A saved tensor that lies in a streamed unit's buffer is replaced by its place there. To be unpacked it makes the unit
+   resident: the safety net under every way in which backward may reach a unit.
+2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
+   tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
+3. A weight that was written in place between its use and its backward is an error, as in a plain run, wherever it was
+   written. Where ``p.data = ...`` replaced its data, autograd's reference to the weight itself gives the new bytes, and
+   one to a view of it the old ones, as in a plain run: the old bytes are left to it (unit_store.py, Rule 8).
+4. Under autocast a plain run saves a cast copy, which stays what it is when the weight is written: so do the bytes of a
+   weight that travelled as that copy.
+5. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
+   autograd saves meanwhile refers to the weights themselves, and holds their units on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from ..errors import ExactnessError
+from ..memory.parameters import DeviceParameter, true_version
+from .dynamo import never_compiled_hook
+from .offload import Offload, OffloadedTensor
+from .streamed_unit import StreamedUnit
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+_hooks = torch._C._autograd
+_disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+class SavedWeight:
+    """The place of a saved tensor in a unit's buffer (Rule 1)."""
+
+    __slots__ = (
+        *("build", "bytes", "conjugate", "device_version", "dtype", "host_version", "index", "memory", "negative"),
+        *("offset", "shape", "stride", "unit", "whole"),
+    )
+
+    def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
+        self.unit = unit
+        self.dtype = tensor.dtype
+        self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # what operators apply to the bytes
+        self.index = unit.store.field_at(self.offset * tensor.element_size())
+        self.host_version = unit.store.version(self.index)
+        self.device_version = true_version(unit.binding.outputs[self.index])
+        self.build = unit.binding.build
+        self.memory = unit.store.memory
+        self.whole = isinstance(tensor, DeviceParameter)  # and not a view of it
+        stays = not self.whole or self.index in unit.store.autocast
+        self.bytes = unit.store.contents[self.index] if stays else None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this tensor, which begins where that did, would be saved as the same."""
+        store, binding = self.unit.store, self.unit.binding
+        return (
+            self.memory is store.memory
+            and self.whole is isinstance(tensor, DeviceParameter)
+            and self.dtype is tensor.dtype
+            and self.shape == tensor.shape
+            and self.stride == tensor.stride()
+            and self.conjugate == tensor.is_conj()
+            and self.negative == tensor.is_neg()
+            and self.build == binding.build
+            and self.host_version == store.version(self.index)
+            and self.device_version == true_version(binding.outputs[self.index])
+            and (self.bytes is None or self.bytes is store.contents[self.index])
+        )
+
+    def tensor(self) -> Tensor:
+        """The same view of the unit's buffer, which must be resident, or of the bytes that the weight had."""
+        store, first = self.unit.store, self.offset
+        storage = store.storage
+        if self.bytes is not None and self.bytes.before is not None:
+            storage = store.bytes_before(self.index, self.bytes.before)
+            first -= store.layout.fields[self.index].offset // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
+        tensor = empty.set_(storage, first, self.shape, self.stride)
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch._neg_view(tensor) if self.negative else tensor
+
+    def check(self) -> None:
+        """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
+        store, binding = self.unit.store, self.unit.binding
+        if self.index in store.autocast:
+            return
+        host = store.version(self.index)
+        device = true_version(binding.outputs[self.index]) if binding.build == self.build else self.device_version
+        if host != self.host_version or device != self.device_version:
+            written_on_host = host != self.host_version
+            now, then = (host, self.host_version) if written_on_host else (device, self.device_version)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{store.names[self.index]} is at version {now}; expected version {then} instead"
+            )
+
+
+def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
+    """Its place. Whole weights are saved again and again: where nothing changed, as the same object."""
+    before: SavedWeight | None = unit.store.saved.get(tensor.storage_offset())  # type: ignore[arg-type]
+    if before is not None and before.is_of(tensor):
+        return before
+    made = SavedWeight(unit, tensor)
+    unit.store.keep_saved(made.index, made.offset, made)
+    return made
+
+
+class SavedActivation:
+    """A saved tensor that stays where it is; autograd itself checks no version of what goes through hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # the saved result of a node leads to that node: both would never be freed
+        self.version = true_version(tensor)
+
+    def unpacked(self) -> Tensor:
+        """It, if it is still what was saved (Rule 3)."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class SavedTensors:
+    """The pair of hooks in force during an outermost visit."""
+
+    def __init__(
+        self,
+        owner: Callable[[int], StreamedUnit | None],
+        require: Callable[[StreamedUnit], None],
+        offload: Offload,
+    ) -> None:
+        self._owner = owner  # of a storage
+        self._require = require
+        self._offload = offload
+        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and what pushing replaced
+
+    def push(self, name: str) -> None:
+        """Begins to see what autograd saves, in front of whoever saw it so far (Rule 2)."""
+        outer = _hooks._top_saved_tensors_default_hooks(False)
+        hooks = (self._pack, self._unpack) if outer is None else self._composed(name, *outer)
+        _hooks._push_saved_tensors_default_hooks(*hooks)
+        self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
+        torch.autograd.graph.disable_saved_tensors_hooks = self._aside
+
+    def pop(self) -> None:
+        """Ends it."""
+        _, torch.autograd.graph.disable_saved_tensors_hooks = self._pushed.pop()
+        _hooks._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def _aside(self, error_message: str) -> Iterator[None]:
+        """``disable_saved_tensors_hooks`` while ours are in force (Rule 5); anybody else's still refuse."""
+        hooks = _hooks._top_saved_tensors_default_hooks(False)
+        ours = bool(self._pushed) and hooks == self._pushed[-1][0]
+        if ours:
+            _hooks._pop_saved_tensors_default_hooks()
+        try:
+            with _disable(error_message):
+                yield
+        finally:
+            if ours:
+                _hooks._push_saved_tensors_default_hooks(*hooks)
+
+    @staticmethod
+    @never_compiled_hook
+    def enabled() -> bool:
+        """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
+        return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+    def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
+        """Whose bytes it is made of; none has those of a sparse one."""
+        return self._owner(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
+
+    @never_compiled_hook
+    def _pack(self, tensor: Tensor) -> Any:
+        unit = self._unit_of(tensor)
+        if unit is not None:
+            return saved_weight(unit, tensor)
+        packed = self._offload.pack(tensor)
+        return SavedActivation(tensor) if packed is tensor else packed
+
+    @never_compiled_hook
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is SavedWeight:
+            self._require(saved.unit)
+            saved.check()
+            return saved.tensor()
+        if type(saved) is OffloadedTensor:
+            return self._offload.unpack(saved)
+        return saved.unpacked()  # type: ignore[no-any-return]
+
+    def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
+        @never_compiled_hook
+        def pack(tensor: Tensor) -> Any:
+            unit = self._unit_of(tensor)
+            return unit and saved_weight(unit, tensor), outer_pack(tensor)
+
+        @never_compiled_hook
+        def unpack(pair: Any) -> Tensor:
+            saved, packed = pair
+            if saved is not None:
+                self._require(saved.unit)
+                saved.check()
+            try:
+                return outer_unpack(packed)
+            except CheckpointError as error:
+                raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
+
+        return pack, unpack
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, in whatever containers: sequences, mappings, dataclasses, plain objects' attributes."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (str, bytes, int, float, bool, type(None), type, torch.nn.Module)) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack.extend(item.values())
+            elif isinstance(item, (list, tuple, set, frozenset)):
+                stack.extend(item)
+            elif hasattr(item, "__dict__"):
+                stack.extend(vars(item).values())

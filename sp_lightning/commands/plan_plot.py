@@ -1,0 +1,86 @@
+"""A plan's windows and transfers as a picture: memory against time, with the chosen point and what there is.
+
+Needs matplotlib, of the extra "plots".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingExtraError
+from ..options import format_bytes
+from ..planning.forecast import Plan, SweepPoint
+
+GIB = 2**30
+INK, FAINT, CHOSEN, LIMIT = "#1f2933", "#9aa5b1", "#d64550", "#111111"
+TRANSFERS = ("#3d5fa3", "#3aa6a0", "#e08e45", "#6a9f58")
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}
+
+
+def check_matplotlib() -> None:
+    """Before the work is done."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError(feature="a picture of a plan", package="matplotlib", extra="plots")
+
+
+def figure(plan: Plan) -> Any:
+    """A matplotlib figure: a line for each transfer, its points labelled with their windows."""
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9, 5), facecolor="white")
+    axis = drawn.subplots()
+    shown = _shown(plan)
+    widths = [plan.available, *(choice.nbytes for choice in shown)]
+    left, right = 0.95 * min(widths) / GIB, 1.02 * max(widths) / GIB
+    for number, transfer in enumerate(sorted({choice.transfer for choice in shown})[: len(TRANSFERS)]):
+        _draw_line(axis, [choice for choice in shown if choice.transfer == transfer], number, plan.available)
+    axis.scatter([plan.device_nbytes / GIB], [plan.step_s], s=170, facecolors="none", edgecolors=CHOSEN, linewidths=2)
+    note = f"chosen: window {plan.window},\ntransfer {plan.transfer},\n{format_bytes(plan.device_nbytes)}"
+    place: dict[str, Any] = {"xytext": (14, 18), "textcoords": "offset points", "bbox": BEHIND, "zorder": 9}
+    axis.annotate(note, (plan.device_nbytes / GIB, plan.step_s), color=CHOSEN, fontsize=9, **place)
+    axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="what the device has")
+    axis.axvspan(plan.available / GIB, right, color=LIMIT, alpha=0.05, linewidth=0)
+    axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"floor, made of the {plan.binds}")
+    axis.set_ylim(0, 1.2 * max(choice.step_s for choice in shown))
+    axis.set_xlim(left, right)
+    axis.set_xlabel("device memory in GiB; the numbers are windows", color=INK)
+    axis.set_ylabel("predicted seconds of a step", color=INK)
+    about = f"batch of {plan.rows} {plan.counted}, {plan.precision}, activations {plan.options.activations!r}"
+    axis.set_title(f"{plan.model} on {plan.machine.name}: {about}", color=INK, fontsize=10, loc="left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    drawn.tight_layout()
+    return drawn
+
+
+def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draws and writes it; the file's ending says in which format. Directories are made."""
+    drawn = figure(plan)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
+
+
+def _shown(plan: Plan) -> list[SweepPoint]:
+    """What is near: far beyond the device there is nothing to choose."""
+    near = [choice for choice in plan.sweep if choice.nbytes <= 1.6 * plan.available]
+    return near if len(near) > 2 else list(plan.sweep)
+
+
+def _draw_line(axis: Any, choices: list[SweepPoint], number: int, available: int) -> None:
+    """Points on one another stay visible: those of a larger transfer are smaller. Too large ones are hollow."""
+    color, size = TRANSFERS[number], (8, 5.5, 3.5, 2)[number]
+    gib, seconds = [choice.nbytes / GIB for choice in choices], [choice.step_s for choice in choices]
+    label = f"transfer {choices[0].transfer}"
+    axis.plot(gib, seconds, linewidth=1.2, color=color, zorder=3 + number)
+    axis.plot([], [], marker="o", markersize=size, linewidth=1.2, color=color, label=label)
+    for choice, x, y in zip(choices, gib, seconds, strict=True):
+        face = color if choice.nbytes <= available else "white"
+        axis.plot([x], [y], marker="o", markersize=size, color=color, markerfacecolor=face, zorder=4 + number)
+        if number == 0:
+            place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points"}
+            axis.annotate(str(choice.window), (x, y), fontsize=8, color=INK, ha="center", **place)

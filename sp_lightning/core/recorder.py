@@ -1,0 +1,356 @@
+"""What a step did and when, lane by lane, without making anything wait for being watched.
+
+1. Work on the device is marked by timed events on the streams that do it, work of the host by its clock. Recording
+   an event costs microseconds of the launching thread; nothing is synchronised while steps run.
+2. Events are read once two later passes have begun: all they mark has happened by then, or is left for later. At the
+   end ``flush`` waits for the rest.
+3. Each pass begins with the same moment on both clocks, from an event on a stream that is always idle. The clocks
+   drift apart between passes, not within one.
+4. The compute stream belongs to one unit at a time: from the moment its bytes are there to the next wait or the end of
+   its visit, and in backward to the begin of the next unit's. That it had to wait is seen between the events before and
+   after the wait; that the host launched too late is not, and counts as the unit's.
+5. A pass that is not wanted costs nothing but the question. Of those that are, neighbours are best: what comes every
+   few passes, such as an optimizer's step, is then seen as often as it happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .spans import Lane, Span, causes
+from .telemetry import _NOTHING, StepListener
+
+LAG = 2  # passes that begin before one is read (Rule 2)
+KEPT = 16  # passes of which figures are made
+
+
+class Clock(Protocol):
+    """What the recorder needs of a device."""
+
+    up: Any
+    down: Any
+
+    @property
+    def compute(self) -> Any: ...
+
+    def moment(self, stream: Any) -> Any: ...
+
+    def both_clocks(self) -> tuple[Any, float]: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTimes:
+    """What a unit takes in a step, in seconds: medians over the recorded steps; 0 for what did not happen."""
+
+    unit: str
+    up_s: float = 0.0  # each time it is brought up
+    forward_s: float = 0.0  # all its visits
+    backward_s: float = 0.0  # with the forward that "recompute" repeats
+    down_s: float = 0.0  # its gradients
+    step_s: float = 0.0  # of the optimizer; its share by gradient bytes where the optimizer stepped all at once
+    up_nbytes: int = 0
+    down_nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """A pass over the units, from its begin to the next one's; times are ``time.perf_counter``'s."""
+
+    number: int
+    kind: str  # "train", "validate", "forward", ...
+    trains: bool  # whether autograd recorded
+    batch: int = 0  # passes before it that trained, or did not, as it did
+    start: float
+    end: float
+    spans: tuple[Span, ...]  # in the order of their starts
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    def of(self, lane: Lane) -> list[Span]:
+        """The work of one lane."""
+        return [span for span in self.spans if span.lane == lane and not span.stall]
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds in which the lane worked."""
+        return sum(span.seconds for span in self.of(lane))
+
+    def nbytes(self, lane: Lane) -> int:
+        """Bytes that the lane moved."""
+        return sum(span.nbytes for span in self.of(lane))
+
+    def causes(self) -> dict[str, float]:
+        """Its seconds by what they went to."""
+        return self._causes
+
+    @functools.cached_property  # a step is asked as long as it is one of the last
+    def _causes(self) -> dict[str, float]:
+        return causes(self.spans, self.start, self.end)
+
+    @functools.cached_property
+    def of_units(self) -> dict[str, dict[str, float]]:
+        """What it spent on each unit."""
+        return _sums(self)
+
+
+class _Entry:
+    """A span whose ends are moments, not times yet: events of the device, or seconds of the host."""
+
+    __slots__ = ("end", "lane", "nbytes", "phase", "stall", "start", "unit")
+
+    def __init__(self, lane: Lane, unit: str, phase: str = "", stall: str = "", nbytes: int = 0) -> None:
+        self.lane = lane
+        self.unit = unit
+        self.phase = phase
+        self.stall = stall
+        self.nbytes = nbytes
+        self.start: Any = None
+        self.end: Any = None
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A pass whose events may not have happened yet."""
+
+    number: int
+    kind: str
+    trains: bool
+    batch: int
+    reference: Any  # the moment of its begin on the device's clock
+    start: float  # and on the host's
+    end: float = 0.0
+    entries: list[_Entry] = field(default_factory=list)
+
+    def happened(self) -> bool:
+        """Whether all its events have; streams keep their order, but lanes use more than one; the clock is one."""
+        ends = (entry.end for entry in reversed(self.entries))
+        return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
+
+    def read(self) -> RecordedStep:
+        """With times."""
+        spans = [
+            Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
+        ]
+        spans.sort(key=lambda span: span.start)
+        return RecordedStep(
+            number=self.number,
+            kind=self.kind,
+            trains=self.trains,
+            batch=self.batch,
+            start=self.start,
+            end=self.end,
+            spans=tuple(spans),
+        )
+
+    def _at(self, moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment
+        return self.start + float(self.reference.elapsed_time(moment)) / 1e3
+
+
+class _Work:
+    """Marks both ends of a piece of work."""
+
+    def __init__(self, entry: _Entry, entries: list[_Entry], now: Callable[[], Any]) -> None:
+        self._entry = entry
+        self._entries = entries
+        self._now = now
+
+    def __enter__(self) -> None:
+        self._entry.start = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._entry.end = self._now()
+        self._entries.append(self._entry)
+
+
+class _Wait:
+    """Marks both ends of a wait of the compute stream; it computes before and after (Rule 4)."""
+
+    def __init__(self, recorder: Recorder, stall: _Entry, unit: str, phase: str) -> None:
+        self._recorder = recorder
+        self._stall = stall
+        self._next = (unit, phase)
+
+    def __enter__(self) -> None:
+        self._stall.start = self._recorder._end_compute()
+
+    def __exit__(self, *_: object) -> None:
+        self._stall.end = self._recorder._begin_compute(*self._next)
+        self._recorder._add(self._stall)
+
+
+class Recorder(StepListener):
+    """Listens to the phases of passes and keeps the last ones; ``wanted`` tells of which, by `RecordedStep.batch`."""
+
+    def __init__(self, clock: Clock, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
+        self._clock = clock
+        self._wanted = wanted
+        self._passes: deque[_Pass] = deque()  # not read yet
+        self._now: _Pass | None = None  # the last of them, if it is under way
+        self._count = 0
+        self._batches = {True: 0, False: 0}  # begun, by whether they train
+        self._computing: _Entry | None = None
+        self._host_free = 0.0  # since when the calling thread could step
+        self.steps: deque[RecordedStep] = deque(maxlen=keep)
+
+    # ---- what is reported
+
+    def begin_pass(self, kind: str, trains: bool) -> None:
+        self._end_pass()
+        self._read(LAG)
+        batch = self._batches[trains]
+        if self._wanted(batch):
+            reference, start = self._clock.both_clocks()
+            self._now = _Pass(self._count, kind, trains, batch, reference, start)
+            self._passes.append(self._now)
+        self._count += 1
+        self._batches[trains] += 1
+
+    def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        if self._now is None:
+            return _NOTHING
+        now: Callable[[], Any] = time.perf_counter
+        if lane != "optimizer":
+            stream = self._clock.up if lane == "up" else self._clock.down
+            now = lambda: self._clock.moment(stream)  # noqa: E731
+        return _Work(_Entry(lane, unit, phase, "", nbytes), self._now.entries, now)
+
+    def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
+        now = self._computing
+        if self._now is None or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
+            return _NOTHING
+        if not unit and now is not None:
+            unit, phase = now.unit, now.phase
+        return _Wait(self, _Entry("compute", unit, phase, cause), unit, phase)
+
+    def left(self, around: str, in_backward: bool) -> None:
+        now = self._computing
+        if around and now is not None:
+            self._end_compute()
+            self._begin_compute(around, now.phase)
+        elif not in_backward:
+            self.idle()
+
+    def idle(self) -> None:
+        if self._computing is not None:
+            self._end_compute()
+
+    def host_waited(self, cause: str, begin: float, end: float) -> None:
+        entry = _Entry("host", "", "", cause)
+        entry.start, entry.end = begin, end
+        self._add(entry)
+
+    def step_may_begin(self) -> None:
+        self._host_free = time.perf_counter()
+
+    def stepped(self) -> None:
+        entry = _Entry("optimizer", "")
+        entry.start, entry.end = self._host_free, time.perf_counter()
+        self._add(entry)
+
+    # ---- what is known
+
+    def flush(self) -> None:
+        """Ends the pass under way and waits for all that is queued (Rule 2)."""
+        self._end_pass()
+        self._clock.synchronize()
+        self._read(0)
+        self._passes.clear()
+
+    def trained(self, since: int = 0) -> list[RecordedStep]:
+        """The recorded passes that made gradients, from that number on."""
+        return [step for step in self.steps if step.trains and step.number >= since]
+
+    def times(self) -> dict[str, UnitTimes]:
+        """Of each unit that was seen, in the order of forward; of passes that train, if there are any."""
+        return unit_times(self.trained() or list(self.steps))
+
+    # ---- details
+
+    def _add(self, entry: _Entry) -> None:
+        if self._now is not None:
+            self._now.entries.append(entry)
+
+    def _begin_compute(self, unit: str, phase: str) -> Any:
+        moment = self._clock.moment(self._clock.compute)
+        if unit:
+            self._computing = _Entry("compute", unit, phase)
+            self._computing.start = moment
+        return moment
+
+    def _end_compute(self) -> Any:
+        moment = self._clock.moment(self._clock.compute)
+        if self._computing is not None:
+            self._computing.end = moment
+            self._add(self._computing)
+            self._computing = None
+        return moment
+
+    def _end_pass(self) -> None:
+        self.idle()
+        if self._now is not None:
+            self._now.end = time.perf_counter()
+            self._now = None
+
+    def _read(self, later: int) -> None:
+        while self._passes and self._count - self._passes[0].number > later and self._passes[0].happened():
+            self.steps.append(self._passes.popleft().read())
+
+
+# ---- figures
+
+
+def unit_times(steps: Sequence[RecordedStep]) -> dict[str, UnitTimes]:
+    """Medians over these passes, by unit in the order in which they compute."""
+    names = dict.fromkeys(s.unit for step in steps for s in step.spans if s.unit and s.phase != "activations")
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
+    for step in steps:
+        for name, sums in step.of_units.items():
+            for what, value in sums.items():
+                samples[name][what].append(value)
+        for span in step.of("up"):
+            if span.phase == "weights":
+                samples[span.unit]["up_s"].append(span.seconds)
+                samples[span.unit]["up_nbytes"].append(span.nbytes)
+    order = dict.fromkeys([s.unit for step in steps for s in step.of("compute")] + list(names))
+    return {name: _median_times(name, samples[name]) for name in order}
+
+
+def _median_times(name: str, samples: dict[str, list[float]]) -> UnitTimes:
+    medians = {what: statistics.median(values) for what, values in samples.items()}
+    nbytes = {what: int(medians.pop(what, 0)) for what in ("up_nbytes", "down_nbytes")}
+    return UnitTimes(unit=name, up_nbytes=nbytes["up_nbytes"], down_nbytes=nbytes["down_nbytes"], **medians)
+
+
+def _sums(step: RecordedStep) -> dict[str, dict[str, float]]:
+    """What one pass spent on each unit."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    at_once = 0.0
+    for span in step.spans:
+        if span.stall or span.phase == "activations":
+            continue
+        if span.lane == "compute":
+            sums[span.unit][f"{span.phase}_s"] += span.seconds
+        elif span.lane == "down":
+            sums[span.unit]["down_s"] += span.seconds
+            sums[span.unit]["down_nbytes"] += span.nbytes
+        elif span.lane == "optimizer" and span.unit:
+            sums[span.unit]["step_s"] += span.seconds
+        elif span.lane == "optimizer":
+            at_once += span.seconds
+    left = {name: own["down_nbytes"] for name, own in sums.items() if "down_nbytes" in own and "step_s" not in own}
+    for name, nbytes in left.items():
+        sums[name]["step_s"] = at_once * nbytes / max(1, sum(left.values()))
+    return sums

@@ -1,0 +1,1 @@
+"""Lightning's strategy and callback over the engine."""

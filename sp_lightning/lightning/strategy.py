@@ -1,0 +1,446 @@
+"""The Lightning strategy: an unchanged LightningModule through ``Trainer(strategy="superpipeline")``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from ..errors import OptionError
+from ..memory.device import check_supported
+from ..memory.parameters import is_watched
+from ..observe.progress import waiting
+from ..options import Options
+from ..runtime.handle import Handle
+from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
+from . import user_hooks
+from .callback import SuperpipelineCallback
+from .checkpoint_io import MappedCheckpointIO, on_host, size_so_far
+
+HOST = torch.device("cpu")
+OTHER_HOOKS = "there are step hooks beside ours"
+ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
+
+
+log = logging.getLogger(__name__)
+
+
+class SuperpipelineStrategy(SingleDeviceStrategy):
+    """Train, validate and predict with a model that does not fit on the device.
+
+    Weights, gradients and optimizer state live in host memory; units of the model (usually one block each) visit the
+    device through a small window. Results are those of the plain run, to the last bit.
+
+    Args:
+        window: Units on the device at a time, those on their way up included. An int >= 1, or "auto": found in the
+            first steps, from the memory that they leave and the times that they take. Costs a look at the device's
+            memory for each visit of a unit.
+        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": found with the window.
+        memory_budget: Device bytes for weights, gradients and what streams, such as "10GiB", which a window that is
+            "auto" does not exceed. None plans with all of the device's memory but a twentieth.
+        units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable
+            that takes the module and gives the submodules that are to be units.
+        activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute"
+            keeps the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
+            "recompute+offload" moves the inputs and runs forward again.
+        optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
+            nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook. What is
+            left then, and with those all, is stepped while the next forward begins, where no hook of yours is called
+            between the two.
+        fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
+            ``fused``: faster, but not the bits of the default loop.
+        wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
+            convolutions travel in autocast's type where their layer's forward is their only use, with their gradients:
+            half the bytes, the same bits. "as-is": all travel as they are.
+        master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
+            on the host; the device sees half precision.
+        host_memory: "pinned" is page-locked memory for weights and gradients, from and to which the device copies by
+            itself, or an error; "pageable" is ordinary memory, and copies through a small page-locked ring, by a thread
+            for each direction; "auto" is pinned memory as far as it can be had. No choice where the CPU computes.
+        compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
+        device: The device that computes. By default the one that the Trainer chose.
+        accelerator: The accelerator handler; the Trainer sets it.
+        checkpoint_io: How checkpoints are written and read; the Trainer sets it.
+        precision_plugin: The precision plugin; the Trainer sets it from ``precision``.
+    """
+
+    strategy_name = "superpipeline"
+
+    def __init__(
+        self,
+        window: int | Literal["auto"] = "auto",
+        transfer: int | Literal["auto"] = "auto",
+        units: str | list[str] | Callable[[nn.Module], Any] = "auto",
+        memory_budget: int | str | None = None,
+        activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
+        optimizer_overlap: bool = True,
+        fused_optimizer: bool = False,
+        wire_dtype: Literal["auto", "as-is"] = "auto",
+        master_weights: bool = False,
+        host_memory: Literal["auto", "pinned", "pageable"] = "auto",
+        compile_units: bool = False,
+        device: torch.device | str | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            device=device or "cpu",
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.options = Options.parse(
+            window=window,
+            transfer=transfer,
+            memory_budget=memory_budget,
+            units=units,
+            activations=activations,
+            optimizer_overlap=optimizer_overlap,
+            fused_optimizer=fused_optimizer,
+            wire_dtype=wire_dtype,
+            master_weights=master_weights,
+            host_memory=host_memory,
+            compile_units=compile_units,
+        )
+        self.handle: Handle | None = None  # of the last run, closed when it ended
+        self._device_given = device is not None
+        self._parallel_devices: list[torch.device] | None = None
+        self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
+        self._callback: SuperpipelineCallback | None = None  # that we added to this run
+        self._chosen: dict[str, Any] = {}  # its state when the last run ended
+        check_supported(self.root_device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handle out of a copy: what streams is the module of this strategy."""
+        return {**super().__getstate__(), "handle": None}
+
+    # ---- the device
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that the Trainer chose; None before it has, as anything else would choose the accelerator."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
+        self._parallel_devices = devices
+        if devices and self._device_given and self.root_device.type != devices[0].type:
+            raise OptionError(
+                argument="device",
+                found=str(self.root_device),
+                allowed=f"on the Trainer's accelerator ('{devices[0]}'); pass the Trainer another, or no device here",
+            )
+        if devices and not self._device_given:
+            check_supported(devices[0])
+            self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count > 1:
+            raise OptionError(argument="num_nodes", found=count, allowed=ONE)
+
+    # ---- setup and teardown
+
+    def setup_environment(self) -> None:
+        """The first that the strategy hears of a run; the callbacks' own setup comes next."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        self._add_callback(trainer)
+        self._keep_averages_on_host(trainer)
+
+    def _add_callback(self, trainer: Any) -> None:
+        """Add a callback for this run, unless the user has one: ahead of checkpoints, as Lightning has those of a user,
+        and without moving any."""
+        callbacks, self._chosen = list(trainer.callbacks), {}
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
+            self._callback = SuperpipelineCallback()
+            checkpoints = (place for place, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
+            callbacks.insert(next(checkpoints, len(callbacks)), self._callback)
+            trainer.callbacks = callbacks
+
+    def _remove_callback(self) -> None:
+        """Leave ``trainer.callbacks`` without ours, for whoever looks between runs, as Lightning's tuners do. Lightning
+        tears callbacks down after the strategy, and after an exception not at all."""
+        ours, self._callback = self._callback, None
+        if ours is not None:
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not ours]
+            ours.teardown(trainer, self.lightning_module, trainer.state.fn)
+            self._chosen = ours.state_dict()
+
+    def _keep_averages_on_host(self, trainer: Any) -> None:
+        """Where the weights are: these callbacks would copy the model in full to the device that computes."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and callback._device is None:
+                callback._device = HOST
+                self._averages.append(callback)
+
+    def setup(self, trainer: Trainer) -> None:
+        """As the base class does, but parameters and optimizer state stay on the host."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self._convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _convert_module(self, module: nn.Module) -> nn.Module:
+        """The precision plugin's conversion; with master weights, of all but the parameters, which are FP32."""
+        if not self.options.master_weights:
+            return self.precision_plugin.convert_module(module)
+        half = self._half_dtype()
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(half)
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+        assert self.lightning_module is not None
+        _update_properties(self.lightning_module, dtype=half)
+        return module
+
+    def _half_dtype(self) -> torch.dtype:
+        """What the device computes in, with master weights."""
+        if not isinstance(self.precision_plugin, HalfPrecision):
+            raise OptionError(
+                argument="precision",
+                found=self.precision_plugin.precision,
+                allowed="'bf16-true' or '16-true' with master_weights=True",
+            )
+        return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float16
+
+    def model_to_device(self) -> None:
+        """Parameters begin to stream; buffers and metric states move."""
+        assert self.lightning_module is not None
+        self.handle = None  # before the next one is made: the last one holds as much host memory
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module._apply(self._unless_streamed)
+        compute_dtype = self._half_dtype() if self.options.master_weights else None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
+            self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, not fits, fits)
+        _update_properties(self.lightning_module, device=self.root_device)
+
+    def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
+
+    def teardown(self) -> None:
+        """The module is plain again. Also called after an exception, wherever it came from."""
+        try:
+            if self.handle is not None:
+                self.handle.close()
+        finally:
+            for callback in self._averages:
+                callback._device = None
+            self._averages.clear()
+            self._remove_callback()
+            self._base_teardown()
+
+    def _base_teardown(self) -> None:
+        """As the base class does, but weights on the meta device stay; moving them would hide the error about them."""
+        _optimizers_to_device(self.optimizers, HOST)
+        if self.lightning_module is not None:
+            self.lightning_module._apply(_unless_meta)  # type: ignore[no-untyped-call]
+            _update_properties(self.lightning_module, device=HOST)
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Weights are made on the host, whoever makes them."""
+        keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
+        with _EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The Trainer's, or the default one, which maps a local file instead of reading it."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # where the user chose none
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As written; the device's memory is left alone."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As the base class does; a large model's takes its time."""
+        assert self.lightning_module is not None
+        before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
+        with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As the base class does; a large model's takes its time."""
+        if self._chosen and "callbacks" in checkpoint:  # after the run, when the Trainer does not have the callback
+            checkpoint["callbacks"][SuperpipelineCallback.__qualname__] = self._chosen
+        sizes: list[int] = []
+        apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
+        what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
+        with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _waiting_for_parameters(
+        self, what: str, done: Callable[[nn.Parameter], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        sizes = [(parameter, parameter.nbytes) for parameter in self.lightning_module.parameters()]
+        so_far = lambda: sum(nbytes for parameter, nbytes in sizes if done(parameter))  # noqa: E731
+        return waiting(what, sum(nbytes for _, nbytes in sizes), so_far, self._may_show, self._display)
+
+    @property
+    def _may_show(self) -> bool:
+        """Whether the user wants to see progress."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        ours = [callback for callback in trainer.callbacks if isinstance(callback, SuperpipelineCallback)]
+        bar = trainer.progress_bar_callback
+        return bar is not None and trainer.is_global_zero and all(callback.progress for callback in ours)
+
+    @property
+    def _display(self) -> Any:
+        """That of a progress bar which is drawn over a part of the screen now, as rich's is while it trains."""
+        assert self.lightning_module is not None
+        progress = getattr(self.lightning_module.trainer.progress_bar_callback, "progress", None)
+        live = getattr(progress, "live", None)
+        return progress if live is not None and live.is_started else None
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+            for parameter, values in optimizer.state.items():
+                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, on_host)
+
+    # ---- steps
+
+    @property
+    def _streaming(self) -> Handle | None:
+        """The handle of the run under way; outside of one, the module is plain and steps are the base class's."""
+        return None if self.handle is None or self.handle.closed else self.handle
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
+        handle = self._streaming
+        if handle is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        with handle.explaining():
+            if not (self.lightning_module.automatic_optimization and self.options.optimizer_overlap):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+            ahead = self._may_step_ahead(optimizer)
+            overlapping = handle.steps.ahead if ahead else handle.steps.held
+            with overlapping(optimizer, self._may_hold):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _may_step_ahead(self, optimizer: Optimizer) -> bool:
+        assert self.handle is not None and self.lightning_module is not None
+        reason = user_hooks.backward_and_step(self, self.lightning_module, optimizer)
+        if reason is None and self.handle.steps.has_other_hooks(optimizer):
+            reason = OTHER_HOOKS
+        self.handle.steps.say(AFTER_BACKWARD, reason)
+        return reason is None
+
+    def _may_hold(self) -> bool:
+        """Tell whether the step may run on beside the next forward (deferred_step.py).
+
+        It may where no code of the user is called in between that is likely to look at weights. Other code that looks
+        waits for the step, which then gains nothing."""
+        module = self.lightning_module
+        assert module is not None and self.handle is not None
+        reason = user_hooks.step_and_next(module)
+        if reason is None and self.handle.steps.has_other_hooks(module.trainer.optimizers[0], after=True):
+            reason = OTHER_HOOKS
+        self.handle.steps.say(WHOLE_STEP, reason)
+        return reason is None and user_hooks.next_is_a_training_step(module.trainer)
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        handle = self._streaming
+        if handle is None:
+            yield
+            return
+        handle.open_scope(name)
+        try:
+            with handle.explaining():
+                yield
+        finally:
+            handle.close_scope()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does."""
+        handle = self._streaming
+        with contextlib.nullcontext() if handle is None else handle.explaining():
+            return super().backward(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as one pass through the units."""
+        with self._step("train"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as one pass through the units."""
+        with self._step("validate"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as one pass through the units."""
+        with self._step("test"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, as one pass through the units."""
+        with self._step("predict"):
+            return super().predict_step(*args, **kwargs)
+
+
+def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(HOST)

@@ -1,0 +1,387 @@
+"""The two faces of a streamed parameter: the host one that the user holds, and its stand-in on the device.
+
+1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
+   subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
+2. Inside a running step, and in the model's ``generate``, ``p.device`` and ``p.dtype``, and what else asks for these,
+   answer with those of the stand-in, as in a plain run, so that tensors which model code makes "where and like the
+   weights" are right. The bytes stay on the host.
+3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
+   same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
+   Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter. They
+   are one and the same key of a dictionary.
+4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
+   would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
+5. Who asks for ``.grad`` waits for gradients that are on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from ..errors import UnsupportedError
+
+# The properties themselves, past those that are overridden below.
+_data: Any = torch.Tensor.data
+_device: Any = torch.Tensor.device
+_dtype: Any = torch.Tensor.dtype
+_grad: Any = torch.Tensor.grad
+_get_grad: Any = _grad.__get__
+_version: Any = torch.Tensor._version
+_grad_fn: Any = torch.Tensor.grad_fn
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+class ParameterOwner(Protocol):
+    """Who streams the parameters of a module."""
+
+    optimizing: bool  # whether an optimizer steps, for which all is on the host
+
+    @property
+    def serving(self) -> bool:
+        """Whether reads of host parameters are answered with their stand-ins now."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where it computes."""
+
+    def apparent_device(self) -> torch.device | None:
+        """The device that ``p.device`` tells, or None for the true one."""
+
+    def land(self) -> None:
+        """Gradients that are under way are in ``.grad``."""
+
+    def check_gradient(self, parameter: Tensor) -> None:
+        """Somebody asks for this parameter's gradient: in a backward it has to be what it is in a plain run."""
+
+    def wait_step(self, store: Any) -> None:
+        """The step of an optimizer that is under way (deferred_step.py) is done with this unit."""
+
+    def wait_step_of(self, parameter: Tensor) -> None:
+        """With this parameter."""
+
+    def is_stepping(self, store: Any) -> bool:
+        """Whether it is still to come to this unit."""
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that ``p.dtype`` tells, where this is the true one."""
+
+    def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
+        """The parameter's stand-in, for the time of a call."""
+
+    def suspect(self, parameters: Iterable[Tensor]) -> None:
+        """These are about to be written."""
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether user code may bring host parameters together with tensors on the device."""
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor's bytes are the device's, or a unit's there."""
+
+    def in_slab(self, tensor: Tensor) -> bool:
+        """Whether they are those of a managed parameter on the host."""
+
+    def read_on_host(self, parameter: Tensor) -> None:
+        """Something was computed from a host parameter itself."""
+
+    def withheld(self, parameter: Tensor) -> bool:
+        """Whether its stand-in is one that nobody sees (streamed_unit.py, Rule 6)."""
+
+    def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
+        """Model code wrote a weight whose host copy is still what it was."""
+
+
+class DataWatcher(Protocol):
+    """Who holds a host parameter's bytes."""
+
+    keeper: ParameterOwner
+
+    def data_taken(self) -> None:
+        """The host bytes may be written from here on, unseen by any version counter."""
+
+    def about_to_replace(self, parameter: nn.Parameter) -> None:
+        """The parameter's stand-in is about to be given other data."""
+
+    def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """What the parameter's data becomes when it is set to this: on the host, whatever was given."""
+
+
+_new = nn.Parameter.__new__
+_watchers: dict[int, DataWatcher] = {}  # by id of the parameter, which lives at least as long as it is watched
+
+
+class HostParameter(nn.Parameter):
+    """A managed parameter as the user sees it (Rules 1 and 2)."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # but see weight_reads.py
+
+    def __eq__(self, other: Any) -> Any:
+        return True if isinstance(other, DeviceParameter) and other.host is self else super().__eq__(other)
+
+    __hash__ = nn.Parameter.__hash__
+
+    @property
+    def data(self) -> torch.Tensor:
+        _watchers[id(self)].data_taken()
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        watcher = _watchers[id(self)]
+        watcher.data_taken()
+        _data.__set__(self, watcher.data_given(self, value.detach()))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        owner_of(self).check_gradient(self)
+        return landed_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        owner_of(self).check_gradient(self)
+        owner_of(self).land()
+        with torch._C.DisableTorchFunctionSubclass():
+            if value is not None and true_device(value) != true_device(self):
+                value = value.to(true_device(self), true_dtype(self))  # of a loss on the device
+            _grad.__set__(self, value)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return owner_of(self).apparent_device() or _device.__get__(self)
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    def get_device(self) -> int:
+        device = self.device
+        return -1 if device.index is None else device.index
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return owner_of(self).apparent_dtype(_dtype.__get__(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+class DeviceParameter(nn.Parameter):
+    """The stand-in of a host parameter inside a visit (Rule 3)."""
+
+    taken: list[bool]  # shared by the stand-ins of a unit: [True] once any of them gave its data away
+    host: nn.Parameter
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.taken[0] = True
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Another tensor under a stand-in would part it from the unit's buffer: its bytes are taken over instead.
+        self.taken[0] = True
+        _watchers[id(self.host)].about_to_replace(self.host)
+        _data.__get__(self).copy_(value)
+
+    def __eq__(self, other: Any) -> Any:
+        return True if other is self.host else super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(self.host)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "host":
+            raise AttributeError(name)
+        return getattr(self.host, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("host", "taken") or name.startswith("__")
+        if own or hasattr(getattr(type(self), name, None), "__set__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.host, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.host, name)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Changes when either of them is written: what model code makes of a weight may be kept until then."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.host._version + true_version(self)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        grad = landed_grad(self.host)
+        return None if grad is None else grad.to(_device.__get__(self))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.host.grad = None if value is None else value.to(true_device(self.host))
+
+    @property
+    def grad_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of a leaf, and never another one than its own (partition.py)."""
+        return true_dtype(self)
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
+        if requires_grad != self.requires_grad:
+            raise UnsupportedError(
+                f"requires_grad of a weight was set to {requires_grad} inside its unit's forward, which began with "
+                f"{not requires_grad}; set it before the step"
+            )
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self.host.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            kind = nn.Parameter if type(self.host) is HostParameter else type(self.host)
+            memo[id(self)] = kind(_data.__get__(self).clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def true_data(parameter: nn.Parameter) -> torch.Tensor:
+    """``parameter.data``, unnoticed."""
+    return _data.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """``parameter.data = value``, unnoticed."""
+    _data.__set__(parameter, value)
+
+
+def true_version(tensor: torch.Tensor) -> int:
+    """Its own version counter."""
+    return _version.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def true_grad_fn(tensor: torch.Tensor) -> Any:
+    """The node that made it."""
+    return _grad_fn.__get__(tensor)
+
+
+def true_device(tensor: torch.Tensor) -> torch.device:
+    """Where the bytes are."""
+    return _device.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``parameter.grad`` as it is, whatever is under way."""
+    return _get_grad(parameter)  # type: ignore[no-any-return]
+
+
+def landed_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """``parameter.grad``, when all that is under way has arrived."""
+    owner_of(parameter).land()
+    with torch._C.DisableTorchFunctionSubclass():
+        return true_grad(parameter)
+
+
+def set_true_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """``parameter.grad = value``, whatever is under way."""
+    _grad.__set__(parameter, value)
+
+
+def true_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type of the bytes."""
+    return _dtype.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
+    """Begins Rule 1. Subclasses of nn.Parameter keep their class: theirs may mean something."""
+    if not _watchers:
+        nn.Parameter.__new__ = _new_plain  # type: ignore[assignment]
+    _watchers[id(parameter)] = watcher
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = HostParameter
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether Rule 1 holds for this one."""
+    return id(parameter) in _watchers
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Ends Rule 1."""
+    if type(parameter) is HostParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    _watchers.pop(id(parameter), None)
+    if not _watchers:
+        nn.Parameter.__new__ = _new  # type: ignore[method-assign]
+
+
+def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+    """``nn.Parameter.__new__`` while anything is managed (Rule 4)."""
+    plain = _data.__get__(data) if type(data) in (HostParameter, DeviceParameter) else data
+    return _new(cls, plain, requires_grad)
+
+
+def owner_of(parameter: Tensor) -> ParameterOwner:
+    """Who streams this managed host parameter."""
+    return _watchers[id(parameter)].keeper
+
+
+# Our own looks at host parameters are no reads (weight_reads.py).
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def quietly() -> AbstractContextManager[None]:
+    """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
+    if torch._C._are_functorch_transforms_active():
+        return _outside_transforms()
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def stand_in(output: torch.Tensor, host: nn.Parameter, taken: list[bool]) -> DeviceParameter:
+    """Makes an output of the link look like the parameter that it stands for."""
+    output.__class__ = _stand_in_class(type(host))
+    output.host = host  # type: ignore[attr-defined]
+    output.taken = taken  # type: ignore[attr-defined]
+    return output  # type: ignore[return-value]
+
+
+@functools.cache
+def _stand_in_class(kind: type[nn.Parameter]) -> type[DeviceParameter]:
+    """For a parameter of this class, which model code may ask for, or call methods of."""
+    return (
+        DeviceParameter if kind in (nn.Parameter, HostParameter) else type(kind.__name__, (DeviceParameter, kind), {})
+    )

@@ -1,0 +1,508 @@
+"""How a module tree is cut into units, and where each of its parameters is kept.
+
+A unit is what travels as one: usually a block. `units="auto"` follows these rules; sizes are bytes on the device.
+
+1. Every parameter belongs to the module that registers it first, so a tied weight or a shared block counts once.
+   A module that owns nothing is not looked at: no unit is empty.
+2. A block is a module with modules of its own that is an element of a ModuleList, or repeats its class in a Sequential
+   or ModuleDict, or is one of three attributes of a class (two are often two towers), or is of a class that the model
+   declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
+3. A stage is a block made of repeated blocks, which then are the units: a container of blocks always is one, any other
+   module if it weighs more than an eighth of the model and the blocks in its containers hold three quarters of it: too
+   few units would be left to stream. Small expert models come apart into experts that way.
+4. The typical unit is the block that holds the median byte, but at least 1/64 of the model. What weighs more than four
+   of them and more than an eighth of the model, or more than `max_bytes`, is cut into its children.
+5. Never cut are torch.nn's own modules except its containers, because MultiheadAttention and TransformerEncoderLayer
+   read their children's weights; a module that itself holds over an eighth of its bytes, because these could not travel
+   without it; and one that would come apart into a single piece.
+6. Small is a block below 1/128 of the typical unit, and anything else below a quarter of it. The small parts of a block
+   that was cut travel as one: an attention and its norms beside experts that became units.
+7. What is small stays on the device, smallest first, up to the bytes of one typical unit: but for rule 8, the resident
+   rest never costs more than one more place in the window would. Small neighbours beyond that are packed together.
+8. A unit is entered through the forward of a module, so a module without one (ModuleList, ParameterList) gives its
+   children instead, and parameters without a module to enter (of the root, of a module that was cut) are resident.
+
+9. A root that may not be cut (rule 5) is resident as a whole.
+
+With class names or a callable the chosen modules are the units, whole, and everything else is resident.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard
+
+from torch import nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+
+from sp_lightning.errors import PartitionError
+from sp_lightning.memory.layout import aligned
+
+UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
+
+RESIDENT_NAME = "(root)"
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Rule 5: the modules of torch.nn that do nothing with their children but call them.
+OPEN_CLASSES = (*CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+@dataclass(eq=False, frozen=True)
+class Unit:
+    """A part of the model that travels as one, or the rest that stays on the device."""
+
+    index: int
+    name: str
+    # Entering the forward of any of these needs the whole unit. None for the resident rest.
+    modules: tuple[tuple[str, nn.Module], ...]
+    params: tuple[tuple[str, nn.Parameter], ...]
+    resident: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(param) for _, param in self.params)
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for _, param in self.params)
+
+    @property
+    def trainable(self) -> float:
+        """The share of the elements that requires grad now, 0 to 1."""
+        return sum(param.numel() for _, param in self.params if param.requires_grad) / max(self.numel, 1)
+
+    def __repr__(self) -> str:
+        kind = "resident" if self.resident else "+".join(type(module).__name__ for _, module in self.modules)
+        size = f"{self.nbytes / 2**20:.2f} MiB in {len(self.params)} params"
+        return f"Unit({self.index}: {self.name}, {kind}, {size}, {self.trainable:.0%} trainable)"
+
+
+def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | None = None) -> list[Unit]:
+    """Cut `root` into units: every parameter is in exactly one, in registration order, the resident rest last.
+
+    Reads names and sizes only, so it works on the meta device too. A module without parameters gives no units.
+
+    Args:
+        root: never a unit itself; what it holds outside every unit is resident.
+        units: "auto", class names (of which the outermost match is taken), or a callable that is given `root` and
+            returns modules inside it.
+        max_bytes: cut what is larger, where it can be cut. Only "auto" cuts; a choice by name or callable stands.
+    """
+    tree = _Tree(root)
+    if not tree.nbytes[root]:
+        return []
+    if units == "auto":
+        pieces = _Auto(tree, max_bytes).pieces()
+    elif callable(units):
+        pieces = _chosen_pieces(tree, _called(tree, units))
+    else:
+        pieces = _chosen_pieces(tree, _named(tree, [units] if isinstance(units, str) else units))
+    return _units(tree, pieces)
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    return aligned(param.numel() * param.element_size())
+
+
+class _Tree:
+    """The module tree with each module and each parameter in its first place only (rule 1)."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.names: dict[nn.Module, str] = {module: name for name, module in root.named_modules()}
+        self.order: dict[nn.Module, int] = {module: index for index, module in enumerate(self.names)}
+        self.owned: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {module: [] for module in self.names}
+        self.children: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
+        self.nbytes: dict[nn.Module, int] = {}
+        self._assign_owners()
+        self._weigh()
+
+    def _assign_owners(self) -> None:
+        seen: set[nn.Parameter] = set()
+        for module, prefix in self.names.items():
+            for key, param in module._parameters.items():
+                if param is None or param in seen:
+                    continue
+                seen.add(param)
+                name = f"{prefix}.{key}" if prefix else key
+                if is_lazy(param):
+                    raise PartitionError(f"{name} has no shape yet: run one batch through the lazy modules first")
+                if isinstance(module, ScriptModule):
+                    raise PartitionError(f"{name} is out of reach in a TorchScript module: use what it was made from")
+                if hasattr(param, "__tensor_flatten__"):
+                    raise PartitionError(f"{name} is made of several tensors by {type(param).__name__}: use plain ones")
+                if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+                    raise PartitionError(f"{name} wants gradients of another type than its own: leave its grad_dtype")
+                self.owned[module].append((name, param))
+
+    def _weigh(self) -> None:
+        by_name = {name: module for module, name in self.names.items()}
+        for module in reversed(self.names):
+            self.children[module].reverse()
+            self.nbytes[module] = sum(_nbytes(param) for _, param in self.owned[module])
+            self.nbytes[module] += sum(self.nbytes[child] for child in self.children[module])
+            if module is not self.root and self.nbytes[module]:
+                # The first name, not the first of the parents: names are given depth first.
+                self.children[by_name[self.names[module].rpartition(".")[0]]].append(module)
+
+    def below(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The module and all that has its first place inside it, in registration order."""
+        yield module
+        for child in self.children[module]:
+            yield from self.below(child)
+
+    def entries(self, module: nn.Module) -> list[nn.Module]:
+        """The modules through whose forward `module` is entered: itself, or those of its children (rule 8)."""
+        if _has_forward(module):
+            return [module]
+        return [entry for child in self.children[module] for entry in self.entries(child)]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A unit to be, unless it is small enough to stay on the device (rule 7)."""
+
+    name: str
+    roots: tuple[nn.Module, ...]
+    nbytes: int
+    is_block: bool
+
+    @classmethod
+    def of(cls, tree: _Tree, module: nn.Module, *, is_block: bool) -> _Piece:
+        roots = tuple(tree.entries(module))
+        name = tree.names[roots[0] if len(roots) == 1 else module]
+        return cls(name, roots, sum(tree.nbytes[root] for root in roots), is_block)
+
+    @classmethod
+    def packed(cls, parts: Sequence[_Piece], *, is_block: bool) -> _Piece:
+        roots = tuple(root for part in parts for root in part.roots)
+        return cls(parts[0].name, roots, sum(part.nbytes for part in parts), is_block)
+
+
+def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[Unit]:
+    units: list[Unit] = []
+    taken: set[nn.Module] = set()
+    for piece in sorted(pieces, key=lambda piece: tree.order[piece.roots[0]]):
+        inside = sorted((module for root in piece.roots for module in tree.below(root)), key=tree.order.__getitem__)
+        taken.update(inside)
+        units.append(_unit(tree, len(units), piece.name, piece.roots, inside))
+    rest = [module for module in tree.names if module not in taken]
+    if any(tree.owned[module] for module in rest):
+        units.append(_unit(tree, len(units), RESIDENT_NAME, (), rest))
+    return units
+
+
+def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside: Iterable[nn.Module]) -> Unit:
+    modules = tuple((tree.names[root], root) for root in roots)
+    params = tuple(named for module in inside for named in tree.owned[module])
+    return Unit(index, name, modules, params, resident=not modules)
+
+
+# --- units="auto" ---------------------------------------------------------------------------------------------------
+
+
+class _Auto:
+    """Rules 2 to 8 over one tree: what is a block, what is a stage, how much is large, and the cut itself."""
+
+    def __init__(self, tree: _Tree, max_bytes: int | None) -> None:
+        self.tree = tree
+        self.total = tree.nbytes[tree.root]
+        self.repeated = {element for module in tree.names for element in self._repeated_elements(module)}
+        self.blocks = self._blocks()
+        self.declared = self._declared()
+        self.wholes = (self.declared | self.blocks) - self._stages()
+        self.holds_whole = self._holders(self.wholes)
+        block_bytes = [tree.nbytes[block] for block in self._outermost(tree.root)]
+        self.typical = max(_median_byte_size(block_bytes), self.total // 64)
+        self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
+        self.typical = min(self.typical, self.limit)
+
+    def pieces(self) -> list[_Piece]:
+        if _is_of_torch(self.tree.root):
+            return []
+        pieces = self._cut(self.tree.root)
+        resident = self._resident(pieces)
+        runs = itertools.groupby((piece for piece in pieces if piece not in resident), self._is_small)
+        return [piece for small, run in runs for piece in (self._packed(run, is_block=False) if small else run)]
+
+    # What is a block, and what is a stage
+
+    def _inside(self, module: nn.Module) -> list[nn.Module]:
+        return [] if _is_of_torch(module) else self.tree.children[module]
+
+    def _blocks(self) -> set[nn.Module]:
+        """Rule 2, without what a model declares: elements of containers, and attributes that repeat a class."""
+        blocks = set(self.repeated)
+        for module in self.tree.names:
+            children = [child for child in self._inside(module) if self.tree.children[child]]
+            if isinstance(module, nn.ModuleList):
+                blocks.update(children)
+            elif not isinstance(module, CONTAINERS):
+                for alike in _by_class(children):
+                    # Small ones are not what the model is made of; their number would only shred it.
+                    if len(alike) >= 3 and 4 * sum(map(self.tree.nbytes.__getitem__, alike)) >= self.total:
+                        blocks.update(alike)
+        return blocks
+
+    def _repeated_elements(self, module: nn.Module) -> list[nn.Module]:
+        if not isinstance(module, CONTAINERS):
+            return []
+        children = [child for child in self._inside(module) if self.tree.children[child]]
+        return [child for alike in _by_class(children) if len(alike) >= 2 for child in alike]
+
+    def _declared(self) -> set[nn.Module]:
+        """Modules whose class the model says must not be split. A leaf is one piece anyway."""
+        names = {name for module in self.tree.names for name in getattr(module, "_no_split_modules", None) or ()}
+        return {module for module in self.tree.names if type(module).__name__ in names and self.tree.children[module]}
+
+    def _stages(self) -> set[nn.Module]:
+        held: dict[nn.Module, int] = {}
+        for module in reversed(self.tree.names):
+            parts = self._inside(module)
+            held[module] = sum(self.tree.nbytes[part] if part in self.repeated else held[part] for part in parts)
+        heavy = {m for m, nbytes in self.tree.nbytes.items() if 8 * nbytes > self.total and 4 * held[m] >= 3 * nbytes}
+        heavy = {module for module in heavy if not isinstance(module, CONTAINERS)}
+        return set(self._stages_in(self.tree.root, heavy))
+
+    def _stages_in(self, module: nn.Module, heavy: set[nn.Module]) -> Iterator[nn.Module]:
+        """Rule 3. Only the outermost blocks can be too heavy: else heavy blocks would go to pieces, list by list."""
+        for part in self._inside(module):
+            is_block = part in self.blocks or part in self.declared
+            if is_block and (part in heavy or self._repeated_elements(part)):
+                yield part
+            yield from self._stages_in(part, heavy if not is_block or self._repeated_elements(part) else set())
+
+    def _holders(self, wholes: set[nn.Module]) -> set[nn.Module]:
+        holders: set[nn.Module] = set()
+        for module in reversed(self.tree.names):
+            if any(part in wholes or part in holders for part in self._inside(module)):
+                holders.add(module)
+        return holders
+
+    def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
+        for part in self._inside(module):
+            if part in self.wholes:
+                yield part
+            else:
+                yield from self._outermost(part)
+
+    # The cut
+
+    def _cut(self, module: nn.Module) -> list[_Piece]:
+        pieces = [piece for part in self._inside(module) for piece in self._pieces_of(part)]
+        if module not in self.wholes:
+            return pieces
+        large = [piece for piece in pieces if not self._is_small(piece)]
+        return large + self._packed(filter(self._is_small, pieces), is_block=True)
+
+    def _packed(self, pieces: Iterable[_Piece], *, is_block: bool) -> list[_Piece]:
+        return [_Piece.packed(run, is_block=is_block) for run in _runs(pieces, self.typical)]
+
+    def _pieces_of(self, module: nn.Module) -> list[_Piece]:
+        stands = module in self.wholes or (module not in self.holds_whole and _has_forward(module))
+        whole = _Piece.of(self.tree, module, is_block=module in self.blocks)
+        if stands and whole.roots and whole.nbytes <= self.limit:
+            return [whole]
+        pieces = self._cut(module)
+        return [whole] if stands and _has_forward(module) and not self._comes_apart(module, pieces) else pieces
+
+    def _comes_apart(self, module: nn.Module, pieces: Sequence[_Piece]) -> bool:
+        """Rule 5."""
+        return len(pieces) > 1 and 8 * self._held_alone(module) <= self.tree.nbytes[module]
+
+    def _held_alone(self, module: nn.Module) -> int:
+        """The bytes that only `module` itself can bring: its own, and those of children without a forward."""
+        alone = sum(_nbytes(param) for _, param in self.tree.owned[module])
+        return alone + sum(self._held_alone(part) for part in self._inside(module) if not _has_forward(part))
+
+    def _is_small(self, piece: _Piece) -> bool:
+        return (128 if piece.is_block else 4) * piece.nbytes < self.typical
+
+    def _resident(self, pieces: Iterable[_Piece]) -> set[_Piece]:
+        """Rule 7."""
+        resident, nbytes = set(), 0
+        for piece in sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes):
+            nbytes += piece.nbytes
+            if nbytes <= self.typical:
+                resident.add(piece)
+        return resident
+
+
+def forward_of(kind: type[nn.Module]) -> Any:
+    """What its modules run; None for TorchScript's, which have none in Python."""
+    return getattr(kind, "forward", None)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return forward_of(type(module)) is not nn.Module.forward or "forward" in vars(module)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the forward of one of torch.nn's own classes may read the children's weights (rule 5)."""
+    bases = (base for base in type(module).__mro__ if base is not nn.Module)
+    return not isinstance(module, OPEN_CLASSES) and any(base.__module__.startswith("torch.nn.") for base in bases)
+
+
+def _by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    alike: dict[type, list[nn.Module]] = {}
+    for module in modules:
+        alike.setdefault(type(module), []).append(module)
+    return list(alike.values())
+
+
+def _median_byte_size(sizes: Iterable[int]) -> int:
+    """The size of the block that holds the median byte: many small blocks do not hide the few that weigh."""
+    ascending = sorted(sizes)
+    passed = 0
+    for size in ascending:
+        passed += size
+        if 2 * passed >= sum(ascending):
+            return size
+    return 0
+
+
+def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
+    """Consecutive pieces in groups of at most `nbytes`."""
+    runs: list[list[_Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not runs or piece.nbytes > room:
+            runs.append([])
+            room = nbytes
+        runs[-1].append(piece)
+        room -= piece.nbytes
+    return runs
+
+
+# --- units=class names, units=callable ------------------------------------------------------------------------------
+
+
+def _named(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
+    counts = Counter(type(module).__name__ for module in tree.names if module is not tree.root)
+    for class_name in class_names:
+        if class_name not in counts:
+            raise PartitionError(
+                f"units names the class {class_name!r}, which is not in {type(tree.root).__name__}; "
+                f"its modules are: {_known_classes(tree, class_name)}"
+            )
+    return [module for module in tree.names if type(module).__name__ in class_names]
+
+
+def _known_classes(tree: _Tree, class_name: str) -> str:
+    """The classes that own parameters, with counts: close names first, then the modules that "auto" would take."""
+    counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
+    close = difflib.get_close_matches(class_name, counts, n=3)
+    auto = [type(root).__name__ for piece in _Auto(tree, None).pieces() for root in piece.roots]
+    ranked = dict.fromkeys([*close, *(name for name, _ in Counter(auto).most_common()), *counts])
+    shown = [f"{name} ({counts[name]})" for name in list(ranked)[:16]]
+    return ", ".join(shown) + (f" and {len(ranked) - 16} more" if len(ranked) > 16 else "")
+
+
+def _called(tree: _Tree, choose: Callable[[nn.Module], Iterable[nn.Module]]) -> list[nn.Module]:
+    returned = choose(tree.root)
+    inside = tree.names.keys() - {tree.root}
+    chosen = list(returned) if isinstance(returned, Iterable) else [returned]
+    for module in chosen:
+        if not isinstance(module, nn.Module) or module not in inside:
+            found = "the root itself" if module is tree.root else f"{_short(module)}, which is not one of them"
+            root_class = type(tree.root).__name__
+            raise PartitionError(f"the callable given as units must return modules inside {root_class}, got {found}")
+    return chosen
+
+
+def _short(found: object) -> str:
+    return f"a {type(found).__name__}" if isinstance(found, nn.Module) else repr(found)
+
+
+def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
+    """The outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (rule 1)."""
+    wanted = set(chosen)
+    pieces = [_Piece.of(tree, module, is_block=True) for module in _first_of(tree, tree.root, wanted)]
+    if not pieces:
+        raise PartitionError(
+            f"units chose {len(wanted)} modules of {type(tree.root).__name__}, none of which can be entered and owns "
+            'parameters; choose modules that do, or units="auto"'
+        )
+    return pieces
+
+
+def _first_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+    for part in tree.children[module]:
+        if part in wanted and tree.entries(part):
+            yield part
+        else:
+            yield from _first_of(tree, part, wanted)
+
+
+# --- where a parameter is kept ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One place that holds a parameter: `holder[key]`, or what is at `inside` in the list, tuple or dict kept there.
+
+    That container is looked up each time: forward of an LSTM makes its list anew when it finds other weights.
+    """
+
+    holder: dict[Any, Any]
+    key: Any
+    inside: Any = None
+
+    def get(self) -> Any:
+        try:
+            held = self.holder[self.key]
+            return held if self.inside is None else held[self.inside]
+        except (LookupError, TypeError):  # the user took the place away
+            return None
+
+    def set(self, value: Any) -> None:
+        held = self.holder[self.key]
+        if self.inside is None:
+            self.holder[self.key] = value
+        elif isinstance(held, tuple):
+            items = [*held[: self.inside], value, *held[self.inside + 1 :]]
+            self.holder[self.key] = held._make(items) if hasattr(held, "_make") else type(held)(items)
+        else:
+            held[self.inside] = value
+
+
+def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
+    """Every place in the tree that holds each of its parameters, in registration order; costs one scan of attributes.
+
+    The registered places come first: several for tied weights. Then what modules keep beside the registry, as an
+    attribute or in a list, tuple or dict that is one (LSTM and GRU read `_flat_weights`, not their parameters).
+    """
+    modules = list(root.modules())
+    found: dict[nn.Parameter, list[Slot]] = {}
+    for module in modules:
+        for key, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(param, []).append(Slot(module._parameters, key))
+    scanned: set[int] = set()
+    for module in modules:
+        for slot, param in _attribute_slots(module, scanned):
+            if param in found:
+                found[param].append(slot)
+    return found
+
+
+def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slot, nn.Parameter]]:
+    attributes = vars(module)
+    for key, value in attributes.items():
+        if isinstance(value, nn.Parameter):
+            yield Slot(attributes, key), value
+        elif isinstance(value, tuple):
+            yield from ((Slot(attributes, key, i), item) for i, item in enumerate(value) if _is_parameter(item))
+        elif isinstance(value, dict | list) and value is not module._parameters and id(value) not in scanned:
+            # A list that two modules share is one place.
+            scanned.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((Slot(attributes, key, inner), item) for inner, item in items if _is_parameter(item))
+
+
+def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
+    return isinstance(item, nn.Parameter)

@@ -1,0 +1,124 @@
+"""Host memory of our own, exact to the page; page-locked where a device can be told of memory that it did not allocate.
+
+1. A slab is a private anonymous mapping. No allocator rounds it up (torch's page-locked one does, to a power of two),
+   and when the last tensor over it dies its pages go back to the system, which those of ``malloc`` often do not.
+2. Its pages are touched by several threads and then locked as one range. One: a copy that crosses two ranges is
+   refused. Touched before: a driver that locks untouched pages faults them in one after the other, holding its lock.
+3. It is locked once and unlocked once: by `unlock`, when its last tensor dies, or when the interpreter ends, whichever
+   comes first. The mapping outlives its lock, because what unlocks it holds it.
+4. A forked process does not get locked pages. Linux would copy all of them, for each worker of a ``DataLoader``; a
+   plain run's weights are not there either. Whoever looks at them there is told so by an error, as the missing pages
+   would end the process. Nor does it unlock what is its parent's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_locked: dict[int, int] = {}  # storages of slabs, by their address
+MESSAGE = (
+    "a weight or gradient that is streamed lies in page-locked memory, which a forked process does not have: read it "
+    "before the fork, or start the process by 'spawn'"
+)
+CHUNK = 32 << 20  # bytes that a thread touches at a time
+MOST_THREADS = 8  # beyond which the kernel's own locks are what takes the time
+
+
+class PageLock(Protocol):
+    """How a device is told of host memory."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """The device may copy from and to this memory by itself. Raises RuntimeError where it can not."""
+
+    def unlock(self, address: int) -> None:
+        """No more; waits for what is queued. Raises nothing: it runs where a tensor dies."""
+
+
+class HostAllocator:
+    """Makes slabs, and knows which of them are locked."""
+
+    def __init__(self) -> None:
+        self._locks: list[weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]] = []
+
+    def plain(self, nbytes: int) -> Tensor:
+        """An ordinary one; its pages are taken when they are first written."""
+        return _tensor_over(_memory(_mapping(nbytes)))
+
+    def locked(self, nbytes: int, lock: PageLock) -> Tensor:
+        """A locked one (Rules 2 to 4)."""
+        mapping = _mapping(nbytes)
+        memory = _memory(mapping)
+        flat = _tensor_over(memory)
+        _touch(flat)
+        lock.lock(flat.data_ptr(), nbytes)
+        self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
+        _share_with_forks(mapping, False)
+        _locked[flat.data_ptr()] = flat.untyped_storage()._cdata
+        _mind_forks()
+        return flat
+
+    def unlock(self) -> None:
+        """All of them are ordinary memory from here on. Safe twice."""
+        for unlock in self._locks:
+            unlock()  # does nothing where it was done before
+        self._locks.clear()
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a fault for each 2 MiB instead of 4 KiB
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _memory(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
+    """What all tensors over a mapping refer to in the end; its death is theirs."""
+    return (ctypes.c_uint8 * len(mapping)).from_buffer(mapping)
+
+
+def _tensor_over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _touch(flat: Tensor) -> None:
+    """Takes all pages of a new slab."""
+    pieces = [flat[begin : begin + CHUNK : mmap.PAGESIZE] for begin in range(0, len(flat), CHUNK)]
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, MOST_THREADS), "superpipeline-touch") as threads:
+        list(threads.map(Tensor.zero_, pieces))
+
+
+def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:
+    if os.getpid() == process:
+        lock.unlock(address)
+        _share_with_forks(mapping, True)
+        _locked.pop(address, None)
+
+
+def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    os.register_at_fork(after_in_child=_refuse_all)
+
+
+def _refuse_all() -> None:
+    """In a forked process (Rule 4)."""
+    for storage in _locked.values():
+        torch._C._set_storage_data_ptr_access_error_msg(storage, MESSAGE)

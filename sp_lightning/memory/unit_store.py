@@ -1,0 +1,467 @@
+"""One unit's bytes: the host slab that its parameters alias, and the device buffer that is filled from it.
+
+1. The host is the truth. Each parameter's data is a tensor of its own over a slice of the slab, so the optimizer, the
+   user and checkpoints work on it as on any other; eviction from the device is a free, never a copy.
+2. The device buffer's storage object lives as long as the unit: it is freed and re-allocated in place, so all that
+   aliases it (the stand-ins, what autograd saved) sees the refilled bytes.
+3. It is allocated, filled and freed under the up stream. ``ready`` is recorded there after the fill, and whoever reads
+   the bytes waits for it; before it is freed, the up stream waits for the last reader's event. So memory is never given
+   to another unit while a kernel still reads it.
+4. The host bytes may not be written while a fill reads them: ``settle`` waits for it.
+5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
+   is in use, and is not freed: reading a freed buffer would end the process.
+6. Resident bytes are stale once a parameter's version or address moved, its bytes were given away (``.data``, a view,
+   an array), or an optimizer that holds it stepped; and as long as somebody else holds a tensor over its bytes, who may
+   write through it at any time.
+7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
+   change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
+8. Some of what autograd saves of a weight keeps its bytes in a plain run, whatever becomes of the weight: autocast's
+   cast copy, and a view of data that ``p.data = ...`` replaced. A saved reference to such bytes holds the weight's
+   ``SavedBytes`` in ``contents``; when the weight gets other bytes, the old ones are left there, on the host, and the
+   weight gets a new ``SavedBytes``. Every saved reference also holds ``memory``, whose reference count says that some
+   graph still needs the current layout.
+9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
+   plain run a write to one is a write to the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import malloc
+from ..core.telemetry import Counters
+from ..errors import ExactnessError
+from .device import Device
+from .layout import ALIGNMENT, Field, Layout, aligned
+from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, unwatch, watch
+from .partition import Unit
+
+NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
+OWN_USES = 2  # of a parameter's storage: its tensor's, and that of the object which asks
+BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
+
+_use_count: Any = torch._C._storage_Use_Count
+
+
+class Residency(enum.Enum):
+    """Where a unit's bytes are beside the host."""
+
+    HOST = "host"
+    DEVICE = "device"  # or on the way up: ``ready`` tells
+
+
+class SavedBytes:
+    """The bytes that a weight has, for what autograd saved of them (Rule 8)."""
+
+    __slots__ = ("before",)
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None  # on the host, once the weight has other ones
+
+
+class UnitStore:
+    """Host slab and device buffer of one unit."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: Device,
+        counters: Counters,
+        keeper: ParameterOwner,
+        device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    ) -> None:
+        self.unit = unit
+        self.device = device
+        self.counters = counters
+        self.params: list[nn.Parameter] = [parameter for _, parameter in unit.params]
+        self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
+        self.names = [name for name, _ in unit.params]
+        self.keeper = keeper
+        self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
+        self.slab = device.slab(max(self.host_layout.nbytes, ALIGNMENT))
+        self._device_dtype = device_dtype
+        self.residency = Residency.HOST
+        self.retype({})
+        self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
+        self._waiting: list[Any] = []  # streams that are ordered after the fill
+        self._suspect = False
+        self._wire_behind = False  # what model code wrote is on the host, and not in the wire
+        self._doubts = 0  # about what was written unseen by any version counter
+        self._outside = self._shared_from_before()
+        self._slab_addresses = self._adopt()  # where those outside of the slab are, too
+        self._addresses: list[int] = []  # and versions, of what the device buffer holds
+        self._versions: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []  # at those addresses
+        self._strides: list[tuple[int, ...]] = []
+        self._storage_ids: list[int] = []
+
+    def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
+        """From the next fill on these parameters travel in these types; nothing is on the device, and no graph
+        remembers that it was."""
+        assert self.residency is Residency.HOST
+        self.autocast = dict(autocast)
+        types = [autocast.get(i, self._device_dtype(field.dtype)) for i, field in enumerate(self.host_layout.fields)]
+        self.layout = _layout_with(self.host_layout, types)
+        pairs = zip(self.layout.fields, self.host_layout.fields, strict=True)
+        self.narrow = frozenset(i for i, (field, host) in enumerate(pairs) if field.dtype is not host.dtype)
+        self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
+        self.flat = self.device.device_bytes(self.nbytes)
+        self.storage = self.flat.untyped_storage()
+        self._offsets = [field.offset for field in self.layout.fields]
+        self._lay_out_wire()
+        self._suspect = True
+        self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
+        self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)
+        self.memory = object()
+        self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
+        self._own_references = self._references()
+
+    def _lay_out_wire(self) -> None:
+        """Where what goes up comes from (Rule 7)."""
+        places: dict[int, int] = {}
+        if self.layout == self.host_layout:
+            self._copies, self._wire_places, self.wire = [(self.flat, self.slab[: self.nbytes])], places, self.slab[:0]
+            return
+        end = 0
+        for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
+            if field.dtype is not host.dtype or field.nbytes < BY_ITSELF:
+                places[index] = end
+                end += aligned(field.nbytes)
+        self._copies = []  # made when there is memory that can be cut
+        self.wire = self.device.slab(max(end, ALIGNMENT))
+        self._wire_places = places
+
+    def _runs(self) -> Iterator[tuple[int, int, Tensor, int]]:
+        """As few as can be: (byte on the device, how many, from which buffer, from which byte)."""
+        start, length, source, at = 0, 0, self.slab, 0
+        for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
+            place = self._wire_places.get(index)
+            next_source, next_at = (self.slab, host.offset) if place is None else (self.wire, place)
+            if length and (next_source is not source or next_at - at != field.offset - start):
+                yield start, length, source, at
+                length = 0
+            if not length:
+                start, source, at = field.offset, next_source, next_at
+            length = field.offset + field.nbytes - start
+        if length:
+            yield start, length, source, at
+
+    def remembered(self) -> bool:
+        """Whether autograd saved any of the unit's bytes, for a backward that may come (Rule 8)."""
+        return self._references() > self._own_references
+
+    def _references(self) -> int:
+        self.saved.clear()
+        return sys.getrefcount(self.memory)
+
+    def keep_saved(self, index: int, first: int, saved: Any) -> None:
+        """For the next time; nothing of a part of a weight, of which there may be many."""
+        if first * self.layout.fields[index].dtype.itemsize == self._offsets[index]:
+            self.saved[first] = saved
+
+    @property
+    def host_nbytes(self) -> int:
+        """What the unit has on the host."""
+        return self.slab.numel() + self.wire.numel()
+
+    # ---- the host side
+
+    def _shared_from_before(self) -> frozenset[int]:
+        """Find the parameters that Rule 9 leaves where they are."""
+        if not self.device.is_host:
+            return frozenset()
+        return frozenset(index for index, parameter in enumerate(self.params) if is_shared(parameter))
+
+    def _adopt(self) -> list[int]:
+        """Moves the parameters' bytes into the slab and watches them."""
+        storage = self.slab.untyped_storage()
+        for index, (parameter, field) in enumerate(zip(self.params, self.host_layout.fields, strict=True)):
+            if index not in self._outside:
+                with torch.inference_mode(False), torch.no_grad():
+                    view = self.host_layout.own_view(storage, field)
+                    view.copy_(true_data(parameter))
+                set_true_data(parameter, view)
+            watch(parameter, self)
+        malloc.freed(self.slab.numel())
+        return self._current_addresses()
+
+    def release(self, kept: bool = False) -> None:
+        """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes
+        that somebody keeps a reference to: they are left to them."""
+        self.saved.clear()
+        for parameter in self.params:
+            unwatch(parameter)
+        if self.residency is Residency.DEVICE and not kept:
+            self.free()
+
+    def data_taken(self) -> None:
+        """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
+        self.wait_step()
+        self._suspect = True
+        self._doubts += 1
+        self.settle()
+
+    def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """Rule 1. What a plain run sets is on the device, often a copy made by ``.to(p.device)``, which is none here:
+        memory that is somebody else's is not shared, but by an optimizer's own code, which runs on the host."""
+        host, index = true_data(parameter), self.index_of[id(parameter)]
+        if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
+            return host  # its own stand-in, as ``module.to()`` within a step sets it
+        shared = self.device.is_host or self.keeper.optimizing or self.keeper.in_slab(value)
+        return value if shared and not self.keeper.on_device(value) else value.to("cpu", copy=True)
+
+    def suspect(self, stepped: Collection[int] = ()) -> None:
+        """Rule 6, by an optimizer that stepped or any other writer that says so. What is converted is still good if all
+        that may have changed was stepped before that: the parameters with these ids."""
+        self._suspect = True
+        if not all(id(parameter) in stepped for parameter in self.params if parameter.requires_grad):
+            self._doubts += 1
+
+    def settle(self) -> None:
+        """Waits until no fill reads the host bytes any more (Rule 4)."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the host bytes are about to change, by a step that still runs."""
+        return self.keeper.is_stepping(self)
+
+    def wait_step(self) -> None:
+        """The host bytes are there: the unit's step is done."""
+        self.keeper.wait_step(self)
+
+    def in_place(self, index: int) -> bool:
+        """Whether a parameter's bytes are in the slab."""
+        return index not in self._outside and self.params[index].data_ptr() == self._slab_addresses[index]
+
+    def stale(self) -> bool:
+        """Whether the resident bytes may differ from the host's (Rule 6)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                self._suspect
+                or self._versions != [parameter._version for parameter in self.params]
+                or self._addresses != self._current_addresses()
+                or self.is_shared()
+            )
+
+    def version(self, index: int) -> int:
+        """A parameter's version counter; asking is no read of it (weight_reads.py)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[index]._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the user replaced the data of any parameter."""
+        return self._slab_addresses != self._current_addresses()
+
+    def written(self) -> list[int]:
+        """Find the parameters that were written in place since the bytes went up, as far as it was noted."""
+        return [i for i, (then, p) in enumerate(zip(self._versions, self.params, strict=True)) if p._version != then]
+
+    def replaced(self) -> list[int]:
+        """Find the parameters that were given other data since the bytes went up."""
+        pairs = zip(self._addresses, self._current_addresses(), strict=True)
+        return [index for index, (then, now) in enumerate(pairs) if now != then]
+
+    # ---- the device side
+
+    def load(self) -> None:
+        """Starts the way up (Rule 3)."""
+        self.wait_step()
+        changed = bool(self._wire_places) and (self._wire_behind or self.stale())
+        addresses = self._current_addresses()
+        if self._suspect or addresses != self._addresses:
+            self._leave_replaced(addresses)
+            self._addresses = addresses
+            self._strides = list(map(Tensor.stride, self.params))
+            self._storages = [parameter.untyped_storage() for parameter in self.params]
+            self._storage_ids = [storage._cdata for storage in self._storages]
+        moved = self._moved()
+        self._versions = [parameter._version for parameter in self.params]
+        self._suspect = self.is_shared()  # who holds it now may write to it before he lets go
+        if changed and (self._converted is None or self._converted != self._stamp(self.params)):
+            self._fill_wire()
+        self._converted = None
+        if self.residency is Residency.DEVICE:  # filled again in place
+            self._let_readers_finish()
+        else:
+            with self.device.up:
+                self.device.grow(self.storage, self.nbytes)
+        fields = [(self.layout.fields[index], self.params[index]) for index in moved if index not in self._wire_places]
+        replaced = [(self.layout.view(self.storage, field), true_data(parameter)) for field, parameter in fields]
+        if not self._copies:
+            self._copies = [(self.flat[to : to + n], source[at : at + n]) for to, n, source, at in self._runs()]
+        under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
+        self.ready = self.device.send_up(self._copies, under_way, replaced)
+        self._waiting = []
+        self.residency = Residency.DEVICE
+        self.counters.fetches += 1
+        self.counters.bytes_up += self.nbytes
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is resident, and the caller's stream is ordered after the fill."""
+        return self.residency is Residency.DEVICE and self.device.compute in self._waiting
+
+    def wait_load(self) -> None:
+        """Orders the caller's stream after the fill, once for each stream."""
+        stream = self.device.compute
+        if stream not in self._waiting:
+            self.ready.wait(stream)
+            self._waiting.append(stream)
+
+    def free(self) -> None:
+        """Drops the device bytes once what is queued has read them (Rule 3)."""
+        self._let_readers_finish()
+        with self.device.up:
+            self.device.shrink(self.storage)
+        self.residency = Residency.HOST
+        self.counters.evictions += 1
+
+    def _let_readers_finish(self) -> None:
+        """The up stream goes on after what is queued on the caller's stream, and on every other that read the bytes;
+        and after the fill, which may not be queued yet (staging.py)."""
+        self.ready.wait(self.device.up)
+        for stream in {self.device.compute, *self._waiting}:
+            self.device.up.wait_event(stream.record_event())
+
+    def write_back(self, index: int, lent: Tensor | None = None) -> None:
+        """Model code changed this weight, or a lent one, on the device: so does the host. Blocks until it has."""
+        parameter, field = self.params[index], self.layout.fields[index]
+        view = self.layout.view(self.storage, field) if lent is None else lent
+        self.keeper.about_to_write_back(self, index, true_data(parameter))
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
+            true_data(parameter).copy_(view)
+        self._wire_behind = True
+        self._doubts += 1
+        self.counters.writebacks += 1
+        self.counters.bytes_written_back += view.nbytes
+
+    def about_to_replace(self, parameter: nn.Parameter) -> None:
+        """Leave the bytes of a weight that is about to be given other data inside its visit to what autograd saved of
+        them (Rule 8)."""
+        index = self.index_of[id(parameter)]
+        if self.remembered() and index in self.contents:
+            view = self.layout.view(self.storage, self.layout.fields[index])
+            self.contents.pop(index).before = view.to("cpu", copy=True)
+
+    def bytes_before(self, index: int, before: Tensor) -> torch.UntypedStorage:
+        """Bring bytes that a weight had up again, by themselves; they begin where the storage does."""
+        field = self.layout.fields[index]
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device=self.storage.device)
+            tensor.copy_(before)
+        self.counters.bytes_up += field.nbytes
+        return tensor.untyped_storage()
+
+    def device_views(self) -> list[torch.Tensor]:
+        """A tensor per parameter over the device buffer, each with a version counter of its own."""
+        return [self.layout.view(self.storage, field) for field in self.layout.fields]
+
+    def field_at(self, offset: int) -> int:
+        """The parameter in whose bytes an offset lies."""
+        return bisect.bisect_right(self._offsets, offset) - 1
+
+    def aliases(self) -> int:
+        """How many tensors refer to the device buffer (Rule 5)."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    # ---- details
+
+    def _leave_replaced(self, addresses: list[int]) -> None:
+        """Leave data that was replaced by what is at these addresses to what autograd saved of it (Rule 8)."""
+        for index, (then, now) in enumerate(zip(self._addresses, addresses, strict=False)):
+            if then != now and index in self.contents and index not in self.autocast:
+                self.saved.clear()
+                storage, field = self._storages[index], self.host_layout.fields[index]
+                first = (then - storage.data_ptr()) // field.dtype.itemsize
+                with torch.inference_mode(False):
+                    before = torch.empty(0, dtype=field.dtype).set_(storage, first, field.shape, self._strides[index])
+                self.contents.pop(index).before = before
+
+    def is_shared(self) -> bool:
+        """Whether another tensor refers to the bytes of any parameter."""
+        return max(map(_use_count, self._storage_ids), default=0) > OWN_USES
+
+    def _current_addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.params))
+
+    def _moved(self) -> list[int]:
+        """Find the parameters whose bytes are not in the slab."""
+        if self._addresses == self._slab_addresses:
+            return list(self._outside)
+        self._check_shapes()
+        pairs = zip(self._addresses, self._slab_addresses, strict=True)
+        return [index for index, (now, then) in enumerate(pairs) if now != then or index in self._outside]
+
+    def convert(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
+        """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it, when no
+        fill reads: the gradients that it was stepped with came after all of them. ``held`` is the data of parameters
+        that have none until their step is waited for (deferred_step.py)."""
+        if self._wire_places:
+            stamp = self._stamp([held.get(index, parameter) for index, parameter in enumerate(self.params)])
+            self._fill_wire(held)
+            self._converted = stamp  # from before: what somebody writes meanwhile is not in it
+
+    def _stamp(self, data: Sequence[Tensor]) -> Any:
+        """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
+        if self.is_shared():
+            return None
+        return self._doubts, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
+
+    def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
+        """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
+        storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
+        remembered, self._wire_behind = self.remembered(), False
+        with torch.no_grad():
+            for index, place in self._wire_places.items():
+                view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))
+                now = held[index] if index in held else true_data(self.params[index])
+                if remembered and index in self.autocast:
+                    now = now.to(view.dtype)
+                    if same_bytes(view, now):
+                        continue
+                    if index in self.contents:
+                        self.contents.pop(index).before = view.clone()
+                view.copy_(now)
+
+    def _check_shapes(self) -> None:
+        for name, parameter, field in zip(self.names, self.params, self.host_layout.fields, strict=True):
+            if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
+                raise ExactnessError(
+                    f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
+                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() first"
+                )
+
+
+def is_shared(parameter: nn.Parameter) -> bool:
+    """Whether another tensor refers to its bytes."""
+    storage = parameter.untyped_storage()
+    return int(_use_count(storage._cdata)) > OWN_USES
+
+
+def _layout_with(layout: Layout, types: list[torch.dtype]) -> Layout:
+    def described(field: Field, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(field.shape, field.stride, dtype=dtype, device="meta")
+
+    return Layout.of([(field.name, described(field, dtype)) for field, dtype in zip(layout.fields, types, strict=True)])
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type and layout are the same, to the last bit of a NaN."""
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,238 @@
+"""What holds a run back, from what was measured: the floor of its steps, and the one sentence that matters.
+
+1. The floor is the simulation's, with measured times in the place of rates: what a step over these units has to do.
+2. A change is judged by the step as it was: of the time that a step waits for something, as much goes as the change
+   takes from what it waits for. Nothing else moves, and a step never gets shorter than what it computes.
+3. Only changes of which that much is known are named with a time; the sentence has the two that gain most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..core.machine import Machine
+from ..core.recorder import RecordedStep, UnitTimes
+from ..core.simulation import LowerBound, UnitCost, floor
+
+SMALL = 0.05  # of a step: so much waiting is not worth a word
+WORTH_IT = 0.03  # of a step, that a change has to gain
+NANO = 1e9
+WAITED_FOR = {
+    "weights": "waits for weights on their way up",
+    "gradients": "waits for gradients on their way down",
+    "activations": "waits for offloaded activations",
+    "optimizer": "waits for the host optimizer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetting:
+    """What a run was told to do, and what it had."""
+
+    window: int
+    transfer: int
+    units: int  # that stream
+    spare_units: int = 0  # more of them that the device has memory for
+    threads: int = 1  # of the host's arithmetic
+    cores: int = 1
+    overlaps: bool = True  # whether units are stepped while backward runs, or would gain nothing by it
+    waits_as: str = ""  # why they are not
+    single: bool = False  # whether weights travel in FP32
+    activations: str = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """A typical step, in seconds."""
+
+    step_s: float
+    causes: Mapping[str, float]  # spans.CAUSES
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    up_s: float = 0.0  # in which the way up worked
+    down_s: float = 0.0
+    optimizer_s: float = 0.0
+    fetches: int = 0  # ways up
+    floor_s: float | None = None
+    setting: RunSetting = field(default_factory=lambda: RunSetting(window=1, transfer=1, units=1))
+
+    @property
+    def compute_s(self) -> float:
+        """In which units computed."""
+        return self.forward_s + self.backward_s
+
+
+class Advice(NamedTuple):
+    """Something to do, and what the step would take then."""
+
+    what: str
+    step_s: float
+
+
+def measured(
+    steps: Sequence[RecordedStep], times: Mapping[str, UnitTimes], setting: RunSetting, resident: Collection[str] = ()
+) -> MeasuredRun:
+    """The step of median length among these, which must not be empty."""
+    step = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+    forward = sum(span.seconds for span in step.of("compute") if span.phase == "forward")
+    return MeasuredRun(
+        step_s=step.seconds,
+        causes=step.causes(),
+        forward_s=forward,
+        backward_s=step.busy("compute") - forward,
+        up_s=step.busy("up"),
+        down_s=step.busy("down"),
+        optimizer_s=step.busy("optimizer"),
+        fetches=len(step.of("up")),
+        floor_s=measured_floor(times.values(), setting.window, resident).seconds if times else None,
+        setting=setting,
+    )
+
+
+def measured_floor(times: Iterable[UnitTimes], window: int, resident: Collection[str] = ()) -> LowerBound:
+    """What a step over these units has to do, at the rates that were measured (Rule 1)."""
+    times = list(times)
+    units = [
+        UnitCost(
+            name=t.unit,
+            up_nbytes=t.up_nbytes,
+            down_nbytes=t.down_nbytes,
+            parameters=round(t.step_s * NANO),
+            forward_flops=t.forward_s,
+            backward_flops=t.backward_s,  # with what "recompute" repeats
+            resident=t.unit in resident,
+        )
+        for t in times
+    ]
+    clock = Machine(
+        name="measured",
+        flops_per_s=1.0,
+        up_bytes_per_s=_rate([(t.up_nbytes, t.up_s) for t in times]),
+        down_bytes_per_s=_rate([(t.down_nbytes, t.down_s) for t in times]),
+        duplex=1.0,  # measured rates have it in them
+        dram_bytes_per_s=NANO,
+        device_nbytes=0,
+        host_nbytes=0,
+        optimizer_bytes_per_parameter=1,
+    )
+    return floor(units, window, clock, recompute=False)
+
+
+def _rate(copies: Iterable[tuple[int, float]]) -> float:
+    copies = list(copies)
+    seconds = sum(s for _, s in copies)
+    return sum(nbytes for nbytes, _ in copies) / seconds if seconds else math.inf
+
+
+# ---- the sentence
+
+
+def sentence(m: MeasuredRun) -> str:
+    """What holds the step back, and what would help."""
+    waits = {cause: m.causes.get(cause, 0.0) for cause in WAITED_FOR}
+    outside = m.causes.get("other", 0.0)
+    cause = max(waits, key=lambda name: waits[name])
+    streaming = f"streaming costs {_percent(sum(waits.values()), m)}"
+    if max(waits[cause], outside) < SMALL * m.step_s:
+        return (
+            f"Units compute {_percent(m.causes.get('compute', 0.0), m)} of each step and {streaming}: "
+            "a larger window or a faster host would gain next to nothing."
+        )
+    if outside > waits[cause]:
+        return (
+            f"{_percent(outside, m)} of each step passes outside of the units, with nothing under way that they wait "
+            f"for, and {streaming}: look at the data loader, the loss, logging and callbacks."
+        )
+    return f"{_percent(waits[cause], m)} of each step {WAITED_FOR[cause]}; {_advice(m, cause)}."
+
+
+def _percent(seconds: float, m: MeasuredRun) -> str:
+    return f"{100 * seconds / m.step_s:.0f} %"
+
+
+def _advice(m: MeasuredRun, cause: str) -> str:
+    good = [change for change in CHANGES[cause](m) if change.step_s < m.step_s * (1 - WORTH_IT)]
+    if not good:
+        return WITHOUT_CHANGE[cause]
+    best, *other = sorted(good, key=lambda change: change.step_s)[:2]
+    now, then = in_unit_of(m.step_s, m.step_s), in_unit_of(m.step_s, best.step_s)
+    if other and in_unit_of(m.step_s, other[0].step_s) == then:
+        return f"with {best.what}, or {other[0].what}, the step would take about {then} instead of {now}"
+    second = f"; with {other[0].what}, about {in_unit_of(m.step_s, other[0].step_s)}" if other else ""
+    return f"with {best.what} the step would take about {then} instead of {now}{second}"
+
+
+def in_unit_of(step_s: float, seconds: float) -> str:
+    """Two digits for a reader, in seconds or milliseconds, whichever suits the step: "1.4 s", "0.88 s", "85 ms"."""
+    value, unit = (seconds, "s") if step_s >= 1 else (seconds * 1e3, "ms")
+    rounded = float(f"{value:.2g}")
+    digits = max(0, 1 - math.floor(math.log10(rounded))) if rounded > 0 else 0
+    return f"{rounded:.{digits}f} {unit}"
+
+
+WITHOUT_CHANGE = {
+    "weights": "the link is the limit: a larger batch, or more batches accumulated for a step, gives it more to hide "
+    "behind",
+    "gradients": "the link is the limit: a larger batch gives it more to hide behind",
+    "activations": "the link is the limit: keep what the device has room for (activations='keep', a smaller batch)",
+    "optimizer": "all cores work on it already: a larger batch gives it more to hide behind",
+}
+
+
+def _without(m: MeasuredRun, cause: str, seconds: float) -> float:
+    return max(m.step_s - min(m.causes[cause], seconds), m.compute_s)
+
+
+def _optimizer(m: MeasuredRun) -> Iterator[Advice]:
+    s = m.setting
+    if s.threads < s.cores:
+        faster = m.optimizer_s * (1 - s.threads / s.cores)
+        yield Advice(f"{s.cores} threads instead of {s.threads}", _without(m, "optimizer", faster))
+    if not s.overlaps:
+        why = (
+            f"not so now, as {s.waits_as}"
+            if s.waits_as
+            else "optimizer_overlap=True and nothing that needs all gradients first"
+        )
+        yield Advice(f"units stepped while backward runs ({why})", _without(m, "optimizer", m.backward_s))
+
+
+def _weights(m: MeasuredRun) -> Iterator[Advice]:
+    s = m.setting
+    if s.window == 1 and s.units > 1:
+        hidden = min(m.compute_s, m.up_s)
+        yield Advice("window=2 (a unit comes up while another computes)", _without(m, "weights", hidden))
+    elif s.spare_units and s.window < s.units and m.fetches:
+        more = min(s.spare_units, s.units - s.window)
+        spared = more * m.up_s / m.fetches
+        yield Advice(f"window={s.window + more} (there is memory for it)", _without(m, "weights", spared))
+    yield from _half_the_bytes(m, "weights", m.up_s)
+
+
+def _gradients(m: MeasuredRun) -> Iterator[Advice]:
+    return _half_the_bytes(m, "gradients", m.down_s)
+
+
+def _half_the_bytes(m: MeasuredRun, cause: str, seconds: float) -> Iterator[Advice]:
+    if m.setting.single:
+        what = "precision='bf16-true' and master_weights=True"
+        yield Advice(what, _without(m, cause, seconds / 2))
+
+
+def _activations(m: MeasuredRun) -> Iterator[Advice]:
+    if m.setting.activations == "offload":
+        again = max(m.step_s - m.causes["activations"] + m.forward_s, m.compute_s)
+        yield Advice("activations='recompute'", again)
+
+
+CHANGES: dict[
+    str, Callable[[MeasuredRun], Iterator[Advice]]
+] = {  # what would take from what the step waits for (Rule 2)
+    "weights": _weights,
+    "gradients": _gradients,
+    "activations": _activations,
+    "optimizer": _optimizer,
+}

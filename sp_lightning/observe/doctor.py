@@ -1,0 +1,428 @@
+"""What this machine has for streaming, what holds it back, and how to mend it.
+
+1. ``examine`` collects facts, measuring where a datasheet would guess; ``findings`` and ``capacity`` are pure functions
+   of facts, so that each can be asked about a machine that is not at hand.
+2. A finding is one sentence with the number that was found and what to do about it. What nothing can be done about is
+   a fact, not a finding.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.host import gpus_by_vendor, host_memory, lock_limit, numa_nodes, usable_cores
+from ..core.machine import Machine
+from ..errors import OptionError
+from ..memory.device import Device, find
+from ..options import format_bytes
+from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer
+
+GB = 1e9
+PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
+
+# Below these there is something to mend.
+SLOW_LINK = 10 * GB  # bytes/s: 16 lanes of the third generation carry 12 of 15.8
+SHARED_WIRE = 0.7  # duplex
+LOPSIDED = 0.6  # of the faster direction
+SLOW_DRAM = 20 * GB  # bytes/s: two channels of DDR4-2133 carry 34
+FUSED_GAIN = 1.25
+SLOW_DISK = 0.3 * GB  # bytes/s
+
+# Host bytes per parameter, and what is left for everything else.
+FULL = 12 + 2 + 4  # FP32 weight and AdamW's two moments; what travels in half precision; an FP32 gradient
+LORA_HALF, LORA_FULL = 2, 4  # frozen bf16 or FP32 weights; the adapters and their state are small beside them
+CHECKPOINT = 12
+HOST_SHARE = 0.9
+# The device holds at least two units in half precision and two gradient buffers: 8 bytes per parameter of a unit.
+BLOCKS = 64  # alike, as in a decoder of 30e9 parameters
+DEVICE_FLOOR = 8 / BLOCKS
+DEVICE_SHARE = 0.6  # the rest is for activations
+
+PIN_QUICK, PIN_THOROUGH = 1 << 30, 8 << 30
+DISK_QUICK, DISK_THOROUGH = 64 << 20, 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found on a machine."""
+
+    device: str  # "cuda:0", "cpu"
+    device_name: str
+    machine: Machine
+    device_free_nbytes: int
+    host_free_nbytes: int
+    host_limited_by: str  # "machine" or "cgroup"
+    machine_nbytes: int  # of host memory, whatever this process may take
+    pin_tried_nbytes: int
+    pinned_nbytes: int | None  # of that could be page-locked; None where nothing is
+    lock_limit_nbytes: int | None  # ulimit -l
+    parameters_per_s: float  # of AdamW on the host
+    fused_parameters_per_s: float
+    cores: int
+    threads: int  # of torch
+    numa_nodes: int
+    folder: str  # for checkpoints
+    disk_write_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_free_nbytes: int
+    gpus: dict[str, int]  # by vendor, that kernel drivers show
+    torch_accelerator: str | None  # the kind that this torch was built for
+    versions: dict[str, str | None]
+    torch_wanted_by_torchvision: str | None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU computes."""
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend."""
+
+    subject: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Parameters of the largest models that train here."""
+
+    full: int
+    lora_half: int
+    lora_full: int
+    full_limited_by: str  # "host memory" or "device memory"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts and what follows from them."""
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+    capacity: Capacity
+
+    @property
+    def summary(self) -> str:
+        """The sentence that matters."""
+        found = self.capacity
+        return (
+            f"This machine trains up to {_billions(found.full)} parameters with FP32 AdamW (limited by "
+            f"{found.full_limited_by}), and with LoRA up to {_billions(found.lora_half)} in bfloat16 or "
+            f"{_billions(found.lora_full)} in FP32."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and text only, as ``from_dict`` takes them."""
+        return {
+            "facts": asdict(self.facts),
+            "findings": [asdict(finding) for finding in self.findings],
+            "capacity": asdict(self.capacity),
+            "summary": self.summary,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Report:
+        """The report that this was made of."""
+        facts = dict(values["facts"])
+        return cls(
+            Facts(**{**facts, "machine": Machine(**facts["machine"])}),
+            tuple(Finding(**finding) for finding in values["findings"]),
+            Capacity(**values["capacity"]),
+        )
+
+
+def doctor(device: str | None = None, folder: str | Path = ".", quick: bool = False) -> Report:
+    """Examine this machine: seconds if ``quick``, else about half a minute, and as much memory as is free to spare.
+
+    Args:
+        device: That computes, such as "cuda:0"; the first accelerator, or the CPU.
+        folder: Where checkpoints will be written: a file is, read and removed.
+        quick: Measure shortly and try to page-lock 1 GiB at most.
+    """
+    facts = examine(device, folder, quick)
+    return Report(facts, tuple(findings(facts)), capacity(facts))
+
+
+def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
+    """The facts (Rule 1)."""
+    folder = Path(folder)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OptionError(argument="folder", found=str(folder), allowed="a directory that can be written to")
+    seam = Device(find(device))
+    memory = host_memory()
+    device_free_nbytes, _ = seam.memory()
+    pin_tried_nbytes = min(PIN_QUICK if quick else PIN_THOROUGH, memory.free // 4)
+    write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
+    effort = QUICK if quick else THOROUGH
+    machine = measure(seam.torch_device, effort)
+    return Facts(
+        device=str(seam.torch_device),
+        device_name=seam.name,
+        machine=machine,
+        device_free_nbytes=device_free_nbytes,
+        host_free_nbytes=memory.free,
+        host_limited_by=memory.limited_by,
+        machine_nbytes=memory.machine,
+        pin_tried_nbytes=pin_tried_nbytes,
+        pinned_nbytes=seam.lockable(pin_tried_nbytes),
+        lock_limit_nbytes=lock_limit(),
+        parameters_per_s=machine.dram_bytes_per_s / machine.optimizer_bytes_per_parameter,
+        fused_parameters_per_s=measure_optimizer(fused=True, effort=effort),
+        cores=usable_cores(),
+        threads=torch.get_num_threads(),
+        numa_nodes=numa_nodes(),
+        folder=str(folder.resolve()),
+        disk_write_bytes_per_s=write,
+        disk_read_bytes_per_s=read,
+        disk_free_nbytes=shutil.disk_usage(folder).free,
+        gpus=gpus_by_vendor(),
+        torch_accelerator=_built_for(),
+        versions={name: _version(name) for name in PACKAGES},
+        torch_wanted_by_torchvision=_wanted_by_torchvision(),
+    )
+
+
+def capacity(facts: Facts) -> Capacity:
+    """What trains here: host bytes per parameter against free host memory, and the least that the device must hold."""
+    host = facts.host_free_nbytes * HOST_SHARE
+    # On the CPU device memory is host memory, and the streamed units are small beside the rest.
+    floor = host if facts.on_host else facts.device_free_nbytes * DEVICE_SHARE
+    most = {nbytes: int(min(host / nbytes, floor / DEVICE_FLOOR)) for nbytes in (FULL, LORA_HALF, LORA_FULL)}
+    limited_by = "host memory" if host / FULL <= floor / DEVICE_FLOOR else "device memory"
+    return Capacity(full=most[FULL], lora_half=most[LORA_HALF], lora_full=most[LORA_FULL], full_limited_by=limited_by)
+
+
+# ---- what to mend (Rule 2)
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    """What holds this machine back, the worst first."""
+    for subject, find_out in CHECKS.items():
+        sentence = find_out(facts)
+        if sentence is not None:
+            yield Finding(subject, sentence)
+
+
+def _device(facts: Facts) -> str | None:
+    if not facts.on_host:
+        return None
+    found = facts.versions["torch"]
+    for vendor, count in facts.gpus.items():
+        build = {"NVIDIA": "cuda", "AMD": "hip"}[vendor]
+        gpus = f"{count} {vendor} GPU{'s' * (count > 1)}"
+        if facts.torch_accelerator != build:
+            return (
+                f"torch {found} was not built for the {gpus} that the system shows: "
+                f"install a {'CUDA' if build == 'cuda' else 'ROCm'} build of torch (pytorch.org/get-started)."
+            )
+        return (
+            f"The CPU was measured although the system shows {gpus}: pass --device cuda:0, and if torch does not see "
+            "it, update its driver or unset CUDA_VISIBLE_DEVICES."
+        )
+    return (
+        "The CPU computes, 0 accelerators were found, and links are copies in memory: streaming works and gains "
+        "nothing here; run this where the accelerator is."
+    )
+
+
+def _link(facts: Facts) -> str | None:
+    up, down = facts.machine.up_bytes_per_s, facts.machine.down_bytes_per_s
+    if facts.on_host:
+        return None
+    if min(up, down) < SLOW_LINK:
+        return (
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down, of 12 that 16 lanes of PCIe 3 "
+            "give and 25 of PCIe 4: put the device into a slot with 16 lanes, look at its link width and speed under "
+            "load, and leave no riser or power saving in the way."
+        )
+    if min(up, down) < LOPSIDED * max(up, down):
+        return (
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down: the slower way crosses sockets or "
+            "an input-output memory unit; bind the process to the device's node, and set the latter to pass-through."
+        )
+    return None
+
+
+def _duplex(facts: Facts) -> str | None:
+    if facts.on_host or facts.machine.duplex >= SHARED_WIRE:
+        return None
+    return (
+        f"Both ways at once each keep {facts.machine.duplex:.0%} of the link: gradients on their way down slow the "
+        "weights on their way up; train more tokens per step (a larger batch, accumulate_grad_batches), so that "
+        "compute hides both."
+    )
+
+
+def _pinned(facts: Facts) -> str | None:
+    if facts.pinned_nbytes is None or facts.pinned_nbytes >= facts.pin_tried_nbytes:
+        return None
+    limit = facts.lock_limit_nbytes
+    return (
+        f"{format_bytes(facts.pinned_nbytes)} of {format_bytes(facts.pin_tried_nbytes)} could be page-locked "
+        f"(ulimit -l: {'unlimited' if limit is None else format_bytes(limit)}): raise memlock in "
+        "/etc/security/limits.conf, or start the container with --ulimit memlock=-1; copies from other memory are "
+        "slower and do not run beside compute."
+    )
+
+
+def _host_memory(facts: Facts) -> str | None:
+    if facts.host_limited_by == "cgroup" and facts.machine.host_nbytes < facts.machine_nbytes / 2:
+        return (
+            f"This process may take {format_bytes(facts.machine.host_nbytes)} of the machine's "
+            f"{format_bytes(facts.machine_nbytes)}: raise the memory limit of its container or job."
+        )
+    if facts.on_host or facts.host_free_nbytes >= 2 * facts.machine.device_nbytes:
+        return None
+    return (
+        f"{format_bytes(facts.host_free_nbytes)} of host memory are free beside a device of "
+        f"{format_bytes(facts.machine.device_nbytes)}, and AdamW takes {FULL} bytes per parameter of the host: add "
+        "memory (at least twice the device's), or train adapters, which takes 2."
+    )
+
+
+def _dram(facts: Facts) -> str | None:
+    if facts.machine.dram_bytes_per_s >= SLOW_DRAM:
+        return None
+    return (
+        f"Host memory moves {facts.machine.dram_bytes_per_s / GB:.1f} GB/s, where two channels of DDR4 give 40: put "
+        "modules into every channel, switch their rated profile on, and give torch all cores."
+    )
+
+
+def _threads(facts: Facts) -> str | None:
+    if facts.threads == facts.cores:
+        return None
+    effect = "the host optimizer leaves cores idle" if facts.threads < facts.cores else "threads wait for one another"
+    return (
+        f"torch uses {facts.threads} thread{'s' * (facts.threads != 1)} on {facts.cores} "
+        f"core{'s' * (facts.cores != 1)}, so {effect}: set OMP_NUM_THREADS={facts.cores}."
+    )
+
+
+def _numa(facts: Facts) -> str | None:
+    if facts.numa_nodes < 2:
+        return None
+    return (
+        f"This process may run on {facts.numa_nodes} memory nodes, and copies across them are slower: start it with "
+        "numactl --cpunodebind=N --membind=N, where N is the device's node (nvidia-smi topo -m, rocm-smi --showtopo)."
+    )
+
+
+def _optimizer(facts: Facts) -> str | None:
+    gain = facts.fused_parameters_per_s / facts.parameters_per_s
+    if gain < FUSED_GAIN:
+        return None
+    return (
+        f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s on this host and "
+        f"{facts.fused_parameters_per_s / GB:.2f}e9 with torch's fused kernels: where the optimizer is what a step "
+        f"waits for, fused_optimizer=True makes it {gain:.1f} times as fast (and rounds otherwise)."
+    )
+
+
+def _disk_speed(facts: Facts) -> str | None:
+    if facts.disk_write_bytes_per_s >= SLOW_DISK:
+        return None
+    minutes = 10e9 * CHECKPOINT / facts.disk_write_bytes_per_s / 60
+    return (
+        f"{facts.folder} takes {facts.disk_write_bytes_per_s / 1e6:.0f} MB/s, so a checkpoint of 10e9 parameters would "
+        f"take {minutes:.0f} minutes: let ModelCheckpoint write to another disk (dirpath), or less often."
+    )
+
+
+def _disk_space(facts: Facts) -> str | None:
+    needed = capacity(facts).full * CHECKPOINT
+    if facts.disk_free_nbytes >= needed:
+        return None
+    return (
+        f"{facts.folder} has {format_bytes(facts.disk_free_nbytes)} left, and a checkpoint of the largest model that "
+        f"trains here would take {format_bytes(needed)}: free some, or write elsewhere (default_root_dir)."
+    )
+
+
+def _versions(facts: Facts) -> str | None:
+    wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]
+    if wanted is None or wanted == found:
+        return None
+    return (
+        f"torchvision {facts.versions['torchvision']} was built for torch {wanted}, found {found}, which breaks "
+        "'import transformers': install them together (pip install -U torch torchvision), or remove torchvision."
+    )
+
+
+CHECKS = {
+    "device": _device,
+    "link": _link,
+    "duplex": _duplex,
+    "pinned memory": _pinned,
+    "host memory": _host_memory,
+    "memory speed": _dram,
+    "threads": _threads,
+    "memory nodes": _numa,
+    "optimizer": _optimizer,
+    "disk speed": _disk_speed,
+    "disk space": _disk_space,
+    "versions": _versions,
+}
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+
+
+# ---- facts
+
+
+def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
+    """Bytes per second written through to the disk, and read back (from the page cache where it was not dropped)."""
+    block = os.urandom(1 << 20)  # file systems that compress would make zeros fast
+    count = max(1, nbytes >> 20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        begin = time.perf_counter()
+        for _ in range(count):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(1 << 20):
+            pass
+        return count * len(block) / (written - begin), count * len(block) / (time.perf_counter() - start)
+
+
+def _built_for() -> str | None:
+    if torch.version.hip:
+        return "hip"
+    return "cuda" if torch.version.cuda else None
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _wanted_by_torchvision() -> str | None:
+    """The release of torch that the installed torchvision names."""
+    try:
+        wanted = importlib.metadata.requires("torchvision") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    exact = [text.partition("==")[2].strip() for text in wanted if text.replace(" ", "").startswith("torch==")]
+    return exact[0].partition(";")[0].strip() if exact else None

@@ -1,0 +1,292 @@
+"""What a run tells about itself: figures for loggers, a table when it begins, a report when it ends.
+
+Watches a handle through a recorder; nobody needs Lightning for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ..core.host import peak_memory, usable_cores
+from ..core.machine import Machine
+from ..core.recorder import KEPT, RecordedStep, Recorder, UnitTimes
+from ..core.sizing import DeviceBudget
+from ..core.spans import Lane
+from ..memory.footprint import STATES, HostBytes, host_bytes, state_nbytes
+from ..options import format_bytes, format_seconds
+from ..runtime.handle import Handle
+from ..runtime.measure import glance
+from ..runtime.optimizer_steps import AFTER_BACKWARD
+from ..runtime.preflight import least_s
+from .bottleneck import WAITED_FOR, MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
+from .timeline import Timeline, in_words
+from .timeline import measured as measured_timeline
+
+GB = 1e9
+WARM_UP = 2  # steps that no figure is made of: the order of visits is learned, memory is taken
+ADAMW = "AdamW"  # whose steps are measured
+FP32_FROM = 3  # bytes that a parameter has on its way up, on average
+
+
+class Planned(Protocol):
+    """What is told of a plan (forecast.py)."""
+
+    @property
+    def machine(self) -> Machine: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def device_terms(self) -> dict[str, int]: ...
+
+    @property
+    def host(self) -> HostBytes: ...
+
+    @property
+    def device_nbytes(self) -> int: ...
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def floor_s(self) -> float: ...
+
+    @property
+    def binds(self) -> str: ...
+
+
+class RunReport:
+    """Records training passes of a handle and makes figures of them; closed, it leaves the handle as it was.
+
+    After the first few it records so many in a row once in ``every`` times as many; those of numbers in ``also``, too.
+    """
+
+    def __init__(self, handle: Handle, plan: Planned | None = None, every: int = 1, also: Collection[int] = ()) -> None:
+        self._handle = handle
+        self._plan = plan
+        self._least_s: float | None = None  # of a step, predicted without a plan
+        self._recorder = handle.record(
+            Recorder(handle.device, wanted=lambda batch: batch // KEPT % every == 0 or batch in also)
+        )
+        self._seen = 0  # passes of any kind that were read, or are not recorded
+        self._fresh: list[RecordedStep] = []  # training passes that ``figures`` has not given yet
+        self._last: deque[RecordedStep] = deque(maxlen=KEPT)
+
+    # ---- while it runs
+
+    def update(self) -> list[RecordedStep]:
+        """The training passes that can be read by now and could not before, numbered from 0 among all of them."""
+        new = [step for step in self._recorder.steps if step.number >= self._seen]
+        self._seen = max([self._seen, *(step.number + 1 for step in new)])
+        numbered = [replace(step, number=step.batch) for step in new if step.trains]
+        self._fresh = (self._fresh + numbered)[-KEPT:]
+        self._last.extend(numbered)
+        while self._last and self._last[0].number < WARM_UP < self._last[-1].number:
+            self._last.popleft()
+        return numbered
+
+    @property
+    def last(self) -> list[RecordedStep]:
+        """The last training passes; of a long enough run, without the first ones."""
+        return list(self._last)
+
+    def figures(self) -> dict[str, float]:
+        """Means over the training passes since the last call; nothing if there was none."""
+        steps, self._fresh = self._fresh, []
+        if not steps:
+            return {}
+        causes = [step.causes() for step in steps]
+        mean = {cause: statistics.fmean(c[cause] for c in causes) * 1e3 for cause in causes[0]}
+        step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
+        floor_s = self.floor_s()
+        return {
+            "step_ms": step_ms,
+            **({} if floor_s is None else {"floor_ms": floor_s * 1e3, "floor_share": floor_s * 1e3 / step_ms}),
+            "compute_ms": mean["compute"],
+            **{f"stall_{cause}_ms": mean[cause] for cause in WAITED_FOR},
+            "outside_ms": mean["other"],
+            "up_gb_per_s": _rate(steps, "up"),
+            "down_gb_per_s": _rate(steps, "down"),
+            **self.memory(),
+        }
+
+    def memory(self) -> dict[str, float]:
+        """Peaks so far, and the share of the weights that is on the device now."""
+        window = self._handle.engine.window
+        total = sum(unit.store.nbytes for unit in window.units)
+        return {
+            "device_peak_bytes": float(self.device_peak()),
+            "host_peak_bytes": float(peak_memory()),
+            "resident_share": (window.schedule.resident_nbytes + self._rest_nbytes()) / total,
+        }
+
+    def stall_share(self) -> float | None:
+        """Of the latest step that was read: what it waited, in parts of 1."""
+        if not self._last:
+            return None
+        causes = self._last[-1].causes()
+        return sum(causes[cause] for cause in WAITED_FOR) / self._last[-1].seconds
+
+    def device_peak(self) -> int:
+        """Bytes."""
+        return self._handle.device.memory_peak()
+
+    def times(self) -> dict[str, UnitTimes]:
+        """Of each unit."""
+        return self._recorder.times()
+
+    def floor_s(self) -> float | None:
+        """The floor of the recorded steps."""
+        times, window = self.times(), self._handle.engine.window.schedule.window
+        return measured_floor(times.values(), window, self._resident()).seconds if times else None
+
+    # ---- when it begins and ends
+
+    def table(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+        """What will be where, and how long a step will take, before the first one: by name."""
+        stats, rest = self._handle.stats(), self._rest_nbytes()
+        grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
+        return {
+            "units": f"{stats['units']}" + (f", and {format_bytes(rest)} that stay on the device" if rest else ""),
+            "window": f"{stats['window']} of them on the device{grows}",
+            "transfer": f"{stats['transfer']} at a time",
+            "device": self._device_in_words(),
+            "host": self._host_in_words(optimizers),
+            "step": self._step_in_words(optimizers),
+        }
+
+    def _device_in_words(self) -> str:
+        if self._plan is None:
+            return f"{format_bytes(self.predicted_nbytes())} for weights and gradients, beside activations"
+        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self._plan.device_terms.items())
+        return f"{format_bytes(self._plan.device_nbytes)} planned: {listed}"
+
+    def _host_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """What streaming will hold, and the optimizers' state."""
+        if self._plan is not None:
+            return f"{format_bytes(self._plan.host.total)} planned"
+        states = [state_nbytes(optimizer) for optimizer in optimizers]
+        known = sum(nbytes for nbytes in states if nbytes is not None)
+        found = self._host_bytes()
+        terms = {"weights": found.weights, "converted": found.wire, "gradients": found.gradients, "optimizer": known}
+        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)
+        unknown = ", beside the optimizer's state" * (None in states)
+        return f"{format_bytes(sum(terms.values()))}: {listed}{unknown}"
+
+    def _step_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        if self._plan is not None:
+            floor = f"floor {format_seconds(self._plan.floor_s)}, made of the {self._plan.binds}"
+            return f"{format_seconds(self._plan.step_s)} planned for {self._plan.machine.name}, {floor}"
+        machine, kinds = glance(self._handle.device.torch_device), ADAMW
+        self._handle.device.reset_memory_peak()  # no bytes of the run's
+        states = [state_nbytes(optimizer) for optimizer in optimizers]
+        if None not in states:
+            kept = sum(nbytes or 0 for nbytes in states) / max(1, self._host_bytes().gradients)
+            machine = replace(machine, optimizer_bytes_per_parameter=(3 + 2 * kept) / (3 + 2 * STATES[ADAMW]))
+            kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+        self._least_s = self._least(machine)
+        return f"at least {format_seconds(self._least_s)} for weights, gradients and {kinds}, beside what units compute"
+
+    def _least(self, machine: Machine) -> float:
+        """What a step takes without compute, as this machine was measured to copy and to step."""
+        schedule = self._handle.engine.window.schedule
+        sizes = [unit.sizes() for unit in self._handle.engine.window.units]
+        window = len(sizes) if self._handle.options.window == "auto" else schedule.window
+        return least_s(sizes, window, machine, schedule.transfer)
+
+    def _host_bytes(self) -> HostBytes:
+        return host_bytes(unit.host_bytes() for unit in self._handle.engine.window.units)
+
+    def predicted_nbytes(self) -> int:
+        """On the device for weights and gradients: the resident rest, the largest window, two gradient buffers."""
+        window = self._handle.engine.window
+        units = [unit.sizes() for unit in window.units if not unit.unit.resident]
+        largest = sorted((unit.nbytes for unit in units), reverse=True)[: window.schedule.window]
+        return sum(largest) + 2 * max((unit.gradient_nbytes for unit in units), default=0) + self._rest_nbytes()
+
+    def report(self) -> list[str]:
+        """Predicted against measured, and the one sentence that matters; nothing where too little was seen."""
+        m = self.measured()
+        if m is None:
+            return []
+        took = in_unit_of(m.step_s, m.step_s) + self._step_predicted(m.step_s)
+        floor = ""
+        if m.floor_s is not None:
+            floor = f", floor {in_unit_of(m.step_s, m.floor_s)} ({m.floor_s / m.step_s:.2f} of it)"
+        return [
+            f"a step took {took}{floor}: {in_words(dict(m.causes))}",
+            f"{self._memory_predicted(m.setting.window)}; host peak {format_bytes(peak_memory())}",
+            sentence(m),
+        ]
+
+    def _step_predicted(self, step_s: float) -> str:
+        if self._plan is not None:
+            return f" ({in_unit_of(step_s, self._plan.step_s)} planned)"
+        if self._least_s is not None:
+            return f" (at least {in_unit_of(step_s, self._least_s)} predicted, without compute)"
+        return ""
+
+    def _memory_predicted(self, window: int) -> str:
+        peak = format_bytes(self.device_peak())
+        if self._plan is not None and window == self._plan.window:
+            return f"device peak {peak} ({format_bytes(self._plan.device_nbytes)} planned) with window {window}"
+        planned = format_bytes(self.predicted_nbytes())
+        return f"device peak {peak}, of which weights and gradients were to take {planned} with window {window}"
+
+    def measured(self) -> MeasuredRun | None:
+        """The typical step; None before one was read that counts."""
+        if not self._last:
+            return None
+        return measured(self._last, self.times(), self._setting(), self._resident())
+
+    def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
+        """These steps, with the floor, and with what of the step before runs on into them."""
+        before = [span for step in self._last if step.number == steps[0].number - 1 for span in step.spans]
+        return measured_timeline(steps, title, self.floor_s(), before)
+
+    def close(self) -> list[RecordedStep]:
+        """Waits for the device, and gives the training passes that were not read yet."""
+        self._handle.stop_recording()
+        return self.update()
+
+    # ---- details
+
+    def _rest_nbytes(self) -> int:
+        return sum(unit.store.nbytes for unit in self._handle.engine.window.units if unit.unit.resident)
+
+    def _resident(self) -> Collection[str]:
+        return [unit.name for unit in self._handle.engine.window.units if unit.unit.resident]
+
+    def _setting(self) -> RunSetting:
+        window, stats, steps = self._handle.engine.window, self._handle.stats(), self._handle.steps
+        units = window.units
+        device = self._handle.device
+        spare = (
+            0 if device.is_host else DeviceBudget(capacity=device.memory_capacity(), others=device.memory_peak()).spare
+        )
+        largest = max(unit.store.nbytes for unit in units)
+        return RunSetting(
+            window=stats["window"],
+            transfer=stats["transfer"],
+            units=stats["units"],
+            spare_units=spare // largest,
+            threads=torch.get_num_threads(),
+            cores=usable_cores(),
+            overlaps=stats["stepped_ahead"] > 0 or steps.shares_cores,
+            waits_as="; ".join(steps.said[AFTER_BACKWARD]),
+            single=sum(unit.store.nbytes for unit in units) >= FP32_FROM * sum(unit.unit.numel for unit in units),
+            activations=self._handle.options.activations,
+        )
+
+
+def _rate(steps: Sequence[RecordedStep], lane: Lane) -> float:
+    """In GB/s, while the lane worked."""
+    seconds = sum(step.busy(lane) for step in steps)
+    return sum(step.nbytes(lane) for step in steps) / seconds / GB if seconds else 0.0

@@ -1,0 +1,208 @@
+"""A timeline as a picture that is read at a glance: lanes, what waits for what, where the time goes, and the floor.
+
+Needs matplotlib, of the extra "plots". Several timelines lie one above the other on one axis of time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.spans import CAUSES, LANES, Lane, Span, causes
+from ..errors import MissingExtraError
+from .timeline import NAMES, Step, Timeline, in_words
+
+INK, FAINT, FLOOR = "#1f2933", "#9aa5b1", "#111111"
+WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # neighbours are told apart by two shades
+    ("up", "weights"): ("#3aa6a0", "#6cc3be"),
+    ("up", "activations"): ("#c9b26b", "#dccb95"),
+    ("compute", "forward"): ("#5b8fd6", "#86aee3"),
+    ("compute", "backward"): ("#3d5fa3", "#5f80c0"),
+    ("down", "gradients"): ("#e08e45", "#efb17c"),
+    ("down", "activations"): ("#c9b26b", "#dccb95"),
+    ("optimizer", "step"): ("#6a9f58", "#93bf83"),
+}
+DEFAULT_PHASE: dict[Lane, str] = {"up": "weights", "down": "gradients", "optimizer": "step", "compute": "forward"}
+WAITS = "#d64550"
+CAUSE_COLORS = {
+    "compute": "#4c77bd",
+    "weights": "#f3b9be",
+    "gradients": "#f7cfd2",
+    "activations": "#fae0e2",
+    "optimizer": "#eda3a9",
+    "other": "#cbd2d9",
+}
+ROWS: dict[Lane, str] = {"up": "up", "compute": "compute", "down": "down", "optimizer": "optimizer", "host": "host"}
+TEXT_PT = 7.0
+WIDTH_IN, ROW_IN = 13.0, 0.36
+
+
+def figure(timelines: Sequence[Timeline], step: int | None = None) -> Any:
+    """A matplotlib figure of one step of each timeline: the typical one, or the one at that place."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError(feature="a picture of a timeline", package="matplotlib", extra="plots")
+    from matplotlib.figure import Figure
+
+    chosen = [(timeline, timeline.step(step)) for timeline in timelines]
+    longest = max(max(s.seconds, s.floor_s or 0.0) for _, s in chosen)
+    scale, unit = (1.0, "s") if longest >= 2 else (1e3, "ms")
+    rows = [_rows(timeline, s) for timeline, s in chosen]
+    heights = [len(lanes) + 1.65 for lanes in rows]
+    drawn = Figure(figsize=(WIDTH_IN, ROW_IN * (sum(heights) + 1.0 + 2.4 * len(rows))), facecolor="white")
+    axes = drawn.subplots(len(chosen), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axis, (timeline, s), lanes in zip(axes, chosen, rows, strict=True):
+        _Panel(axis, timeline, s, lanes, scale, unit, longest).draw()
+    axes[-1].set_xlabel(f"time in {unit}", color=INK, fontsize=8.5)
+    _legend(drawn, chosen)
+    drawn.tight_layout(rect=(0, 0.26 / drawn.get_figheight(), 1, 1), h_pad=1.0)
+    return drawn
+
+
+def save(timelines: Sequence[Timeline], path: str | os.PathLike[str], step: int | None = None) -> None:
+    """Draws and writes a picture; the file's ending says in which format. Directories are made."""
+    drawn = figure(timelines, step)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=150)
+
+
+def _rows(timeline: Timeline, step: Step) -> list[Lane]:
+    """The lanes in which something happens; the host's own only if it waits long enough to be seen."""
+    seconds = dict.fromkeys(LANES, 0.0)
+    for span in timeline.spans:
+        seconds[span.lane] += max(0.0, min(span.end, step.end) - max(span.start, step.start))
+    return [lane for lane in LANES if seconds[lane] > (0.005 * step.seconds if lane == "host" else 0)]
+
+
+def short(unit: str) -> str:
+    """What tells a unit from its neighbours: the number of a block, else the last part of its name."""
+    number = re.search(r"(\d+)$", unit)
+    return number[1] if number else unit.rsplit(".", 1)[-1]
+
+
+class _Panel:
+    """One step of one timeline on one axis."""
+
+    def __init__(
+        self, axis: Any, timeline: Timeline, step: Step, rows: list[Lane], scale: float, unit: str, longest: float
+    ) -> None:
+        self.axis = axis
+        self.timeline = timeline
+        self.step = step
+        self.rows = rows
+        self.scale = scale
+        self.unit = unit
+        self.longest = longest * scale
+        within = (s for s in timeline.spans if s.end > step.start and s.start < step.end)
+        self.spans = [s._replace(start=max(s.start, step.start), end=min(s.end, step.end)) for s in within]
+
+    def draw(self) -> None:
+        for row, lane in enumerate(self.rows):
+            self._lane(row, lane)
+        self._where_it_goes(len(self.rows) + 0.35)
+        self._floor()
+        self._frame()
+
+    def _lane(self, row: int, lane: Lane) -> None:
+        shades: dict[str, int] = {}
+        for span in self.spans:
+            if span.lane != lane:
+                continue
+            if span.stall:
+                self._block(row, span, "white", edge=WAITS, hatch="//////", text=NAMES[span.stall])
+                continue
+            phase = span.phase if (lane, span.phase) in WORK else DEFAULT_PHASE.get(lane, "")
+            shade = shades.setdefault(span.unit, len(shades) % 2)
+            text = short(span.unit) or ("all units" if lane == "optimizer" else "")
+            self._block(row, span, WORK[lane, phase][shade], text=text)
+
+    def _block(self, row: float, span: Span, color: str, edge: str = "white", hatch: str = "", text: str = "") -> None:
+        left, width = (span.start - self.step.start) * self.scale, span.seconds * self.scale
+        line = 0.0 if hatch or width < 0.002 * self.longest else 0.4
+        self.axis.barh(
+            row, width, left=left, height=0.78, color=color, edgecolor=edge, linewidth=line, hatch=hatch or None
+        )
+        if text and self._fits(text, width):
+            ink = INK if _is_light(color) else "white"
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+            middle = left + width / 2
+            self.axis.text(middle, row, text, ha="center", va="center", fontsize=TEXT_PT, color=ink, bbox=behind)
+
+    def _fits(self, text: str, width: float) -> bool:
+        inches = width / self.longest * WIDTH_IN * 0.86
+        return inches * 72 > (len(text) + 0.9) * TEXT_PT * 0.58
+
+    def _where_it_goes(self, row: float) -> None:
+        """The step once more, sorted by what its time went to."""
+        shares = causes(self.spans, self.step.start, self.step.end)
+        at = self.step.start
+        for cause in CAUSES:
+            span = Span("compute", "", at, at + shares[cause])
+            percent = f"{100 * shares[cause] / self.step.seconds:.0f} %"
+            fitting = [t for t in (f"{NAMES[cause]} {percent}", percent) if self._fits(t, span.seconds * self.scale)]
+            if span.seconds > 0:
+                self._block(row, span, CAUSE_COLORS[cause], text=fitting[0] if fitting else "")
+            at = span.end
+
+    def _floor(self) -> None:
+        end = self.step.seconds * self.scale
+        bottom = len(self.rows) + 0.95
+        self.axis.plot([end, end], [-0.6, bottom], color=FAINT, linewidth=1.0)
+        if self.step.floor_s is not None:
+            floor = self.step.floor_s * self.scale
+            self.axis.plot([floor, floor], [-0.85, bottom], color=FLOOR, linewidth=1.5, linestyle=(0, (4, 2)))
+            text = f"floor {self._time(self.step.floor_s)}"
+            self.axis.text(floor, -0.95, text, ha="center", va="bottom", fontsize=8, color=FLOOR)
+
+    def _time(self, seconds: float) -> str:
+        return f"{seconds * self.scale:.3g} {self.unit}"
+
+    def _frame(self) -> None:
+        step, axis = self.step, self.axis
+        merit = "" if step.floor_s is None else f", floor / step {step.floor_s / step.seconds:.2f}"
+        title = f"{self.timeline.title}, {self.timeline.source}: {step.name} takes {self._time(step.seconds)}{merit}"
+        axis.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=22)
+        shares = causes(self.spans, step.start, step.end)
+        axis.text(0, 1, in_words(shares), transform=axis.transAxes, fontsize=8.5, color=INK, va="bottom")
+        axis.set_yticks([*range(len(self.rows)), len(self.rows) + 0.35])
+        axis.set_yticklabels([*(ROWS[lane] for lane in self.rows), "the step"], fontsize=8.5, color=INK)
+        axis.set_ylim(len(self.rows) + 0.95, -0.7)
+        axis.set_xlim(0, self.longest * 1.005)
+        axis.tick_params(axis="y", length=0)
+        axis.tick_params(axis="x", colors=INK, labelsize=8, labelbottom=True)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+        axis.spines["bottom"].set_color(FAINT)
+
+
+def _is_light(color: str) -> bool:
+    if color == "white":
+        return True
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 150
+
+
+def _legend(drawn: Any, chosen: list[tuple[Timeline, Step]]) -> None:
+    from matplotlib.patches import Patch
+
+    spans = [span for timeline, _ in chosen for span in timeline.spans]
+    entries = [
+        ("weights up", "up", "weights"),
+        ("forward", "compute", "forward"),
+        ("backward", "compute", "backward"),
+        ("gradients down", "down", "gradients"),
+        ("activations, down and up", "down", "activations"),
+        ("optimizer's steps", "optimizer", "step"),
+    ]
+    there = {(s.lane, s.phase or DEFAULT_PHASE.get(s.lane, "")) for s in spans if not s.stall}
+    handles = [
+        Patch(facecolor=WORK[lane, phase][0], label=label)  # type: ignore[index]
+        for label, lane, phase in entries
+        if (lane, phase) in there
+    ]
+    if any(span.stall for span in spans):
+        handles.append(Patch(facecolor="white", edgecolor=WAITS, hatch="//////", linewidth=0, label="waits"))
+    drawn.legend(handles=handles, loc="lower left", ncols=len(handles), frameon=False, fontsize=8, labelcolor=INK)

@@ -1,0 +1,294 @@
+"""torch's own optimizers on the host, several times faster and with the same bits.
+
+The default loop of a torch optimizer runs many passes over each tensor and allocates temporaries of its size. The
+update of these classes is elementwise: the same loop over pieces that fit into the cache has the same result.
+
+1. Nothing is written to the user's optimizer. ``step()`` runs on a *shadow*, an object of the same class with the same
+   attributes, whose groups hold pieces of the parameters. After an exception there is nothing to undo: it is dropped.
+2. A piece is a flat view of the parameter; its gradient and its state are views of the same elements, updated in place.
+   Scalar state (``step``) is the parameter's own in the first piece and a copy in the others: all end up equal.
+3. A parameter is cut only where rule 2 reaches all of its state. One that has none yet takes its step whole, so that
+   torch creates the state as it always does. SGD without momentum never has any: its one pass would gain nothing.
+4. Pieces are cut after the closure ran, because the closure makes the gradients.
+5. A vectorized kernel treats the last elements of a thread's share apart, and the bits differ in half precision and in
+   NaNs. Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from ..memory.parameters import HostParameter, true_device
+
+Group = dict[str, Any]
+State = dict[str, Any]
+Regrouped = tuple[list[Group], "ShadowState"]
+
+# Exactly these classes: a subclass may do anything in its step.
+ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
+
+# ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
+GRAIN = 32768
+# A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
+FEWEST_PIECES = 4
+# Elements: a multiple of what any vectorized loop takes at once (at most 64: two AVX-512 registers in half precision).
+LINE = 256
+
+
+class ShadowState(dict[Tensor, State]):
+    """State of the pieces; that of parameters left whole is found, and created, in the optimizer itself."""
+
+    def __init__(self, whole: dict[Tensor, State]) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __missing__(self, param: Tensor) -> State:
+        return self._whole[param]
+
+
+class StepArguments(list[Any]):
+    """What ``step`` is called with instead; remembers what the caller passed, for the hooks that run afterwards."""
+
+    def __init__(self, shadow: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__([shadow])
+        self.caller_args = args
+        self.caller_kwargs = kwargs
+
+
+def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
+    """Its groups and its state."""
+    return optimizer.param_groups, optimizer.state
+
+
+class ShadowStep:
+    """Runs each ``optimizer.step()`` on regrouped parameters until it is closed."""
+
+    def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
+        self._regroup = regroup
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # Gives the groups and the state that a step has to do once its closure ran: others may be done in backward
+        # (step_in_backward.py).
+        self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
+
+    def attach(self, optimizer: Optimizer) -> "ShadowStep":
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        # The user's post hooks read the arguments that `_after` puts back.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        return self
+
+    def close(self) -> None:
+        """The optimizer steps as it did before; safe twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        already_replaced = args[0] is not optimizer
+        if already_replaced or torch.compiler.is_compiling():
+            return None
+        shadow = object.__new__(type(optimizer))
+        shadow.__dict__.update(optimizer.__dict__)
+        shadow.__dict__.pop("state", None)  # references to it are counted (state_guard.py, Rule 2)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def closure_then_regroup() -> Any:
+            loss = None if closure is None else closure()
+            shadow.param_groups, shadow.state = self.rest(optimizer)
+            shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
+            return loss
+
+        return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
+
+    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
+        """A step of these groups only, whose parameters have their gradients; on the optimizer's state, or on this."""
+        shadow = object.__new__(type(optimizer))
+        shadow.__dict__.update(optimizer.__dict__)
+        shadow.param_groups = [group for group in groups if group["params"]]
+        if state is not None:
+            shadow.state = state
+        shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
+        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without the hooks, which belong to the step as a whole
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        if isinstance(args, StepArguments):
+            kwargs.clear()
+            kwargs.update(args.caller_kwargs)
+            args[:] = args.caller_args
+
+
+def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:
+    """Step large host parameters in cache-sized pieces: the bits of torch's default loop, several times its speed.
+
+    Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece. Groups
+    that ask for ``foreach``, ``fused``, ``capturable`` or ``differentiable`` run as they are. Returns None, and changes
+    nothing, where the class is not known to be elementwise.
+
+    Args:
+        optimizer: what to speed up until the handle is closed.
+        piece: elements of a piece for each thread, since each core has a cache of its own.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        return None
+    return ShadowStep(lambda optimizer: _regroup_in_pieces(optimizer, piece)).attach(optimizer)
+
+
+def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
+    """Whether parameters of this group never have any."""
+    return isinstance(optimizer, SGD) and not group["momentum"]
+
+
+def fuse(optimizer: Optimizer) -> ShadowStep | None:
+    """Step host parameters with torch's fused kernels: faster still, but not the bits of the default loop.
+
+    Costs nothing; a parameter without state takes its first step in the default loop. Groups that set ``foreach`` or
+    ``fused`` run as they are. Returns None, and changes nothing, where the class has no fused kernel for the host.
+    """
+    if type(optimizer) not in FUSED:
+        return None
+    return ShadowStep(_regroup_fused).attach(optimizer)
+
+
+def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
+    state = ShadowState(optimizer.state)
+    threads = torch.get_num_threads()
+    scalars_seen: set[int] = set()
+
+    def cut(param: Tensor) -> list[Tensor]:
+        # A scalar that an earlier parameter updates too is not what it will be: copies of it would be too old.
+        scalars = {id(value) for value in optimizer.state.get(param, {}).values() if _is_scalar(value)}
+        shared = not scalars_seen.isdisjoint(scalars)
+        scalars_seen.update(scalars)
+        if shared or param.numel() < FEWEST_PIECES * piece * threads:
+            return [param]
+        param_state = _state_in_step(optimizer, param)
+        if param_state is None:
+            return [param]
+        pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, piece))
+        state.update(pieces)
+        return list(pieces)
+
+    groups = [
+        {**group, "params": [part for param in group["params"] for part in cut(param)]}
+        if _takes_the_loop(group)
+        else group
+        for group in optimizer.param_groups
+    ]
+    return groups, state
+
+
+def _regroup_fused(optimizer: Optimizer) -> Regrouped:
+    groups: list[Group] = []
+    for group in optimizer.param_groups:
+        fused: list[Tensor] = []
+        if _takes_the_loop(group) and group.get("foreach") is None and group.get("fused") is None:
+            fused = [param for param in group["params"] if _state_in_step(optimizer, param) is not None]
+        chosen = {id(param) for param in fused}
+        groups.append({**group, "params": [param for param in group["params"] if id(param) not in chosen]})
+        groups.append({**group, "params": fused, "fused": True})
+    return groups, ShadowState(optimizer.state)
+
+
+def _takes_the_loop(group: Group) -> bool:
+    return not any(group.get(flag) for flag in ("foreach", "fused", "capturable", "differentiable"))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
+    """The state to update, if in flat memory each element of ``param`` meets its own gradient and state; else None."""
+    grad, state = param.grad, optimizer.state.get(param, {})
+    if (
+        type(param) not in (Tensor, torch.nn.Parameter, HostParameter)
+        or type(grad) is not Tensor
+        or grad.dtype != param.dtype
+    ):
+        return None
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        return None
+    if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
+        return None
+    partners = [grad, *(value for value in state.values() if not _is_scalar(value))]
+    in_step = _is_plain(param) and all(_is_plain(other) and _same_order(param, other) for other in partners)
+    return state if in_step else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return true_device(tensor).type == "cpu" and tensor.layout == torch.strided and tensor.is_floating_point()
+
+
+def _same_order(param: Tensor, other: Tensor) -> bool:
+    if param.shape != other.shape:
+        return False
+    if param.is_contiguous() and other.is_contiguous():
+        return True
+    # `empty_like` keeps strides where memory has neither gaps nor overlaps.
+    return param.stride() == other.stride() == torch.empty_like(param, device="meta").stride()
+
+
+def _cut(param: Tensor, state: State, lengths: tuple[int, ...]) -> dict[Tensor, State]:
+    assert param.grad is not None
+    states: list[State] = [{} for _ in lengths]
+    for key, value in state.items():
+        for piece_state, part in zip(states, _parts(value, lengths), strict=True):
+            piece_state[key] = part
+    pieces = _parts(param, lengths)
+    for piece, grad in zip(pieces, _parts(param.grad, lengths), strict=True):
+        piece.grad = grad
+    return dict(zip(pieces, states, strict=True))
+
+
+def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    if _is_scalar(tensor):
+        return [tensor, *tensor.detach().repeat(len(lengths) - 1).unbind()]
+    # Detached, with the parameter's version counter: autograd still sees what the step changes.
+    return list(tensor.detach().as_strided((tensor.numel(),), (1,)).split(lengths))  # type: ignore[no-untyped-call]
+
+
+@cache
+def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
+    """Cut ``numel`` elements so that kernels treat each as in one pass over all of them (rule 5)."""
+    share = _ceil_div(numel, min(threads, _ceil_div(numel, GRAIN)))
+    if share % LINE == 0:
+        share = numel
+    largest = _ceil_div(piece * threads, LINE) * LINE
+    lengths = []
+    for start in range(0, numel, share):
+        rest = min(share, numel - start)
+        while rest:
+            lengths.append(_evenly_shared(min(rest, largest), threads))
+            rest -= lengths[-1]
+    return tuple(lengths)
+
+
+def _evenly_shared(length: int, threads: int) -> int:
+    """The most of ``length`` elements of which every thread gets whole vectors."""
+    if length <= GRAIN:
+        return length
+    sharers = min(threads, length // GRAIN)
+    if sharers < threads:
+        return sharers * GRAIN
+    return length // (threads * LINE) * threads * LINE
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

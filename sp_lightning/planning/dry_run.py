@@ -1,0 +1,387 @@
+"""A training step gone through once, without a device, for the script of it: visits, bytes, work.
+
+1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, only on
+   tensors without data (fake_tensors.py). What is on the device beside weights is counted (tally.py).
+2. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
+   (bridge.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
+   next unit's are packed (gradients.py, Rule 3).
+3. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
+   alone sees is found by the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..autograd.autocast_weights import LAYERS, NAME
+from ..autograd.backward_pass import in_backward
+from ..autograd.bridge import LEAF_PRIORITY, Gradients, HostDeviceBridge
+from ..autograd.offload import Offload, OffloadedTensor
+from ..autograd.recompute import Recompute, Written
+from ..autograd.saved_tensors import tensors_in
+from ..core.sizing import UnitBytes
+from ..core.telemetry import Counters
+from ..memory.device import Device
+from ..memory.layout import ALIGNMENT, Layout, aligned
+from ..memory.partition import Unit, partition, slots
+from ..options import Options
+from .fake_tensors import FakeTensors
+from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
+from .tally import MemoryTracker, storage_key
+
+Runner = Callable[[nn.Module, Any], Any]
+
+
+def rehearse(
+    module: nn.Module,
+    batch: Any,
+    run: Runner,
+    options: Options,
+    stage: FakeTensors | RealTensors,
+    compute_dtype: torch.dtype | None = None,
+) -> StepTrace:
+    """Goes through one training step of a module that was made on this stage, and is used up by it.
+
+    Args:
+        module: Its parameters' values do not matter, and are gone afterwards.
+        batch: As ``run`` takes it.
+        run: Gives what the step returns: the loss, or something that holds it or leads to it.
+        options: ``units`` and ``activations`` of them.
+        stage: What the module was made on, entered by now.
+        compute_dtype: Of what is FP32 on the host, with ``master_weights``.
+    """
+    rehearsal = _DryRun(module, options, compute_dtype)
+    stage.observe = rehearsal.tally.observe
+    try:
+        rehearsal.perform(batch, run)
+    finally:
+        stage.observe = None
+    return rehearsal.script()
+
+
+class _Read(dict[str, Any]):
+    """A module's parameters, which notice that somebody else than its forward reads the weight, if only to ask for its
+    type: a use without a cast."""
+
+    def __init__(self, parameters: Mapping[str, Any], uses: list[torch.dtype | None]) -> None:
+        super().__init__(parameters)
+        self.by_forward = False
+        self._uses = uses
+
+    def __getitem__(self, name: str) -> Any:
+        if name == NAME and not self.by_forward:
+            self._uses.append(None)
+        return super().__getitem__(name)
+
+
+class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The other stage: tensors with data, on the CPU, for a step that depends on what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observe: Any = None
+        self.building = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.observe is not None:
+            self.observe(func, args, kwargs or {}, out)
+        return out
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A copy of it."""
+        return tensor.detach().clone()
+
+
+# ---- choreography
+
+
+class _FakeDevice(Device):
+    """The device as recomputation and offloading see it: idle streams, and tensors where the rehearsal has them."""
+
+    def __init__(self, where: torch.device) -> None:
+        super().__init__("cpu")
+        self.torch_device = where
+
+    def passing(self, nbytes: int) -> Tensor:
+        """A host buffer."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+
+class _FakeOffload(Offload):
+    """Moves nothing; what it makes on the way down is no device memory."""
+
+    def __init__(self, stage: _FakeDevice, tally: MemoryTracker) -> None:
+        super().__init__(stage, Counters())
+        self._tally = tally
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Forgets a tensor."""
+        with torch._C.DisableTorchFunction(), self._tally.on_host():
+            return super().pack(tensor.detach())
+
+    def fetch(self, saved: OffloadedTensor) -> None:
+        """Takes memory for it again."""
+        with torch._C.DisableTorchFunction():
+            super().fetch(saved)
+
+
+class _FakeUnit:
+    """A unit in the rehearsal: one buffer, and stand-ins over it."""
+
+    def __init__(self, unit: Unit, device_dtype: Callable[[torch.dtype], torch.dtype], receive: Any) -> None:
+        self.unit = unit
+        self.index = unit.index
+        self.params = [parameter for _, parameter in unit.params]
+        described = [(name, p.detach().to(device_dtype(p.dtype))) for name, p in unit.params]
+        self.layout = Layout.of(described)
+        self.nbytes = max(self.layout.nbytes, ALIGNMENT)
+        self.flat = torch.empty(self.nbytes, dtype=torch.uint8)
+        storage = self.flat.untyped_storage()
+        self._address = storage._cdata
+        self.outputs = [Layout.view(storage, place) for place in self.layout.fields]
+        with torch.no_grad():
+            for output, (_, value) in zip(self.outputs, described, strict=True):
+                output.copy_(value)
+        if any(parameter.requires_grad for parameter in self.params):
+            self.outputs = list(
+                HostDeviceBridge.apply(self.outputs, lambda ctx, grads: receive(self, grads), *self.params)
+            )
+            node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
+            node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
+        self.depth = 0
+        self._aliases = 0  # tensors over its bytes when its forward was done; what autograd saved are places there
+
+    def left(self) -> None:
+        """Its visit is over."""
+        if not self.depth:
+            self._aliases = self._count_aliases()
+
+    def in_use(self) -> bool:
+        """Whether backward made others, which hold the unit on the device: a backward that autograd records does."""
+        return not self.depth and 0 < self._aliases < self._count_aliases()
+
+    def _count_aliases(self) -> int:
+        return int(torch._C._storage_Use_Count(self._address))
+
+    def sizes(self) -> UnitBytes:
+        """As the runtime plans with them."""
+        pairs = zip(self.layout.fields, self.params, strict=True)
+        return UnitBytes(self.unit.name, self.nbytes, sum(place.nbytes for place, p in pairs if p.requires_grad))
+
+    def wire(self, cast: dict[int, torch.dtype]) -> UnitBytes:
+        """As it travels when these parameters do in these types."""
+        fields = zip(self.layout.fields, self.params, strict=True)
+        sized = [(aligned(p.numel() * cast.get(id(p), place.dtype).itemsize), p) for place, p in fields]
+        nbytes = max(sum(nbytes for nbytes, _ in sized), ALIGNMENT)
+        return UnitBytes(self.unit.name, nbytes, sum(nbytes for nbytes, p in sized if p.requires_grad))
+
+
+class _DryRun:
+    """The engine's choreography (engine.py, Rules 1 to 3), without anything to move."""
+
+    def __init__(self, module: nn.Module, options: Options, compute_dtype: torch.dtype | None) -> None:
+        self.module = module
+        self.options = options
+        self.tally = MemoryTracker(self._use, self._term)
+        self._open: list[_FakeUnit] = []
+        self._last: _FakeUnit | None = None
+        self._packed_nbytes = 0
+        self._casts: dict[int, list[torch.dtype | None]] = {}  # of weights that may be cast: to what, at each use
+        self._watches = options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units
+
+        def device_dtype(dtype: torch.dtype) -> torch.dtype:
+            return compute_dtype if compute_dtype is not None and dtype is torch.float32 else dtype
+
+        places = slots(module)
+        self.units = [_FakeUnit(unit, device_dtype, self._receive) for unit in partition(module, options.units)]
+        for unit in self.units:
+            self.tally.weights[unit.flat.untyped_storage()._cdata] = unit.index
+            for parameter, output in zip(unit.params, unit.outputs, strict=True):
+                for slot in places[parameter]:
+                    slot.set(output)
+        where = self.units[0].flat.untyped_storage().device
+        stage = _FakeDevice(where)
+        self.offload = _FakeOffload(stage, self.tally)
+        stow = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(stage, Written(), stow)
+        self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
+        self._wrap(places)
+
+    def script(self) -> StepTrace:
+        """What was found."""
+        cast = {key: uses[0] for key, uses in self._casts.items() if len(uses) == 1 and uses[0] is not None}
+        converted = (p.numel() * cast[id(p)].itemsize for unit in self.units for p in unit.params if id(p) in cast)
+        return StepTrace(
+            units=tuple(unit.unit for unit in self.units),
+            sizes=tuple(unit.sizes() for unit in self.units),
+            wire=tuple(unit.wire(cast) for unit in self.units),
+            cast_nbytes=sum(map(aligned, converted)),
+            visits=tuple(self.tally.visits),
+        )
+
+    def perform(self, batch: Any, run: Runner) -> None:
+        """The step."""
+        for buffer in self.module.buffers():
+            self.tally.add(buffer, BUFFERS)
+        for tensor in tensors_in(batch):
+            self.tally.add(tensor, BATCH)
+        output = run(self.module, batch)
+        self.offload.finish()
+        losses, gradients = losses_in(output)
+        torch.autograd.backward(losses, gradients)
+        self.offload.backward_done()
+        self._let_go()
+
+    # ---- visits
+
+    def _wrap(self, places: Any) -> None:
+        owner = {id(parameter): unit for unit in self.units for parameter in unit.params}
+        roots = {module: unit for unit in self.units for _, module in unit.unit.modules}
+        own: dict[int, list[_FakeUnit]] = {}
+        for parameter, found in places.items():
+            for slot in found:
+                own.setdefault(id(slot.holder), []).append(owner[id(parameter)])
+        for module in self.module.modules():
+            root = roots.get(module)
+            owners = list(dict.fromkeys(own.get(id(module._parameters), [])))
+            self._watch(module, places)
+            if root is not None:
+                units = [root, *(unit for unit in owners if unit is not root)]
+                module.forward = self._root(module, module.forward, units)
+            elif owners:
+                module.forward = self._part(module.forward, owners)
+
+    def _watch(self, module: nn.Module, places: Any) -> None:
+        """Find the weights that only their module's own forward uses (autocast_weights.py, Rules 1 to 3)."""
+        weight = self._host.get(id(module._parameters.get(NAME)))
+        if not self._watches or type(module) not in LAYERS or weight is None or "forward" in vars(module):
+            return
+        if weight.dtype is not torch.float32 or len(places[weight]) != 1:
+            return
+        uses = self._casts[id(weight)] = []
+        forward = module.forward
+        read = module._parameters = _Read(module._parameters, uses)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not in_backward():
+                casts = torch.is_autocast_enabled("cpu")
+                uses.append(torch.get_autocast_dtype("cpu") if casts else None)
+            read.by_forward = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                read.by_forward = False
+
+        module.forward = call
+
+    def _part(self, forward: Callable[..., Any], units: list[_FakeUnit]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self._open)
+            for unit in units:
+                if not unit.depth:
+                    self._require(unit)
+                    unit.depth += 1
+                    self._open.append(unit)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                while len(self._open) > depth:
+                    self._open.pop().depth -= 1
+                for unit in units:
+                    unit.left()
+
+        return call
+
+    def _root(self, module: nn.Module, forward: Callable[..., Any], units: list[_FakeUnit]) -> Callable[..., Any]:
+        visit = self._part(forward, units)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return visit(*args, **kwargs)
+            saved: list[OffloadedTensor] = []
+            before = self.offload.counters.bytes_offloaded
+            if self.options.activations.startswith("recompute"):
+                output, saved = self.recompute.run(visit, units[0].unit.name, (), module, args, kwargs)
+            elif self.options.activations == "offload" and not self._open and not in_backward():
+                output, saved = self._offloaded(visit, args, kwargs)
+            else:
+                output = visit(*args, **kwargs)
+            self.tally.visits[-1].stowed_nbytes += self.offload.counters.bytes_offloaded - before
+            self._announce(units[0], saved, output)
+            return output
+
+        return call
+
+    def _offloaded(self, visit: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[OffloadedTensor]]:
+        self.offload.begin()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                output = visit(*args, **kwargs)
+        finally:
+            saved = self.offload.end()
+        return output, saved
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return tensor.detach() if storage_key(tensor) in self.tally.weights else self.offload.pack(tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        return self.offload.unpack(saved) if isinstance(saved, OffloadedTensor) else saved
+
+    def _announce(self, unit: _FakeUnit, saved: list[OffloadedTensor], output: Any) -> None:
+        def before_backward(_grads: Any) -> None:
+            self._require(unit)
+            before = self.offload.counters.bytes_brought_back
+            for tensor in saved:
+                self.offload.fetch(tensor)
+            self.tally.visits[-1].fetched_nbytes += self.offload.counters.bytes_brought_back - before
+
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(before_backward)
+
+    def _use(self, index: int) -> None:
+        """A weight is read; outside of its unit's visits that is one."""
+        unit = self.units[index]
+        if not unit.depth:
+            self._require(unit)
+
+    def _require(self, unit: _FakeUnit) -> None:
+        if not unit.unit.resident and unit is not self._last:
+            self._last = unit
+            referred_to = (other for other in self.units if in_backward() and other.in_use())
+            held = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
+            self.tally.begin(Visit(unit.index, held, in_backward()))
+
+    def _term(self) -> str:
+        if in_backward():
+            return OUTSIDE if self._last is None else WORKING
+        return WORKING if any(not unit.unit.resident for unit in self._open) else OUTSIDE
+
+    # ---- gradients (Rule 2)
+
+    def _receive(self, unit: _FakeUnit, grads: Gradients) -> Gradients:
+        self._let_go()
+        for grad in grads:
+            if grad is not None:
+                self.tally.is_gradient(grad)
+        self._packed_nbytes = sum(aligned(grad.nbytes) for grad in grads if grad is not None)
+        self.tally.change(GRADIENTS, self._packed_nbytes)
+        self.tally.visits[-1].sends.append(unit.index)
+        return (None,) * len(grads)
+
+    def _let_go(self) -> None:
+        self.tally.change(GRADIENTS, -self._packed_nbytes)
+        self._packed_nbytes = 0
+
+
+def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What a step's output is differentiated from: its loss, or all it holds; and the gradients to begin with."""
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
+    found: Sequence[Tensor] = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+    losses = [tensor for tensor in found if tensor.requires_grad]
+    return losses, [torch.ones_like(tensor) for tensor in losses]

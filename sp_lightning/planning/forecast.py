@@ -1,0 +1,181 @@
+"""What planning found: bytes term by term, time, and what could be done otherwise; in plain numbers and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..core.machine import Machine
+from ..core.simulation import Simulation
+from ..errors import MemoryBudgetError
+from ..memory.footprint import HostBytes
+from ..options import Options, format_both, format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A window and a transfer, and what they come to."""
+
+    window: int
+    transfer: int
+    nbytes: int  # on the device
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to do otherwise."""
+
+    what: str
+    nbytes: int  # on the device then
+    step_s: float
+    samples: float = 1.0  # per step, compared with the plan's
+    host_nbytes: int | None = None  # on the host then; None: as planned
+
+    def cost(self, plan: Plan) -> float:
+        """Time per sample, compared with the plan's."""
+        return self.step_s / self.samples / plan.step_s
+
+    def told(self, plan: Plan) -> str:
+        """For a message: what it takes, and what it costs."""
+        nbytes = f"{format_bytes(self.nbytes)} on the device"
+        if self.host_nbytes is not None:
+            nbytes = f"{format_bytes(self.host_nbytes)} on the host"
+        cost = f"{self.cost(plan):.2f} times as long per sample"
+        return f"{self.what} ({nbytes}, {format_seconds(self.step_s)} a step, {cost})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training run needs."""
+
+    model: str
+    parameters: int
+    trained: int  # of them
+    rows: int  # of the batch
+    counted: str  # what rows are: "rows" or "tokens"
+    precision: str
+    machine: Machine
+    options: Options
+    window: int
+    transfer: int
+    units: tuple[str, ...]  # that stream
+    device_terms: dict[str, int]
+    host: HostBytes
+    available: int  # bytes on the device
+    simulation: Simulation
+    largest_window: int  # that fits; 0 if none does
+    largest_batch: int | None  # rows that fit with this window; None where that was not found
+    sweep: tuple[SweepPoint, ...]
+    changes: tuple[Change, ...]  # cheapest first; those that fit before those that do not
+    host_changes: tuple[Change, ...] = ()  # that make room on the host, where there is too little
+    notes: tuple[str, ...] = ()
+    flops: float = 0.0
+
+    @property
+    def device_nbytes(self) -> int:
+        """All terms of the device."""
+        return sum(self.device_terms.values())
+
+    @property
+    def chosen(self) -> dict[str, int]:
+        """For `Handle.resume`: a run with automatic sizes starts from these."""
+        others = self.device_nbytes - self.device_terms.get("window", 0) - self.device_terms.get("reserve", 0)
+        return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.simulation.step_s
+
+    @property
+    def floor_s(self) -> float:
+        """What the step has to do at least. The way of the first unit, which the floor counts apart, may run beside the
+        steps of others where the optimizer binds: it is not shown as more than the step."""
+        return min(self.simulation.floor.seconds, self.step_s)
+
+    @property
+    def binds(self) -> str:
+        """What the floor is made of: "compute", "link" or "optimizer"."""
+        return self.simulation.floor.binds
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room for it."""
+        return self.device_nbytes <= self.available and self.host.total <= self.machine.host_nbytes
+
+    def check(self) -> None:
+        """Stops a run that can not fit: with what it needs, what there is, and what would make it fit."""
+        if self.device_nbytes > self.available:
+            needs, there_are = format_both(self.device_nbytes, self.available)
+            raise MemoryBudgetError(
+                f"training {self.model} needs {needs} on the device with window "
+                f"{self.window} and {self.rows} {self.counted}, and there are {there_are}; " + self._remedies()
+            )
+        if self.host.total > self.machine.host_nbytes:
+            raise MemoryBudgetError(
+                f"training {self.model} needs {format_bytes(self.host.total)} of host memory "
+                f"({_listed(asdict(self.host))}), "
+                f"and {self.machine.name} has {format_bytes(self.machine.host_nbytes)}; {self._host_remedies()}"
+            )
+
+    def _remedies(self) -> str:
+        fitting = [change for change in self.changes if change.nbytes <= self.available][:3]
+        if not fitting:
+            return "no window, policy or batch that was tried fits: name smaller units, or use a larger device"
+        return "what would fit: " + "; ".join(change.told(self) for change in fitting)
+
+    def _host_remedies(self) -> str:
+        most = self.machine.host_nbytes
+        enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= most][:3]
+        if not enough:
+            return "a host with more memory is needed"
+        return "what would fit: " + "; ".join(change.told(self) for change in enough)
+
+    @property
+    def first(self) -> str:
+        """The one sentence about what to change first."""
+        if self.device_nbytes > self.available:
+            return self._remedies()
+        if not self.fits:
+            return self._host_remedies()
+        floor = self.simulation.floor
+        if self.binds == "compute" and self.simulation.merit > 0.9:
+            return f"nothing: compute takes {self.simulation.compute_s / self.step_s:.0%} of the step"
+        faster = [change for change in self.changes if change.nbytes <= self.available and change.cost(self) < 0.95]
+        best = min(faster, key=lambda change: change.cost(self), default=None)
+        lanes = {
+            "compute": floor.compute_forward + floor.compute_backward,
+            "link": max(floor.up_forward + floor.up_backward, floor.down),
+            "optimizer": floor.optimizer,
+        }
+        why = f"the {self.binds} takes {format_seconds(lanes[self.binds])} of a step of {format_seconds(self.step_s)}"
+        if best is None:
+            return f"nothing that was tried is faster; {why}"
+        return f"{best.what}: {best.cost(self):.2f} times as long per sample, as {why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in plain values."""
+        options = asdict(self.options)
+        options["units"] = options["units"] if isinstance(options["units"], str | tuple) else "callable"
+        shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return shown | {
+            "machine": asdict(self.machine),
+            "options": options,
+            "host": asdict(self.host) | {"total": self.host.total},
+            "device_nbytes": self.device_nbytes,
+            "simulation": asdict(self.simulation) | {"timeline": [list(span) for span in self.simulation.timeline]},
+            "step_s": self.step_s,
+            "floor_s": self.floor_s,
+            "binds": self.binds,
+            "fits": self.fits,
+            "first": self.first,
+            "sweep": [asdict(choice) for choice in self.sweep],
+            "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
+            "host_changes": [asdict(change) | {"cost": change.cost(self)} for change in self.host_changes],
+        }
+
+
+def _listed(terms: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)

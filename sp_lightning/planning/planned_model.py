@@ -1,0 +1,497 @@
+"""A model to plan for: what its units cost, what is on the device with it, and what on the host.
+
+1. A module is rehearsed (dry_run.py). What a rehearsal can not do is said in ``notes``: a training_step that asks its
+   Trainer for something is replaced by ``forward``; a model whose way depends on what it computes runs on the CPU, with
+   data, if it is small enough.
+2. A workload has its numbers listed (workloads.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..autograd.saved_tensors import tensors_in
+from ..core.machine import Machine
+from ..core.simulation import SimulatedVisit, UnitCost
+from ..core.sizing import UnitBytes
+from ..errors import OptionError, SuperpipelineError, UnsupportedError
+from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..options import Options, format_bytes
+from .dry_run import RealTensors, Runner, rehearse
+from .fake_tensors import FakeTensors, Unknown
+from .step_trace import StepTrace
+from .workloads import Workload
+
+LARGEST_REAL = 2**30  # bytes of weights with which a step is tried on the CPU (Rule 1)
+HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What does not depend on window and transfer, and what does."""
+
+    costs: list[UnitCost]  # in the order of their first visits, resident ones last
+    works: list[SimulatedVisit]
+    peak: Callable[[int, int], dict[str, int]]
+    sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
+    script: StepTrace | None = None
+
+    @property
+    def streamed(self) -> list[UnitCost]:
+        return [cost for cost in self.costs if not cost.resident]
+
+
+class PlannedModel(ABC):
+    """A model to plan for."""
+
+    name: str
+    rows: int
+    counted = "rows"  # or what else a batch's size is given in
+    notes: list[str]
+
+    @abstractmethod
+    def needs(self, options: Options, machine: Machine) -> Requirements:
+        """With the batch."""
+
+    @abstractmethod
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements | None:
+        """With another number of rows; None if that can not be told."""
+
+    @abstractmethod
+    def host(self, options: Options, needs: Requirements) -> HostBytes:
+        """What it takes of the host's memory."""
+
+    def states(self) -> float:
+        """Tensors that the optimizer keeps of each parameter."""
+        return STATES["AdamW"]
+
+    def in_half(self) -> PlannedModel | None:
+        """The same computed in half precision; None where it is, or where that is not known."""
+        return None
+
+
+class TracedModel(PlannedModel):
+    """A module, by a rehearsal."""
+
+    def __init__(
+        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | None
+    ) -> None:
+        if batch is None:
+            raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
+        self._given = (module, precision, optimizer, target, loss)
+        self._module = module
+        self._batch = batch() if callable(batch) else batch
+        self._precision = precision
+        self._optimizer = optimizer
+        self._target = target
+        self._loss = loss
+        self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
+        self._scripts: dict[tuple[Options, int], StepTrace] = {}
+        self._states: float | None = None
+        self._nbytes = 0  # of weights; known when the module was made
+        self._real = False  # whether it has to run with data
+        self._forward = False  # whether training_step can not
+        self._made: Any = None  # the class of the module, when one was made
+        self.rows = _rows(self._batch)
+        self.notes: list[str] = []
+        self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
+
+    def needs(self, options: Options, machine: Machine) -> Requirements:
+        return self._needs(self._script(options, 1), options, machine)
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements | None:
+        """On the straight line through this batch and one of twice the rows."""
+        if options not in self._lines:
+            self._lines[options] = self._line(options)
+        line = self._lines[options]
+        if line is None:
+            return None
+        return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine)
+
+    def _line(self, options: Options) -> tuple[StepTrace, StepTrace] | None:
+        one = self._script(options, 1)
+        try:
+            two = self._script(options, 2)
+        except SuperpipelineError:
+            self.notes.append("twice the batch could not be measured, so the largest one is not known")
+            return None
+        return (one, two) if one.is_like(two) else None
+
+    @staticmethod
+    def _needs(script: StepTrace, options: Options, machine: Machine) -> Requirements:
+        costs, works = _costs(script, options, machine)
+        return Requirements(costs, works, script.peak, script.sizes, script)
+
+    def host(self, options: Options, needs: Requirements) -> HostBytes:
+        assert needs.script is not None
+        half = self._half() if options.master_weights else None
+
+        def travels_as(dtype: torch.dtype) -> torch.dtype:
+            return half if half is not None and dtype is torch.float32 else dtype
+
+        units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.script.units]
+        units.append(UnitHostBytes(weights=0, wire=needs.script.cast_nbytes))
+        stowed = sum(work.stowed_nbytes for work in needs.works)
+        return host_bytes(units, states=self.states(), activations=stowed)
+
+    def states(self) -> float:
+        assert self._states is not None
+        return self._states
+
+    def in_half(self) -> PlannedModel | None:
+        module, precision, *others = self._given
+        return TracedModel(module, self._batch, "bf16-true", *others) if precision == "32-true" else None
+
+    def _half(self) -> torch.dtype | None:
+        return HALF.get(self._precision.split("-")[0])
+
+    def _script(self, options: Options, scale: int) -> StepTrace:
+        if (options, scale) not in self._scripts:
+            self._scripts[options, scale] = self._found(options, scale)
+        return self._scripts[options, scale]
+
+    def _found(self, options: Options, scale: int) -> StepTrace:
+        """By the plainest way that works, which the first one shows for all (Rule 1)."""
+        batch = _scaled(self._batch, self.rows, scale)
+        first: Exception | None = None
+        while True:
+            try:
+                return self._rehearse(options, batch)
+            except Unknown as error:
+                if self._real or self._scripts:
+                    raise
+                if self._nbytes > LARGEST_REAL:
+                    raise UnsupportedError(
+                        f"{self.name} asks for values that it computes ({error}), and {format_bytes(self._nbytes)} of "
+                        f"weights are more than the {format_bytes(LARGEST_REAL)} with which that is tried on the CPU: "
+                        "plan with fewer layers, or pass loss=, a function of module and batch that does not ask"
+                    ) from error
+                self._real = True
+                self.notes.append(
+                    "its way depends on what it computes: measured on the CPU, with data, by the CPU's kernels"
+                )
+            except SuperpipelineError:
+                raise
+            except Exception as error:
+                first = first or error
+                if self._forward or self._scripts or self._loss is not None or not self._has_training_step():
+                    raise UnsupportedError(
+                        f"{self.name} does not run without a Trainer and without data: {_in_a_line(first)}; pass "
+                        "another batch (--data), or loss=, a function that takes the module and a batch and returns "
+                        "the loss"
+                    ) from error
+                self._forward = True
+                self.notes.append(
+                    f"training_step was not measured, as it needs more than a batch ({_in_a_line(error)}): "
+                    "forward, and backward from all it returns, were"
+                )
+
+    def _has_training_step(self) -> bool:
+        return hasattr(type(self._module) if isinstance(self._module, nn.Module) else self._made, "training_step")
+
+    def _rehearse(self, options: Options, batch: Any) -> StepTrace:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody trains here
+            return self._rehearsed(options, batch)
+
+    def _rehearsed(self, options: Options, batch: Any) -> StepTrace:
+        mixed = self._precision.endswith("mixed")
+        autocast = self._half() if mixed else None
+        if self._real:
+            with torch.autocast("cpu", dtype=autocast, enabled=mixed), torch.random.fork_rng(devices=[]):
+                with (stage := RealTensors()):
+                    return self._perform(stage, batch, options)
+        with (pretence := FakeTensors(self._target, autocast)):
+            return self._perform(pretence, batch, options)
+
+    def _perform(self, stage: FakeTensors | RealTensors, batch: Any, options: Options) -> StepTrace:
+        module = self._make(stage)
+        self._made = type(module)
+        self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
+        if not self._nbytes:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
+        adopted = apply_to_collection(batch, Tensor, stage.adopt)
+        half = self._half()
+        if options.master_weights and (half is None or self._precision.endswith("mixed")):
+            allowed = "'bf16-true' or '16-true' with master_weights=True"
+            raise OptionError(argument="precision", found=self._precision, allowed=allowed)
+        if self._precision.endswith("true"):
+            dtype = half or (torch.float64 if self._precision == "64-true" else None)
+            adopted = adopted if dtype is None else apply_to_collection(adopted, Tensor, _to(dtype))
+            if dtype is not None:
+                _convert(module, dtype, options.master_weights)
+        module.train()
+        if self._states is None:
+            self._states = self._count_states(module)
+        compute_dtype = half if options.master_weights else None
+        return rehearse(module, adopted, self._runner(module), options, stage, compute_dtype)
+
+    def _make(self, stage: FakeTensors | RealTensors) -> nn.Module:
+        if not isinstance(self._module, nn.Module):
+            stage.building = True
+            try:
+                made = self._module()
+            except SuperpipelineError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(f"{self.name} could not be made: {_in_a_line(error)}") from error
+            finally:
+                stage.building = False
+            if not isinstance(made, nn.Module):
+                raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
+            return made
+        return _copied(self._module, stage)
+
+    def _runner(self, module: nn.Module) -> Runner:
+        if self._loss is not None:
+            return self._loss
+        step = getattr(module, "training_step", None)
+        if step is not None and not self._forward:
+            takes = len(inspect.signature(step).parameters)
+            return lambda _, batch: step(*(batch, 0)[:takes])
+        return _forward
+
+    def _count_states(self, module: nn.Module) -> float:
+        try:
+            return states_of(self._optimizer, module)
+        except OptionError:
+            raise
+        except Exception as error:
+            self.notes.append(
+                f"the module's own optimizer was not made ({_in_a_line(error)}): planned with AdamW's state"
+            )
+            return STATES["AdamW"]
+
+
+class ListedModel(PlannedModel):
+    """A workload, by its numbers."""
+
+    counted = "tokens"
+
+    def __init__(self, workload: Workload, tokens: int, options: Options) -> None:
+        if not isinstance(tokens, int) or tokens < 1:
+            raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
+        if options.activations not in ("keep", "recompute"):
+            found, allowed = options.activations, "'keep' or 'recompute' for a workload, which lists nothing else"
+            raise OptionError(argument="activations", found=found, allowed=allowed)
+        self._workload = workload
+        self.rows = tokens
+        self.name = workload.name
+        self.notes = ["planned from listed numbers: weights and gradients travel in bf16, attention's scores not kept"]
+
+    def needs(self, options: Options, machine: Machine) -> Requirements:
+        return self.with_rows(self.rows, options, machine)
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements:
+        costs = self._workload.units(rows)
+        costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
+        recompute = options.activations == "recompute"
+        costs = [replace(c, backward_flops=c.backward_flops + recompute * c.forward_flops) for c in costs]
+        works = _sweep(costs)
+
+        def peak(window: int, transfer: int) -> dict[str, int]:
+            streamed = sorted((cost.up_nbytes for cost in costs if not cost.resident), reverse=True)
+            kept = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in costs)
+            return {
+                "window": sum(streamed[:window]),
+                "resident root": sum(cost.up_nbytes for cost in costs if cost.resident),
+                "kept for backward": kept,
+                "activations of one unit": recompute * max(cost.activation_nbytes for cost in costs),
+                "gradient buffers": 2 * max(cost.down_nbytes for cost in costs),
+            }
+
+        sizes = [UnitBytes(c.name, c.up_nbytes, c.down_nbytes, c.resident, c.parameters) for c in costs]
+        return Requirements(costs, works, peak, sizes)
+
+    def host(self, options: Options, needs: Requirements) -> HostBytes:
+        count = self._workload.parameters
+        return HostBytes(weights=4 * count, wire=2 * count, gradients=4 * count, optimizer=8 * count)
+
+
+def _sweep(costs: Sequence[UnitCost]) -> list[SimulatedVisit]:
+    """Forward over all units and backward the other way; what stays on the device computes between the two."""
+    streamed = [index for index, cost in enumerate(costs) if not cost.resident]
+    roots = [index for index, cost in enumerate(costs) if cost.resident]
+    extra = sum(costs[index].forward_flops for index in roots)
+    backward_extra = sum(costs[index].backward_flops for index in roots)
+    works = [SimulatedVisit(index, costs[index].forward_flops) for index in streamed]
+    works[-1] = replace(works[-1], flops=works[-1].flops + extra + backward_extra)
+    for index in reversed(streamed):
+        cost = costs[index]
+        works.append(SimulatedVisit(index, cost.backward_flops, sends=(index,) if cost.trained else ()))
+    trained_roots = tuple(index for index in roots if costs[index].trained)
+    works[-1] = replace(works[-1], sends=(*works[-1].sends, *trained_roots))
+    return works
+
+
+def _costs(script: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitCost], list[SimulatedVisit]]:
+    """A script for the simulation: units by their first visits."""
+    order = list(dict.fromkeys(script.order))
+    order += [unit.index for unit in script.units if unit.index not in order]
+    place = {index: position for position, index in enumerate(order)}
+    ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    works: list[SimulatedVisit] = []
+    first = order[0]
+    for visit in script.visits:
+        index = first if visit.unit is None else visit.unit
+        flops = visit.flops + ratio * visit.fp32_flops
+        flops_of = backward if visit.backward else forward
+        flops_of[index] = flops_of.get(index, 0.0) + flops
+        if visit.unit is None and not flops and not visit.sends:
+            continue
+        works.append(
+            SimulatedVisit(
+                place[index],
+                flops,
+                tuple(place[held] for held in visit.held),
+                tuple(place[unit] for unit in visit.sends),
+                visit.stowed_nbytes,
+                visit.fetched_nbytes,
+                visit.nbytes,
+            )
+        )
+    costs = []
+    for index in order:
+        unit, size = script.units[index], script.wire[index]
+        trained = sum(parameter.numel() for _, parameter in unit.params if parameter.requires_grad)
+        costs.append(
+            UnitCost(
+                name=unit.name,
+                up_nbytes=size.nbytes,
+                down_nbytes=size.gradient_nbytes,
+                parameters=trained,
+                forward_flops=forward.get(index, 0.0),
+                backward_flops=backward.get(index, 0.0),
+                resident=unit.resident,
+            )
+        )
+    return costs, works
+
+
+def _in_a_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
+    """What the precision plugin does; with master weights parameters are FP32."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
+
+
+def _copied(module: nn.Module, stage: FakeTensors | RealTensors) -> nn.Module:
+    """The module on that stage; itself it is not touched."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        with torch.no_grad():
+            memo[id(parameter)] = nn.Parameter(stage.adopt(parameter.detach()), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = stage.adopt(buffer.detach())
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} can not be copied ({type(error).__name__}: {error}); "
+            "pass a function without arguments that makes it"
+        ) from error
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    if hasattr(batch, "keys"):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def states_of(optimizer: Any, module: nn.Module) -> float:
+    """Tensors that an optimizer keeps of each parameter, in its size and type; found by stepping one parameter."""
+    if isinstance(optimizer, str):
+        names = {name.lower(): name for name in (*STATES, "Adafactor")}
+        if optimizer.lower() not in names:
+            allowed = f"one of {', '.join(names.values())}, a class or a function of parameters"
+            raise OptionError(argument="optimizer", found=optimizer, allowed=allowed)
+        optimizer = getattr(torch.optim, names[optimizer.lower()])
+    if optimizer is None:
+        configure = getattr(module, "configure_optimizers", None)
+        if configure is None:
+            return STATES["AdamW"]
+        return _mean_states(list(_optimizers_in(configure())))
+    with torch.random.fork_rng(devices=[]):
+        return _states_kept(optimizer)
+
+
+def _mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Of several optimizers: by the parameters that each trains."""
+    parameters, kept = 0, 0.0
+    with torch.random.fork_rng(devices=[]):
+        for made in optimizers:
+            trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
+            count = sum(parameter.numel() for parameter in trained)
+            parameters += count
+            kept += count * _states_kept(functools.partial(type(made), **_arguments(made)))
+    return kept / max(1, parameters)
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its defaults that it can be made with: some note more."""
+    takes = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in takes}
+
+
+def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(found, torch.optim.Optimizer):
+        yield found
+    elif isinstance(found, dict):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for item in found:
+            yield from _optimizers_in(item)
+
+
+def _states_kept(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        parameter = nn.Parameter(torch.ones(64, 64))
+        parameter.grad = torch.ones(64, 64)
+        optimizer = make([parameter])
+        optimizer.step()
+        kept = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+    return kept // 64 * 64 / parameter.nbytes  # a counter of steps is none
+
+
+def _rows(batch: Any) -> int:
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _scaled(batch: Any, rows: int, scale: int) -> Any:
+    """A batch of ``scale`` times the rows."""
+    if scale == 1:
+        return batch
+
+    def repeated(tensor: Tensor) -> Tensor:
+        fits = tensor.dim() and tensor.shape[0] and tensor.shape[0] % rows == 0
+        return torch.cat([tensor] * scale) if fits else tensor
+
+    return apply_to_collection(batch, Tensor, repeated)

@@ -1,0 +1,345 @@
+"""Tries windows, transfers, batches and policies for a model, in numbers, and chooses.
+
+1. Nothing here is a rule of thumb about models: a training step is rehearsed on tensors without data
+   (planned_model.py), and its visits go through the runtime's own schedule, for bytes (`Script.peak`) and for time
+   (simulation.py).
+2. The device's own share, and what its allocator wastes, is a reserve that was not measured (`RESERVE`).
+3. Bytes and time in a batch's rows are straight lines through two rehearsals: with the batch, and with twice the rows.
+4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
+   does in a run (sizing.py, Rule 1), with the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from ..core.machine import MACHINES, Machine
+from ..core.schedule import Schedule
+from ..core.simulation import Simulation, simulate
+from ..core.sizing import first_window
+from ..errors import OptionError, SuperpipelineError
+from ..memory.device import find
+from ..options import Options, parse_bytes
+from ..runtime.measure import measure
+from ..runtime.preflight import finer_classes
+from .dry_run import Runner
+from .forecast import Change, Plan, SweepPoint
+from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel
+from .workloads import WORKLOADS, Workload
+
+RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the part of the rest that an allocator wastes
+RESERVED = "reserve"
+WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+TRANSFERS = (1, 2, 4)
+MOST_ROWS = 2**30
+ENOUGH = 3  # changes that would fit: then no more are looked for
+NEAR = 1.6  # times what there is: a window that takes more is not looked at
+EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
+ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+def planned(
+    module: Any,
+    batch: Any,
+    precision: str | int,
+    optimizer: Any,
+    machine: Machine | str,
+    device: torch.device | str | None,
+    device_memory: int | str | None,
+    loss: Runner | None,
+    name: str | None,
+    options: dict[str, Any],
+) -> Plan:
+    """`plan.plan`, whose arguments these are."""
+    parsed = Options.parse(**options)
+    precision = _precision(precision)
+    profile, target = _machine(machine, device, precision)
+    if device_memory is not None:
+        nbytes = parse_bytes(device_memory, "device_memory") if isinstance(device_memory, str) else device_memory
+        profile = replace(profile, device_nbytes=nbytes)
+    if isinstance(module, str):
+        if module not in WORKLOADS:
+            raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
+        module = WORKLOADS[module]
+    if isinstance(module, Workload):
+        source: PlannedModel = ListedModel(module, 8 * 2048 if batch is None else batch, parsed)
+    else:
+        source = TracedModel(module, batch, precision, optimizer, target, loss)
+    source.name = name or source.name
+    return _Planner(source, profile, target, precision, parsed).plan()
+
+
+# ---- what is given
+
+
+def _precision(given: str | int) -> str:
+    precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(str(given), str(given))
+    if precision not in PRECISIONS:
+        raise OptionError(argument="precision", found=given, allowed="one of " + ", ".join(map(repr, PRECISIONS)))
+    return precision
+
+
+def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
+    """The profile, and the type of device whose kernels count."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    target = torch.device(device).type if device is not None else None
+    if given == "here":
+        found = find(None if device is None else str(device))
+        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+        return measure(found, dtype=dtype), target or found.type
+    if isinstance(given, Machine):
+        return given, target or (here.type if here is not None else "cuda")
+    if given not in MACHINES:
+        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, MACHINES))
+        raise OptionError(argument="machine", found=given, allowed=allowed)
+    return MACHINES[given], target or "cuda"
+
+
+# ---- deciding
+
+
+class _Planner:
+    """Tries windows, transfers, and what could be changed."""
+
+    def __init__(self, source: PlannedModel, machine: Machine, target: str, precision: str, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.precision = precision
+        self.target = target
+        self.machine = machine
+        self.needs = source.needs(options, machine)
+        words = 3 + 2 * source.states()
+        scaled = machine.optimizer_bytes_per_parameter * words / ADAMW_WORDS
+        self.machine = replace(machine, optimizer_bytes_per_parameter=scaled)
+        self.available = machine.device_nbytes
+
+    def plan(self) -> Plan:
+        count = self._most_units()
+        sweep = self._sweep(count)
+        chosen = self._chosen(sweep)
+        terms = self._terms(self.needs, chosen.window, chosen.transfer)
+        simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
+        largest_batch = self._largest_batch(chosen)
+        parameters = sum(cost.parameters for cost in self.needs.costs)
+        return Plan(
+            model=self.source.name,
+            parameters=self._parameters(),
+            trained=parameters,
+            rows=self.source.rows,
+            counted=self.source.counted,
+            precision=self.precision,
+            machine=self.machine,
+            options=self.options,
+            window=chosen.window,
+            transfer=chosen.transfer,
+            units=tuple(cost.name for cost in self.needs.streamed),
+            device_terms=terms,
+            host=self.source.host(self.options, self.needs),
+            available=self.available,
+            simulation=simulation,
+            largest_window=self._largest_window(count),
+            largest_batch=largest_batch,
+            sweep=tuple(sweep),
+            changes=tuple(self._changes(chosen, largest_batch)),
+            host_changes=tuple(self._host_changes(chosen)),
+            notes=tuple(dict.fromkeys(self.source.notes)),
+            flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
+        )
+
+    def _most_units(self) -> int:
+        """Of a window; with a budget, which is for weights and gradients alone, those that a run would begin with."""
+        if self.options.memory_budget is None:
+            return max(1, len(self.needs.streamed))
+        streamed = [size for size in self.needs.sizes if not size.resident]
+        root = sum(size.nbytes for size in self.needs.sizes if size.resident)
+        return first_window(self.options, streamed, root, on_host=False)
+
+    def _parameters(self) -> int:
+        script = self.needs.script
+        return sum(cost.parameters for cost in self.needs.costs) if script is None else script.parameters
+
+    def _terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
+        terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
+        fixed, share = RESERVE.get(self.target, (0, 0.0))
+        reserve = fixed + int(share * sum(terms.values()))
+        return terms | ({RESERVED: reserve} if reserve else {})
+
+    def _nbytes(self, needs: Requirements, window: int, transfer: int = 1) -> int:
+        return sum(self._terms(needs, window, transfer).values())
+
+    def _simulated(self, needs: Requirements, window: int, transfer: int, machine: Machine | None = None) -> Simulation:
+        return simulate(
+            needs.costs,
+            Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
+            machine or self.machine,
+            optimizer_overlap=self.options.optimizer_overlap,
+            steps_into_forward=self.options.optimizer_overlap,
+            works=needs.works,
+        )
+
+    def _sweep(self, count: int) -> list[SweepPoint]:
+        windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)
+        transfers = self._given("transfer", count) or set(TRANSFERS)
+        pairs = {(window, min(transfer, window)) for window in windows for transfer in transfers}
+        sizes = {pair: self._nbytes(self.needs, *pair) for pair in sorted(pairs)}
+        most = max(NEAR * self.available, 1.2 * min(sizes.values()))
+        wanted = self._given("window", count)
+        return [
+            SweepPoint(*pair, nbytes, self._simulated(self.needs, *pair).step_s)
+            for pair, nbytes in sizes.items()
+            if nbytes <= most or pair[0] in wanted
+        ]
+
+    def _given(self, name: Literal["window", "transfer"], count: int) -> set[int]:
+        value = getattr(self.options, name)
+        return set() if value == "auto" else {min(value, count)}
+
+    def _chosen(self, sweep: list[SweepPoint]) -> SweepPoint:
+        """The smallest of the fastest that fit; the smallest at all if none does."""
+        if self.options.window != "auto":
+            given = self._given("window", max(1, len(self.needs.streamed)))
+            sweep = [choice for choice in sweep if choice.window in given]
+        fitting = [choice for choice in sweep if choice.nbytes <= self.available]
+        if not fitting:
+            return min(sweep, key=lambda choice: choice.nbytes)
+        fastest = min(choice.step_s for choice in fitting)
+        alike = [choice for choice in fitting if choice.step_s <= EQUAL * fastest]
+        return min(alike, key=lambda choice: (choice.nbytes, choice.step_s))
+
+    def _largest_window(self, count: int) -> int:
+        fits = 0
+        low, high = 1, count
+        while low <= high:
+            middle = (low + high) // 2
+            if self._nbytes(self.needs, middle) <= self.available:
+                fits, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return fits
+
+    # ---- other batches (Rule 3)
+
+    def _with_rows(self, rows: int) -> Requirements | None:
+        return self.source.with_rows(rows, self.options, self.machine)
+
+    def _largest_batch(self, chosen: SweepPoint) -> int | None:
+        def fits(rows: int) -> bool:
+            needs = self._with_rows(rows)
+            if needs is None or self._host_is_short(self.options, needs, self.source):
+                return False
+            return self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
+
+        if self._with_rows(1) is None:
+            return None
+        low, high = 0, 1
+        while high < MOST_ROWS and fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _host_is_short(self, options: Options, needs: Requirements, source: PlannedModel) -> bool:
+        """Of room for what the plan itself does not take, as more offloaded activations are."""
+        nbytes = source.host(options, needs).total
+        return nbytes > max(self.machine.host_nbytes, self.source.host(self.options, self.needs).total)
+
+    # ---- changes
+
+    def _changes(self, chosen: SweepPoint, largest_batch: int | None) -> list[Change]:
+        changes = list(self._other_windows(chosen))
+        changes += self._other_batches(chosen, largest_batch)
+        changes += self._other_policies(chosen)
+        if chosen.nbytes > self.available:
+            rescues = self._rescues(chosen)
+            while sum(change.nbytes <= self.available for change in changes) < ENOUGH:
+                change = next(rescues, None)
+                if change is None:
+                    break
+                changes.append(change)
+
+        def cost(change: Change) -> tuple[bool, float]:
+            return change.nbytes > self.available, change.step_s / change.samples
+
+        return sorted(changes, key=cost)
+
+    def _other_windows(self, chosen: SweepPoint) -> Iterable[Change]:
+        if chosen.window > 1:
+            window = self._largest_window(chosen.window - 1) or 1
+            nbytes = self._nbytes(self.needs, window)
+            yield Change(f"window={window}", nbytes, self._simulated(self.needs, window, 1).step_s)
+
+    def _other_batches(self, chosen: SweepPoint, largest: int | None) -> Iterable[Change]:
+        given = self.source.rows
+        fewer = given // 2 if largest is None or largest >= given else largest
+        for rows in {2 * given, fewer} - {0}:
+            needs = self._with_rows(rows)
+            if needs is not None and not self._host_is_short(self.options, needs, self.source):
+                step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+                nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+                yield Change(f"a batch of {rows} {self.source.counted}", nbytes, step_s, rows / given)
+
+    def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
+        """What keeps less of what autograd saves; or, where there is room, more."""
+        others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
+        policy: Any = others.get(self.options.activations)
+        if policy is not None:
+            yield from self._changed(f"activations={policy!r}", chosen, activations=policy)
+
+    def _rescues(self, chosen: SweepPoint) -> Iterator[Change]:
+        """What else makes room on the device, one by one: each is another rehearsal."""
+        if self.options.activations == "keep":
+            yield from self._changed("activations='recompute+offload'", chosen, activations="recompute+offload")
+        classes = finer_classes(self.needs.script.units) if self.needs.script is not None else []
+        if classes:
+            yield from self._changed(f"units={classes}", chosen, units=tuple(classes))
+        half = self.source.in_half()
+        if half is not None:
+            yield from self._changed(
+                "precision='bf16-true' with master_weights=True", chosen, half, master_weights=True
+            )
+
+    def _changed(
+        self, what: str, chosen: SweepPoint, source: PlannedModel | None = None, **options: Any
+    ) -> Iterator[Change]:
+        if isinstance(self.source, ListedModel) and options.get("activations") not in ("keep", "recompute"):
+            return
+        source, changed = source or self.source, replace(self.options, **options)
+        try:
+            needs = source.needs(changed, self.machine)
+        except SuperpipelineError:
+            return  # it can not run that way
+        if self._host_is_short(changed, needs, source):
+            return
+        step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+        yield Change(what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
+
+    def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
+        """What makes room on the host, where that is needed."""
+        needs, host = self.needs, self.source.host(self.options, self.needs)
+        if host.total <= self.machine.host_nbytes:
+            return
+
+        def change(what: str, less: int, needs: Requirements = needs, states: float = 1.0) -> Iterator[Change]:
+            if less > 0:
+                words = 3 + 2 * self.source.states()
+                scaled = self.machine.optimizer_bytes_per_parameter * (3 + states * (words - 3)) / words
+                machine = replace(self.machine, optimizer_bytes_per_parameter=scaled)
+                step_s = self._simulated(needs, chosen.window, chosen.transfer, machine).step_s
+                yield Change(what, chosen.nbytes, step_s, host_nbytes=host.total - less)
+
+        if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.script is not None:
+            as_is = self.source.needs(replace(self.options, wire_dtype="as-is"), self.machine)
+            yield from change("wire_dtype='as-is'", host.wire, as_is)
+        if host.activations:
+            again = self.source.needs(replace(self.options, activations="recompute"), self.machine)
+            yield from change("activations='recompute'", host.activations, again)
+        yield from change("an optimizer with half the state", host.optimizer // 2, states=0.5)
+        few = [replace(c, down_nbytes=c.down_nbytes // 10, parameters=c.parameters // 10) for c in needs.costs]
+        less = 9 * (host.optimizer + host.gradients) // 10
+        yield from change("training a tenth of the parameters (adapters)", less, replace(needs, costs=few))

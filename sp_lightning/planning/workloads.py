@@ -1,0 +1,202 @@
+"""Models whose training step can be planned without having them: their units in plain numbers, from published configs.
+
+What a unit costs is proportional to the tokens of a step (for a UNet: latent positions), except for the weights' way.
+Products of activations with each other (attention's quadratic part) are left out: they only add compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..core.machine import Machine
+from ..core.simulation import UnitCost, floor
+
+HALF = 2  # bytes of what is bf16
+
+
+@dataclass(frozen=True)
+class WorkloadPart:
+    """A unit, whatever the number of tokens."""
+
+    name: str
+    parameters: int
+    active: float  # parameters that a token is multiplied with, on average
+    activation_nbytes: float = 0  # per token
+    input_nbytes: float = 0  # per token
+    resident: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model's units, in the order of forward."""
+
+    name: str
+    parts: tuple[WorkloadPart, ...]
+    uniform: bool  # its blocks are all alike
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(part.parameters for part in self.parts)
+
+    def units(self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF) -> list[UnitCost]:
+        """What a step with so many tokens costs, with weights and gradients that travel in so many bytes each."""
+        return [
+            UnitCost(
+                name=part.name,
+                up_nbytes=part.parameters * up_bytes,
+                down_nbytes=part.parameters * down_bytes,
+                parameters=part.parameters,
+                forward_flops=2 * part.active * tokens,
+                backward_flops=4 * part.active * tokens,
+                activation_nbytes=round(part.activation_nbytes * tokens),
+                input_nbytes=round(part.input_nbytes * tokens),
+                resident=part.resident,
+            )
+            for part in self.parts
+        ]
+
+    def tokens(self, machine: Machine, window: int, recompute: bool, into_forward: bool, margin: float) -> int:
+        """The fewest with which compute takes `margin` times what is to hide behind it, in forward and in backward.
+
+        `into_forward` is whether the optimizer may hide behind forward too, or behind backward alone.
+        """
+        one = floor(self.units(1), window, machine, recompute)
+        behind = one.compute_backward + into_forward * one.compute_forward
+        hidden = (
+            one.up_forward / one.compute_forward,
+            one.link_backward / one.compute_backward,
+            one.optimizer / behind,
+        )
+        return int(margin * max(hidden)) + 1
+
+
+def decoder(
+    name: str,
+    *,
+    hidden: int,
+    layers: int,
+    queries: int,
+    keys: int,
+    intermediate: int,
+    vocabulary: int,
+    experts: int = 1,
+    chosen: int = 1,
+) -> Workload:
+    """A decoder with gated MLPs and an untied head. `queries` and `keys` are features of all heads together."""
+    attention = 2 * hidden * queries + 2 * hidden * keys + 2 * hidden
+    mlp = 3 * hidden * intermediate
+    router = hidden * experts if experts > 1 else 0
+    # Saved in bf16: the norms' in- and outputs, queries, keys, values, attention's output; in the MLP four products.
+    saved = HALF * (6 * hidden + 2 * queries + 2 * keys + 4 * chosen * intermediate)
+    table = vocabulary * hidden
+    block = WorkloadPart(
+        "block",
+        attention + router + experts * mlp,
+        attention + router + chosen * mlp,
+        activation_nbytes=saved,
+        input_nbytes=HALF * hidden,
+    )
+    logits = (HALF + 4) * vocabulary  # and their FP32 softmax
+    if 4 * table < block.parameters:  # small beside a block: all of it stays on the device, and comes as one
+        embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True)
+        head = WorkloadPart("head", 0, table, logits, HALF * hidden, resident=True)
+    else:
+        embedding = WorkloadPart("embedding", table, 0)
+        head = WorkloadPart("head", table, table, logits, HALF * hidden)
+    return Workload(name, (embedding, *_numbered(block, layers), head), uniform=True)
+
+
+def vision_transformer(name: str, *, hidden: int, layers: int, intermediate: int, patch: int, classes: int) -> Workload:
+    """A ViT; what is not a block is small and stays on the device."""
+    attention = 4 * hidden * (hidden + 1)
+    block = WorkloadPart(
+        "block",
+        attention + 2 * hidden * intermediate + intermediate + hidden + 4 * hidden,
+        attention + 2 * hidden * intermediate,
+        activation_nbytes=HALF * (8 * hidden + 2 * intermediate),
+        input_nbytes=HALF * hidden,
+    )
+    embedding = 3 * patch * patch * hidden
+    root = WorkloadPart("embedding and head", embedding + 2 * hidden + (hidden + 1) * classes, embedding, resident=True)
+    return Workload(name, (root, *_numbered(block, layers)), uniform=True)
+
+
+def sdxl_unet() -> Workload:
+    """The UNet of SDXL, from 320 features at every latent position to 1280 at every sixteenth."""
+
+    def resnet(inputs: int, outputs: int, share: float) -> WorkloadPart:
+        weights = 9 * inputs * outputs + 9 * outputs * outputs + (inputs * outputs if inputs != outputs else 0)
+        saved = HALF * share * (3 * inputs + 4 * outputs)
+        return WorkloadPart("resnet", weights + 1280 * outputs, weights * share, saved, HALF * share * inputs)
+
+    def transformer(width: int, blocks: int, share: float) -> Iterator[WorkloadPart]:
+        weights = 18 * width * width + 2 * 2048 * width  # self and cross attention to 2048 features, a gated MLP
+        saved = HALF * share * (12 * width + 3 * 4 * width)
+        for _ in range(blocks):
+            yield WorkloadPart("transformer", weights, weights * share, saved, HALF * share * width)
+
+    def resample(width: int, share: float) -> WorkloadPart:
+        weights, kept = 9 * width * width, HALF * share * width
+        return WorkloadPart("resample", weights, weights * share, kept, kept)
+
+    half, quarter = 1 / 4, 1 / 16  # shares of the positions at half and a quarter of the resolution
+    parts = [
+        WorkloadPart("ends", 7_000_000, 23_000, resident=True),  # first and last convolution, time and size embeddings
+        *(resnet(320, 320, 1), resnet(320, 320, 1), resample(320, half)),
+        *(resnet(320, 640, half), *transformer(640, 2, half), resnet(640, 640, half), *transformer(640, 2, half)),
+        resample(640, quarter),
+        *(resnet(640, 1280, quarter), *transformer(1280, 10, quarter)),
+        *(resnet(1280, 1280, quarter), *transformer(1280, 10, quarter)),
+        *(resnet(1280, 1280, quarter), *transformer(1280, 10, quarter), resnet(1280, 1280, quarter)),
+        *(resnet(2560, 1280, quarter), *transformer(1280, 10, quarter)),
+        *(resnet(2560, 1280, quarter), *transformer(1280, 10, quarter)),
+        *(resnet(1920, 1280, quarter), *transformer(1280, 10, quarter), resample(1280, half)),
+        *(resnet(1920, 640, half), *transformer(640, 2, half)),
+        *(resnet(1280, 640, half), *transformer(640, 2, half)),
+        *(resnet(960, 640, half), *transformer(640, 2, half), resample(640, 1)),
+        *(resnet(960, 320, 1), resnet(640, 320, 1), resnet(640, 320, 1)),
+    ]
+    return Workload("sdxl", tuple(_named(parts)), uniform=False)
+
+
+def _numbered(block: WorkloadPart, count: int) -> Iterator[WorkloadPart]:
+    return _named([block] * count)
+
+
+def _named(parts: list[WorkloadPart]) -> Iterator[WorkloadPart]:
+    for index, part in enumerate(parts):
+        yield WorkloadPart(
+            f"{part.name} {index}",
+            part.parameters,
+            part.active,
+            part.activation_nbytes,
+            part.input_nbytes,
+            part.resident,
+        )
+
+
+# From the models' published config.json files.
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        decoder("llama3-8b", hidden=4096, layers=32, queries=4096, keys=1024, intermediate=14336, vocabulary=128256),
+        decoder("llama3-70b", hidden=8192, layers=80, queries=8192, keys=1024, intermediate=28672, vocabulary=128256),
+        decoder("qwen3-14b", hidden=5120, layers=40, queries=5120, keys=1024, intermediate=17408, vocabulary=151936),
+        decoder("qwen3-32b", hidden=5120, layers=64, queries=8192, keys=1024, intermediate=25600, vocabulary=151936),
+        decoder(
+            "mixtral-8x7b",
+            hidden=4096,
+            layers=32,
+            queries=4096,
+            keys=1024,
+            intermediate=14336,
+            vocabulary=32000,
+            experts=8,
+            chosen=2,
+        ),
+        vision_transformer("vit-h", hidden=1280, layers=32, intermediate=5120, patch=14, classes=1000),
+        sdxl_unet(),
+    )
+}

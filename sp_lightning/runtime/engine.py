@@ -1,0 +1,539 @@
+"""One step's choreography: what stands in for a unit's parameters while its code runs, and what comes back.
+
+1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident (window.py), orders
+   the caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost
+   one of a unit acts.
+2. A *scope* is a step, or a forward outside of any step. The outermost one begins a pass (window.py, Rule 1), so each
+   forward that the model's ``generate`` calls predicts the next. Between them ``generate`` reads weights as in a step.
+3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever
+   the way in). Code that recomputes enters units as forward does, or reads their weights outside of visits
+   (weight_reads.py).
+4. Where a scope ends user code may write to weights: fills that still read them are waited for.
+5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights
+   are the truth and are only ever written by write-backs and by the user's optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import weight_reads
+from ..autograd.autocast_weights import AutocastWeights
+from ..autograd.backward_pass import BackwardPass, at_leaf, in_backward
+from ..autograd.bridge import Gradients
+from ..autograd.dynamo import never_compiled, not_compiled_itself
+from ..autograd.offload import Offload, OffloadedTensor
+from ..autograd.recompute import Recompute, Written
+from ..autograd.saved_tensors import SavedTensors, tensors_in
+from ..autograd.streamed_unit import StreamedUnit
+from ..core.telemetry import Counters
+from ..errors import UnsupportedError
+from ..memory.device import Device
+from ..memory.parameters import quietly, true_device
+from ..memory.partition import Slot, Unit
+from ..memory.unit_store import Residency, UnitStore
+from ..optim.holding import CurrentStep
+from ..optim.step_in_backward import StepInBackward
+from ..options import Options
+from .gradients import GradientReturn
+from .window import Window
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Streams the units of one module. Use it through ``sp_lightning.stream`` or the strategy."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        slots: dict[nn.Parameter, list[Slot]],
+        device: Device,
+        options: Options,
+        counters: Counters,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.holding = CurrentStep(counters)
+        self.device = device
+        self.options = options
+        self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
+        self.counters = counters
+        self.downlink = GradientReturn(device, self.counters)
+        self.units = [self._streamed(unit, slots) for unit in units]
+        self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
+        self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
+        self.offload = Offload(device, self.counters)
+        self.written = Written()
+        stow = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(device, self.written, stow)
+        self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
+        self.window = Window(self.units, device, options, counters)
+        self.backward = BackwardPass()
+        self.wire = AutocastWeights(
+            options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
+        )
+        self._scopes = 0
+        self._generating = False  # whether the model's ``generate`` runs
+        self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
+        self._open: list[StreamedUnit] = []  # visited now, in order of entering
+        self._thread = 0  # that entered the first of them
+        self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
+        self._listening = False  # to a step, and until the backward that may follow it
+        self._attending = False
+        self._told = False
+        self._closed = False
+        self._backed: StreamedUnit | None = None  # that backward needed last, if its gradients are not complete
+        self.optimizing = False
+
+    def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
+        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype)
+        own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
+        return StreamedUnit(unit, store, own, self.gradients_ready)
+
+    def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype
+
+    @property
+    def any_moved(self) -> bool:
+        """Whether any parameter has other memory than the slab that was made for it."""
+        vacant = self.holding.vacant  # of which it is known
+        with quietly():
+            return any(unit.store not in vacant and unit.store.moved for unit in self.units)
+
+    def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
+        """These weights of a unit travel in these types from now on (autocast_weights.py)."""
+        del self._by_storage[unit.store.storage._cdata]
+        self.window.retype(unit, types)
+        self._by_storage[unit.store.storage._cdata] = unit
+
+    # ---- scopes and passes
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a step of the managed module is running."""
+        return self._scopes > 0
+
+    def apparent_device(self) -> torch.device | None:
+        """What ``parameter.device`` tells inside a step: the device on which the plain run has it."""
+        return self.device.torch_device if self._in_step else None
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What ``parameter.dtype`` tells inside a step."""
+        return self._device_dtype(dtype) if self._in_step else dtype
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the model's code runs. In a backward, whoever called for it, that is what recomputes and what
+        differentiates, but no hook of a parameter: its gradient is on the host."""
+        if in_backward():
+            return not at_leaf()
+        return (self._scopes > 0 or self._generating) and not self.optimizing
+
+    def open_scope(self, kind: Any) -> None:
+        """A step, or a forward outside of any step, begins (Rule 2)."""
+        with quietly():
+            if not self._scopes and (self._open or self.backward.running):
+                self.reset()  # of an interrupted step
+            self._scopes += 1
+            self._interrupted.append(self.optimizing)
+            self.optimizing = False
+            if self._scopes > 1:
+                return
+            self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
+            self.wire.begin_pass(kind)
+            self.window.begin_pass(kind)
+            self._listen()
+
+    def close_scope(self) -> None:
+        """It ends: user code runs next (Rule 4)."""
+        with quietly():
+            self._scopes = max(0, self._scopes - 1)
+            self.optimizing = self._interrupted.pop() if self._interrupted else False
+            if not self._scopes:
+                self.holding.finish()
+                self.offload.finish()
+                if not torch.is_grad_enabled():
+                    self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
+                self.settle()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Answer reads of weights within as in a step, though each forward that is called there is a scope (Rule 2)."""
+        before = self._generating
+        try:
+            self._generating = True
+            yield
+        finally:
+            self._generating = before
+
+    def settle(self) -> None:
+        """Host weights may be written from here on."""
+        self.window.settle()
+
+    def follow(self) -> None:
+        """Device bytes that the user keeps a reference to become what the host's are now."""
+        with quietly():
+            self.window.follow()
+
+    def collect_writes(self) -> None:
+        """What the user wrote through kept references is on the host."""
+        with quietly():
+            for unit in self.window.kept():
+                unit.binding.collect_writes()
+
+    @property
+    def keeps_references(self) -> bool:
+        """Whether stand-ins outlive their visit."""
+        return any(True for _ in self.window.kept())
+
+    # ---- reads outside visits (weight_reads.py)
+
+    @property
+    def serving(self) -> bool:
+        """Whether reads of host parameters are answered with their stand-ins."""
+        return self._in_step or (self.backward.running and not in_backward() and not self.optimizing)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether user code may bring host parameters together with tensors on the device."""
+        return self._attending and not self.device.is_host and not self.serving and not self.optimizing
+
+    def attend(self) -> None:
+        """Begins to see what user code does between steps."""
+        self._attending = True
+        weight_reads.listen()
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor's bytes are the device's, or a unit's there."""
+        return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
+
+    def in_slab(self, tensor: Tensor) -> bool:
+        """Whether they are those of a managed parameter on the host."""
+        starts = ((unit.store.slab.data_ptr(), unit.store.slab.numel()) for unit in self.units)
+        return any(start <= tensor.data_ptr() < start + length for start, length in starts)
+
+    def read_on_host(self, parameter: Tensor) -> None:
+        """Said once: of all that streaming does, only this can cost bits."""
+        if self._listening and not self._told and not self.optimizing:
+            self._told = True
+            unit = self._by_parameter[id(parameter)]
+            log.info(
+                "superpipeline: %s was read on the host; if a loss depends on that, its gradient is summed in another "
+                "order and equals the plain run's to rounding. Inside the step such a read costs nothing",
+                unit.store.names[unit.store.index_of[id(parameter)]],
+            )
+
+    def withheld(self, parameter: Tensor) -> bool:
+        """Whether its stand-in is one that nobody sees."""
+        store = self._by_parameter[id(parameter)].store
+        return store.index_of[id(parameter)] in store.autocast
+
+    @contextlib.contextmanager
+    def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """The stand-in of a host parameter; a visit of its unit."""
+        unit = self._by_parameter[id(parameter)]
+        depth = len(self._open)
+        self.enter(unit)
+        try:
+            self.wire.read(parameter)
+            yield unit.stand_in(parameter)
+        finally:
+            self.leave_to(depth)
+            if not self.serving or (self._generating and not self._scopes):
+                unit.store.settle()  # Rule 4
+
+    def _listen(self) -> None:
+        if not self._listening:
+            self._listening = True
+            weight_reads.listen()
+
+    def _ignore(self) -> None:
+        if self._listening and not self._scopes and not self.backward.running:
+            self._listening = False
+            weight_reads.ignore()
+        if self.optimizing:
+            weight_reads.pause()  # an optimizer's arithmetic is on the host
+
+    # ---- visits
+
+    @never_compiled
+    def enter_all(self, units: list[StreamedUnit]) -> int:
+        """Enters several units; returns the depth to leave to."""
+        depth = len(self._open)
+        for unit in units:
+            if not unit.visits:
+                self.enter(unit)
+        return depth
+
+    def enter(self, unit: StreamedUnit) -> None:
+        """Code that belongs to this unit is about to run (Rule 1)."""
+        if self._open and self._thread != threading.get_ident() and not in_backward():
+            raise UnsupportedError(
+                f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit "
+                "the device for one thread at a time: run the two one after the other, or stream a copy of the module "
+                "for each"
+            )
+        if not self._open:
+            self._thread = threading.get_ident()
+        with quietly():
+            if not unit.visits:
+                weight_reads.resume()
+                self.require(unit)
+                self._restore(unit)
+                unit.binding.bind()
+            unit.visits += 1
+            hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
+            self._open.append(unit)
+            self._hooked.append(hook)
+            if hook:
+                self.saved.push(unit.name)
+
+    @never_compiled
+    def leave_to(self, depth: int) -> None:
+        """Leaves the visits that were entered since, also those that an exception left open."""
+        with quietly():
+            while len(self._open) > depth:
+                unit = self._open.pop()
+                if self._hooked.pop():
+                    self.saved.pop()
+                unit.visits -= 1
+                if not unit.visits:
+                    unit.binding.collect_writes(self._replayed(unit))
+                    unit.binding.unbind()
+                    self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
+
+    @not_compiled_itself
+    def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A forward of a unit's root that autograd records: as the ``activations`` option says."""
+        saved: list[OffloadedTensor] = []
+        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # which no checkpoint can be in
+            output = call(*args, **kwargs)
+        elif self.options.activations.startswith("recompute"):
+            output, saved = self.recompute.run(call, unit.name, unit.store.params, root, args, kwargs)
+        elif self.options.activations == "offload" and not self._open and not in_backward():
+            self.offload.begin()
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                saved = self.offload.end()
+        else:
+            output = call(*args, **kwargs)
+        self._announce(unit, saved, output)
+        return output
+
+    @never_compiled
+    def _announce(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
+        """Has the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
+
+        def before_backward(_grads: Any) -> None:
+            self.require(unit)
+            for tensor in saved:
+                self.offload.fetch(tensor)
+
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(before_backward)
+
+    def _replayed(self, unit: StreamedUnit) -> list[int]:
+        """The weights that a forward which runs again writes once more."""
+        return [index for store, index in self.written.restored if store is unit.store]
+
+    def _restore(self, unit: StreamedUnit) -> None:
+        """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
+        for (store, index), before in self.written.restored.items():
+            if store is unit.store:
+                unit.binding.lending.check_rewritten(index)
+                store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
+
+    def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
+        """Model code wrote a weight whose host copy is still what it was."""
+        self.written.report((store, index), before)
+
+    def require(self, unit: StreamedUnit) -> None:
+        """The unit is resident, and the caller's stream is ordered after its bytes."""
+        if unit is self._backed and unit.store.is_there and in_backward():
+            return  # asked for each tensor that it saved
+        with quietly():
+            if self._closed:
+                raise UnsupportedError(
+                    f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or "
+                    "because the module's parameters changed: run its backward before"
+                )
+            if in_backward():
+                self._in_backward_from_here()
+                self._came_to(unit)
+            if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
+                self.window.refill(unit)
+            with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
+                self.window.require(unit)
+            if not unit.binding.bound and unit.binding.refresh():
+                self.backward.forget()
+            self._backed = unit if in_backward() else None
+
+    def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
+        """These parameters were, or are about to be, written by an optimizer or someone like it; of those with these
+        ids it is known when."""
+        for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
+            unit.store.settle()
+            unit.store.suspect(stepped)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the units compute."""
+        return self.device.torch_device
+
+    def owner(self, parameter: Tensor) -> StreamedUnit | None:
+        """The unit of a host parameter."""
+        return self._by_parameter.get(id(parameter))
+
+    # ---- backward
+
+    def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
+        """All uses of the unit's weights in this backward are done."""
+        with quietly():
+            self._in_backward_from_here()
+            self._backed = None
+            final = self.backward.completed(unit) and not self._scopes
+            return self.downlink.receive(unit.store, node, grads, final)
+
+    def land(self) -> None:
+        """Gradients that are under way are in ``.grad``."""
+        self.holding.finish()
+        if not self.downlink.idle:
+            with quietly():
+                self.downlink.finish()
+
+    def check_gradient(self, parameter: Tensor) -> None:
+        """In a backward that was not through with it, nobody may ask for it (backward_pass.py, Rule 4)."""
+        if self.backward.running and in_backward():
+            unit = self._by_parameter[id(parameter)]
+            self.backward.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
+
+    def check_changed(self) -> None:
+        """Somebody changed gradients of this backward before the optimizer steps (backward_pass.py, Rule 1)."""
+        for parameter in self.downlink.marks.changed():
+            self._came_to(self._by_parameter[id(parameter)])
+
+    def _came_to(self, unit: StreamedUnit) -> None:
+        self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
+
+    def _in_backward_from_here(self) -> None:
+        if self.backward.begin(self._backward_done):
+            self.downlink.taken.clear()
+            self.downlink.marks.clear()
+            self.holding.finish()
+            self._listen()
+        ahead = self.downlink.ahead
+        if ahead is not None and ahead.withheld is None and not self._scopes:
+            may_step = self.backward.may_step(ahead, lambda: self._state_asked_for(ahead))
+            self.downlink.ahead = ahead if may_step else None
+
+    def _state_asked_for(self, ahead: StepInBackward) -> None:
+        """That of its optimizer, while it is withheld (step_in_backward.py, Rule 8)."""
+        if in_backward():
+            self.backward.sees_state(ahead)
+            self.downlink.ahead = None
+        else:
+            self.land()
+
+    def _backward_done(self) -> None:
+        with quietly():
+            self._backed = None
+            self.backward.end()
+            self.wire.backward_done()
+            self.offload.backward_done()
+            self.counters.listener.idle()
+            self.downlink.let_go()
+            self.land()
+            if self.downlink.ahead is None:  # else it is checked where that steps the rest
+                self.check_changed()
+            self._ignore()
+            self.settle()
+            self.counters.listener.step_may_begin()
+
+    # ---- steps that are held (deferred_step.py)
+
+    def next_needed(self) -> list[UnitStore]:
+        """All units, in the order in which the next forward needs them, as far as that is known."""
+        resident = (unit.index for unit in self.units if unit.unit.resident)  # part of it may be needed first of all
+        order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
+        return [self.units[index].store for index in order]
+
+    def wait_step(self, store: UnitStore) -> None:
+        """That of this unit is done."""
+        self.holding.wait(store)
+
+    def wait_step_of(self, parameter: Tensor) -> None:
+        """That of this parameter's unit is done, and in a backward it was not stepped ahead."""
+        if in_backward() and id(parameter) in self.downlink.taken:
+            self._came_to(self._by_parameter[id(parameter)])
+        if self.holding.is_under_way:
+            self.wait_step(self._by_parameter[id(parameter)].store)
+
+    def is_stepping(self, store: UnitStore) -> bool:
+        """Whether that of this unit may be under way, or is still to come."""
+        ahead = self.downlink.ahead is not None and self.backward.is_stepping(store)
+        return ahead or self.holding.is_stepping(store)
+
+    # ---- ends
+
+    def reset(self) -> None:
+        """Takes everything of ours out of the module, wherever an exception left it (Rule 5)."""
+        while self._open:
+            if self._hooked.pop():
+                self.saved.pop()
+            self._open.pop().visits = 0
+        self.backward.running = False
+        self._backed = None
+        self.counters.listener.idle()
+        self.downlink.drop()
+        self.offload.backward_done()
+        for unit in self.units:
+            unit.visits = 0
+            unit.binding.unbind()
+        self._scopes = 0
+        self._interrupted.clear()
+        self._ignore()
+        self.wire.interrupt()
+        self.wire.backward_done()
+        self.window.interrupt()
+        self.optimizing = False
+
+    def close(self) -> None:
+        """The parameters are plain again; nothing is left on the device."""
+        self.reset()
+        self._closed = True
+        self.window.tuner.end()
+        if self._attending:
+            self._attending = False
+            weight_reads.ignore()
+        try:
+            self.device.synchronize()
+        finally:  # what failed on the device takes nothing from the host
+            for unit in self.units:
+                unit.store.release(kept=unit.binding.in_use())
+                unit.forget()
+
+    # ---- figures
+
+    def stats(self) -> dict[str, Any]:
+        """What happened since the start."""
+        return {
+            **self.counters.snapshot(),
+            "window": self.window.schedule.window,
+            "transfer": self.window.schedule.transfer,
+            "units": sum(not unit.unit.resident for unit in self.units),
+            "resident_root_bytes": sum(unit.store.layout.nbytes for unit in self.units if unit.unit.resident),
+            "device_peak": self.device.memory_peak(),
+            "host_bytes": self._host_bytes(),
+        }
+
+    def _host_bytes(self) -> int:
+        stores = sum(unit.store.host_nbytes for unit in self.units)
+        return stores + self.downlink.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes

@@ -1,0 +1,356 @@
+"""``sp_lightning.stream``: the engine in a module, without Lightning, and the way back out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import Unsupported
+
+from ..autograd.backward_pass import in_backward
+from ..autograd.dynamo import never_compiled
+from ..core.recorder import Recorder
+from ..core.sizing import UnitBytes
+from ..core.telemetry import Counters, StepListener
+from ..errors import PartitionError, SuperpipelineError, UnsupportedError
+from ..memory.device import Device, DeviceMemoryError
+from ..memory.parameters import DeviceParameter, is_watched, unwatch
+from ..memory.partition import Unit, partition, slots
+from ..options import Options
+from . import preflight
+from .engine import Engine
+from .entries import (
+    EncoderFastPathEntry,
+    ForwardEntry,
+    Generation,
+    ModuleEntry,
+    NoFlatten,
+    RootEntry,
+    SubmoduleEntry,
+    UnitEntry,
+)
+from .measure import glance
+from .module_watch import ModuleFingerprint, materialize, move_buffers
+from .optimizer_steps import OptimizerSteps
+
+BETWEEN_DEVICES = re.compile(  # torch's words for tensors on two
+    r"(on|at|in) (the )?same device|expected device|two devices"
+    r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
+)
+
+log = logging.getLogger(__name__)
+
+
+class Handle:
+    """A module whose weights live on the host and visit the device, unit by unit.
+
+    Costs a page-locked copy of the weights while it is made (unit by unit), and an entry in front of the forward of
+    each module that owns parameters. A context manager: leaving it closes it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        options: Options,
+        compute_dtype: torch.dtype | None = None,
+        only_inference: bool = False,
+        trains: bool = False,
+    ) -> None:
+        self.module = module
+        self.device = Device(device, options.host_memory)
+        self.options = options
+        self._trains = trains  # training follows, for certain
+        self._only_inference = only_inference  # no training follows, which would need the memory left
+        self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
+        self._counters = Counters()  # of all engines, one after the other
+        self.closed = False
+        self._attach()
+        self.steps = OptimizerSteps(self.engine)
+
+    # ---- what is there
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in order; the resident rest, if there is any, last."""
+        return list(self._units)
+
+    @property
+    def managed(self) -> list[str]:
+        """The names of all streamed parameters, as ``named_parameters()`` has them."""
+        return [name for streamed in self.engine.units for name in streamed.store.names]
+
+    def stats(self) -> dict[str, Any]:
+        """What was fetched, sent, waited for and held since streaming began."""
+        return self.engine.stats()
+
+    def chosen(self) -> dict[str, int]:
+        """The sizes that "auto" arrived at, for `resume` of a later run; empty where nothing was chosen."""
+        return self.engine.window.tuner.state()
+
+    def resume(self, chosen: dict[str, int], why: str = "as the run that is resumed had chosen") -> None:
+        """Begins with what `chosen` told, or `Plan.chosen`, as far as it fits; what is not "auto" stays as it is."""
+        self.engine.window.resume(chosen, why)
+
+    def record(self, recorder: Recorder | None = None) -> Recorder:
+        """Records from now on what passes do and when (recorder.py). Until then it costs nothing; then some
+        microseconds of the host for each unit that is visited, and no synchronisation."""
+        self._counters.listener = recorder = recorder or Recorder(self.device)
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Reads what was not read yet; waits for the device, and for a step of the optimizer that still runs."""
+        self.engine.holding.finish()
+        listener, self._counters.listener = self._counters.listener, StepListener()
+        if isinstance(listener, Recorder):
+            listener.flush()
+
+    # ---- passes
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs, or the backward of one."""
+        return self.engine.in_scope or in_backward()
+
+    @never_compiled
+    def open_scope(self, kind: Any) -> None:
+        """A step of the module begins. Anything between its end and the next one counts as user code."""
+        self._follow_changes()
+        self.engine.open_scope(kind)
+
+    @never_compiled
+    def _follow_changes(self) -> None:
+        """Make units anew where the module's parameters changed since the last step."""
+        if not self.engine.in_scope and self._tree.has_changed(self.engine.any_moved):
+            log.info("superpipeline: the module's parameters changed; its units are made anew")
+            self._detach()
+            self._attach()
+            self.steps.engine = self.engine
+
+    @never_compiled
+    def close_scope(self) -> None:
+        """It ends."""
+        self.engine.close_scope()
+        if not self.engine.in_scope and self.engine.keeps_references:
+            self._register_hosts()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Run the model's ``generate`` within: between the forwards that it calls, weights are read as in a step."""
+        self._follow_changes()
+        with self.engine.generating(), self.explaining():
+            yield
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within, the user's code: where it finds no room on the device, or a weight that is not there, or is to be one
+        graph, an error says what to do."""
+        try:
+            yield
+        except SuperpipelineError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"{error}\n{self._full().message()}") from error
+        except Unsupported as error:
+            raise UnsupportedError(
+                f"{error}\nWhere a unit is entered a compiled graph ends, and another one begins: leave out "
+                "fullgraph=True of what is a unit or calls one, or have compile_units=True compile units from inside. "
+                "If the plain run raises this as well, its graph breaks elsewhere"
+            ) from error
+        except RuntimeError as error:
+            if BETWEEN_DEVICES.search(str(error)) is None:
+                raise
+            raise UnsupportedError(
+                f"{error}\nWeights are on the host; on {self.device.torch_device} are those of the unit whose forward "
+                "runs, and any that a function of torch reads inside a step. A copy of a unit, a transform of its "
+                "forward, or an autograd.Function whose apply was bound before streaming began finds them on the host: "
+                "call it inside the forward of the module that owns them. So does what takes p.data or p.detach(): "
+                "write to p itself, under torch.no_grad(). Gradients are on the host, too: what works on them inside a "
+                "step belongs into the optimizer's own, optimizer.step(closure), and a number that it needs is "
+                "number.item(). If the plain run raises this as well, a tensor was made without a device"
+            ) from error
+
+    def _full(self) -> preflight.OutOfMemoryReport:
+        window = self.engine.window
+        times, transfer = window.tuner.times, window.schedule.transfer
+        full = preflight.OutOfMemoryReport(
+            where=str(self.device.torch_device),
+            capacity=self.device.memory_capacity(),
+            allocated=self.device.memory_allocated(),
+            window=window.schedule.window,
+            window_nbytes=window.schedule.resident_nbytes,
+            largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
+            activations=self.options.activations,
+            copies=self.engine.wire.copied_nbytes if self.options.activations == "keep" else 0,
+            finer=preflight.finer_classes(self.units),
+            step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
+            forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,
+        )
+        window.ran_out()
+        return full
+
+    # ---- ends
+
+    def close(self) -> None:
+        """The module is plain again, on the host, with its trained weights. Safe twice."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            try:
+                self.stop_recording()
+            finally:
+                self._detach()
+        finally:
+            for entry in self._entries:
+                entry.retire()
+            self.steps.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- details
+
+    def _attach(self) -> None:
+        units = partition(self.module, self.options.units)
+        self._check_room(units)
+        materialize(self.module)
+        for name, parameter in self.module.named_parameters():
+            if is_watched(parameter):
+                raise UnsupportedError(
+                    f"{name} is streamed already, and has one place to stream from: close() the handle of it, "
+                    "or let the fit() that does end first"
+                )
+        self._entries: list[ForwardEntry] = []
+        self._units = units
+        try:
+            move_buffers(self.module, self.device.torch_device)
+            self._places = slots(self.module)
+            self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
+            self.engine.window.only_inference = self._only_inference
+            self._entries.extend(self._parts())
+            self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._parts_with_units())
+            self._entries.append(RootEntry(self.module, self))
+            self._entries.extend(Generation(part, self) for part in self.module.modules() if Generation.fits(part))
+        except BaseException:
+            self._abandon()
+            raise
+        self.engine.attend()
+        self._tree = ModuleFingerprint(self.module)
+
+    def _check_room(self, units: list[Unit]) -> None:
+        """Before anything is taken."""
+
+        def device_dtype(dtype: torch.dtype) -> torch.dtype:
+            return self._compute_dtype or dtype if dtype is torch.float32 else dtype
+
+        def finer() -> tuple[str, list[UnitBytes]] | None:
+            classes = preflight.finer_classes(units)
+            with contextlib.suppress(PartitionError):
+                return repr(classes), preflight.sizes(partition(self.module, classes), device_dtype, self._trains)
+            return None
+
+        floats = {p.dtype for unit in units for _, p in unit.params}
+        can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
+        means = preflight.Remedies(can_halve=can_halve, finer=finer, measure=lambda: glance(self.device.torch_device))
+        if not self.device.is_host:
+            window = 1 if self.options.window == "auto" else self.options.window
+            sizes = preflight.sizes(units, device_dtype, self._trains)
+            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
+        sizes = preflight.sizes(units, device_dtype, True)
+        preflight.check_budget(self.options, sizes, self.device.is_host, means)
+        if self._trains:
+            preflight.check_host(units, device_dtype)
+
+    def _register_hosts(self) -> None:
+        """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""
+        for child in self.module.modules():
+            for name, parameter in child._parameters.items():
+                if isinstance(parameter, DeviceParameter):
+                    child._parameters[name] = parameter.host
+
+    def _detach(self) -> None:
+        try:
+            self.engine.holding.finish()
+        finally:
+            self._stop_streaming()
+
+    def _stop_streaming(self) -> None:
+        self.engine.reset()  # shows the entries that are to be removed
+        self._leave()
+        self._register_hosts()
+        try:
+            self.engine.close()
+        finally:
+            self.device.close()
+            move_buffers(self.module, torch.device("cpu"))
+
+    def _abandon(self) -> None:
+        """What was begun is undone, though there may be no engine to close."""
+        self._leave()
+        for parameter in self.module.parameters():
+            unwatch(parameter)
+        self.device.close()
+        move_buffers(self.module, torch.device("cpu"))
+
+    def _leave(self) -> None:
+        for entry in reversed(self._entries):
+            entry.remove()
+
+    def _parts_with_units(self) -> Iterator[tuple[str, nn.Module]]:
+        """What is neither the managed module nor in a unit, by name."""
+        roots = {module for unit in self._units for _, module in unit.modules}
+        for name, module in self.module.named_modules():
+            if name and module not in roots and not roots.isdisjoint(module.modules()):
+                yield name, module
+
+    def _parts(self) -> Iterator[ForwardEntry]:
+        """A hook for each module that owns parameters directly, and for each unit's root."""
+        if any(module._compiled_call_impl is not None for module in self.module.modules()):
+            self.engine.wire.stop()
+        roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
+        for module in self.module.modules():
+            own = list(dict.fromkeys(self.engine.owner(p) for p in module._parameters.values() if p is not None))
+            owners = [streamed for streamed in own if streamed is not None]
+            root = roots.get(module)
+            if isinstance(module, nn.RNNBase):
+                yield NoFlatten(module)
+            if root is not None:
+                entry = UnitEntry(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
+                if guard := self.engine.wire.guard(entry, entry.units, None):
+                    root.binding.hidden.append(guard)
+                yield entry
+            elif owners:
+                part = ModuleEntry(module, self.engine, owners)
+                if len(owners) == 1:
+                    owners[0].binding.hidden.append(self.engine.wire.guard(part, owners, part) or part)
+                yield part
+            elif isinstance(module, nn.TransformerEncoder):
+                yield EncoderFastPathEntry(module)
+
+
+def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
+    """Stream this module's weights through a window on ``device``; train it in your own loop.
+
+    Its parameters move into page-locked host memory (where the device has it), its buffers onto the device. Forward and
+    backward run on the device; gradients arrive in the parameters' ``.grad`` on the host, where any optimizer steps.
+
+    Args:
+        module: Any module. Its parameters stay the objects they are.
+        device: Where it computes, such as "cuda".
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
+            the device sees what is FP32 as bfloat16; convert the module's buffers and inputs yourself.
+    """
+    parsed = Options.parse(**options)
+    return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)

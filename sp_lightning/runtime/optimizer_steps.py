@@ -1,0 +1,245 @@
+"""The steps of optimizers, by whoever calls them, as the options say.
+
+1. An optimizer that has parameters of ours steps them in pieces, or fused (pieces.py), from its first step on.
+2. While it steps, what it reads and writes is on the host; it begins when the copies are done which the caller's
+   stream makes from and to there (``non_blocking=True``). What is resident is stale afterwards.
+3. Within ``ahead`` units are stepped while backward runs (step_in_backward.py), within ``held`` beside the next forward
+   (deferred_step.py). An optimizer that does not step each parameter by itself steps as ever, and so does one that
+   makes tensors of torch's default type, which a forward or backward beside it may set, and any where the CPU computes
+   with several threads (step_in_backward.py, Rule 7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.optim import ASGD, Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..autograd import weight_reads
+from ..core import malloc
+from ..memory.parameters import quietly, true_grad
+from ..memory.unit_store import UnitStore
+from ..optim import grad_scaler
+from ..optim.deferred_step import CannotDefer, DeferredStep
+from ..optim.pieces import Group, ShadowStep, all_of, fuse, step_in_pieces
+from ..optim.step_in_backward import HostThread, StepInBackward
+from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+AFTER_BACKWARD = "the optimizer steps after backward"
+WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
+
+
+class OptimizerSteps:
+    """Those of all optimizers, while a module is streamed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine  # another one when the module's parameters changed
+        self._counters = engine.counters
+        self._options = engine.options
+        self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
+        self._thread = HostThread()
+        self._closed = False
+        self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # why, of what does not run beside
+        grad_scaler.begin()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Optimizers step as they ever did."""
+        self._closed = True
+        malloc.as_ever()
+        grad_scaler.end()
+        for shadow in self._shadows.values():
+            if shadow is not None:
+                shadow.close()
+        self._shadows.clear()
+        self._thread.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
+        self._counters.listener.step_may_begin()
+        managed = self._managed_by(optimizer)
+        if managed:
+            self._prepare(optimizer)  # its own hooks run after this one, already in this step
+            grad_scaler.hand_over(optimizer)
+        self.engine.optimizing = True
+        # A closure may come first, with a forward beside which the last step runs on.
+        if not self.engine.holding.is_under_way:
+            weight_reads.pause()
+        self.engine.collect_writes()
+        if self._shadows.get(optimizer) is None:  # else once the closure ran
+            self._wait_for_copies()
+        self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._shadows:
+            shadow = self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            if shadow is not None:
+                shadow.rest = self._all_of
+            if not optimizer.state:
+                malloc.by_themselves()  # its first step makes it
+
+    def _all_of(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+        self._wait_for_copies()
+        return all_of(optimizer)
+
+    def _wait_for_copies(self) -> None:
+        """The user's (Rule 2): his are on the caller's stream, where nothing else is left by now."""
+        self.engine.device.compute.synchronize()
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        malloc.as_ever()
+        self.engine.optimizing = False
+        self._counters.listener.stepped()
+        weight_reads.resume()
+        ahead = self.engine.downlink.ahead
+        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.holding.params}
+        self.engine.suspect(self._managed_by(optimizer), stepped)
+        self.engine.follow()
+
+    def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
+        """Whether somebody but us wants to be called before this optimizer steps, or after it."""
+        self._prepare(optimizer)
+        # One that wraps another, and never called the base class to construct itself, has none.
+        own = getattr(optimizer, "_optimizer_step_post_hooks" if after else "_optimizer_step_pre_hooks", ())
+        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
+        ours = 0 if self._shadows[optimizer] is None else 1
+        return len(own) > ours or len(of_all) > 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether units compute where optimizers step, on all cores (step_in_backward.py, Rule 7)."""
+        return self.engine.device.is_host and torch.get_num_threads() > 1
+
+    def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
+        """What steps units of this optimizer beside other work; None if nothing may (Rule 3), or nothing streams."""
+        if self._closed:
+            return None
+        self._prepare(optimizer)
+        if isinstance(optimizer, ASGD):
+            self.say(AFTER_BACKWARD, "ASGD makes tensors of the default type, which forward may set")
+            return None
+        return None if self.shares_cores else self._shadows[optimizer]
+
+    @contextlib.contextmanager
+    def ahead(self, optimizer: Optimizer, may_hold: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
+        units are stepped while backward still runs, and what is left then as by ``held``. Where the optimizer does
+        not step each parameter by itself, nothing is different."""
+        step = self._beside(optimizer)
+        if step is None:
+            yield
+            return
+        self.engine.downlink.marks.clear()  # of a backward before
+        self.engine.downlink.ahead = ahead = StepInBackward(optimizer, step, self._thread, may_hold)
+
+        def rest(_: Optimizer) -> tuple[list[Group], Any]:
+            ahead.give_back()
+            self.engine.check_changed()
+            return self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
+
+        step.rest = rest
+        try:
+            yield
+        except BaseException:
+            self._say_partly_stepped(ahead)
+            raise
+        finally:
+            self.engine.downlink.ahead = None
+            step.rest = self._all_of
+            ahead.give_back()
+            self.say(AFTER_BACKWARD, ahead.given_up)
+            self._counters.stepped_ahead += len(ahead.stepped)
+
+    @contextlib.contextmanager
+    def held(self, optimizer: Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
+        """Have this optimizer's step, within, return at once and run on beside the next forward (deferred_step.py).
+
+        It does so where ``may_hold`` allows it by then, and where no code could see that it is not done."""
+        step = self._beside(optimizer)
+        if step is None:
+            yield
+            return
+        step.rest = lambda _: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
+        try:
+            yield
+        finally:
+            step.rest = self._all_of
+
+    def _rest(
+        self,
+        optimizer: Optimizer,
+        step: ShadowStep,
+        groups: list[Group],
+        stepped: Collection[int],
+        may_hold: Callable[[], bool],
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
+        self._wait_for_copies()
+        self.engine.holding.finish()
+        if self._any_left(groups) and may_hold():
+            try:
+                return self._hold(DeferredStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
+            except CannotDefer as reason:
+                self.say(WHOLE_STEP, str(reason))
+        return groups, optimizer.state
+
+    def _any_left(self, groups: list[Group]) -> bool:
+        """Whether any parameter of ours is to be stepped."""
+        with quietly():
+            params = (param for group in groups for param in group["params"])
+            return any(self.engine.owner(param) is not None and true_grad(param) is not None for param in params)
+
+    def _hold(
+        self, step: DeferredStep, groups: list[Group], stepped: Collection[int]
+    ) -> tuple[list[Group], dict[Any, Any]]:
+        """This step runs on; gives groups and state of what has to be stepped at once."""
+        stores = self.engine.next_needed()
+        with quietly():
+            rest = step.prepare(groups, stores, self._store_of, self.engine.downlink.is_own)
+            for store in stores:
+                store.suspect(stepped)  # no fill reads it: all have ended since the last backward and scope
+            return rest, self.engine.holding.begin(step)
+
+    def _store_of(self, parameter: torch.Tensor) -> UnitStore | None:
+        unit = self.engine.owner(parameter)
+        return None if unit is None else unit.store
+
+    def say(self, what: str, reason: str | None) -> None:
+        """In the log, once for each reason."""
+        if reason and not any(reason in said for said in self.said.values()):
+            self.said[what].append(reason)
+            log.info("superpipeline: %s, as %s", what, reason)
+
+    def _say_partly_stepped(self, ahead: StepInBackward) -> None:
+        """A failure in the middle: weights are not those of one step."""
+        with contextlib.suppress(Exception):  # it is being raised, or is what is raised
+            ahead.finish()
+        if ahead.stepped:
+            log.error(
+                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
+                "optimizer_overlap=False keeps a failed step from changing any",
+                len(ahead.stepped),
+                sum(len(unit.store.params) for unit in self.engine.units),
+            )
+
+    def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return [param for param in params if self.engine.owner(param) is not None]
