@@ -2,8 +2,8 @@
 
     python benchmarks/simulate.py
 
-The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of sp_lightning/core/machine.py,
-models the ones of sp_lightning/planning/workloads.py, the order of work is the runtime's own.
+The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of
+sp_lightning/core/machine.py, models the ones of sp_lightning/planning/workloads.py, the order of work is the runtime's.
 """
 
 import itertools

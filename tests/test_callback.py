@@ -250,7 +250,7 @@ def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
 @pytest.mark.parametrize("callbacks", [[], [sp_lightning.SuperpipelineCallback(log_every_n_steps=1)]])
 def test_loggers_get_what_the_user_logs_and_no_figures_are_made_unless_asked_for(callbacks, monkeypatch):
     """Also where a progress bar has steps recorded."""
-    monkeypatch.setattr(callback.Observer, "figures", lambda self: pytest.fail("made"))
+    monkeypatch.setattr(callback.RunReport, "figures", lambda self: pytest.fail("made"))
     logger = Kept()
     fit(callbacks, logger=logger, batches=6, log_every_n_steps=1, enable_progress_bar=True)
     assert logger.lines and not moved(logger)

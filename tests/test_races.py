@@ -66,7 +66,7 @@ def test_training(window, slowness, activations):
 @pytest.fixture
 def small_ring(monkeypatch):
     """A unit goes in several pieces."""
-    monkeypatch.setattr(sp_lightning.device, "STAGING_NBYTES", 2048)
+    monkeypatch.setattr(sp_lightning.memory.device, "STAGING_NBYTES", 2048)
 
 
 @pytest.mark.parametrize("window", [1, 2])

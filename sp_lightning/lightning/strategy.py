@@ -125,8 +125,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
-        self._callback: SuperpipelineCallback | None = None  # that we added to this run
-        self._chosen: dict[str, Any] = {}  # its state when the last run ended
+        self._callback: SuperpipelineCallback | None = None  # that we add to runs in which the user has none
         check_supported(self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,9 +177,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def _add_callback(self, trainer: Any) -> None:
         """Add a callback for this run, unless the user has one: ahead of checkpoints, as Lightning has those of a user,
         and without moving any."""
-        callbacks, self._chosen = list(trainer.callbacks), {}
-        if not any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
-            self._callback = SuperpipelineCallback()
+        callbacks = list(trainer.callbacks)
+        if any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
+            self._callback = None
+        else:
+            self._callback = self._callback or SuperpipelineCallback()
             checkpoints = (place for place, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
             callbacks.insert(next(checkpoints, len(callbacks)), self._callback)
             trainer.callbacks = callbacks
@@ -188,13 +189,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def _remove_callback(self) -> None:
         """Leave ``trainer.callbacks`` without ours, for whoever looks between runs, as Lightning's tuners do. Lightning
         tears callbacks down after the strategy, and after an exception not at all."""
-        ours, self._callback = self._callback, None
+        ours = self._callback
         if ours is not None:
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not ours]
             ours.teardown(trainer, self.lightning_module, trainer.state.fn)
-            self._chosen = ours.state_dict()
 
     def _keep_averages_on_host(self, trainer: Any) -> None:
         """Where the weights are: these callbacks would copy the model in full to the device that computes."""
@@ -314,8 +314,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As the base class does; a large model's takes its time."""
-        if self._chosen and "callbacks" in checkpoint:  # after the run, when the Trainer does not have the callback
-            checkpoint["callbacks"][SuperpipelineCallback.__qualname__] = self._chosen
+        ours = self._callback
+        if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
+            checkpoint["callbacks"][ours.state_key] = chosen  # after the run the Trainer does not have the callback
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
