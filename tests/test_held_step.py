@@ -85,7 +85,7 @@ class Held:
 
     @property
     def is_under_way(self):
-        return self.handle.engine.holding.is_under_way
+        return self.handle.engine.current_step.is_under_way
 
 
 def plain(make_optimizer=adamw, steps=2):

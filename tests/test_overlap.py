@@ -548,8 +548,12 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
     load = UnitStore.load
 
     def watched(store):
-        downlink = store.keeper.downlink
-        if in_backward() and downlink.ahead is not None and not downlink.taken.isdisjoint(map(id, store.params)):
+        gradient_return = store.owner.gradient_return
+        if (
+            in_backward()
+            and gradient_return.ahead is not None
+            and not gradient_return.taken.isdisjoint(map(id, store.params))
+        ):
             fetched.append(store.unit.name)
         load(store)
 

@@ -215,9 +215,9 @@ def send_more_gradients(monkeypatch):
 
     receive = GradientReturn.receive
 
-    def receive_more(downlink, store, *args):
-        downlink.counters.bytes_down += 1
-        return receive(downlink, store, *args)
+    def receive_more(gradient_return, store, *args):
+        gradient_return.counters.bytes_down += 1
+        return receive(gradient_return, store, *args)
 
     monkeypatch.setattr(GradientReturn, "receive", receive_more)
 

@@ -492,7 +492,7 @@ def test_what_is_written_while_the_thread_casts_is_cast_again(device, monkeypatc
     net, x, fill_wire = layers(), next(inputs(device)), UnitStore._fill_wire
     with sp_lightning.stream(net, device, window=1) as handle:
         stepped(net, device)
-        store = handle.engine.owner(net.blocks[1].linear.weight).store
+        store = handle.engine.unit_of(net.blocks[1].linear.weight).store
         with monkeypatch.context() as patch:
             patch.setattr(UnitStore, "_fill_wire", fill)
             store.convert()

@@ -55,16 +55,16 @@ class CastCandidate:
 
     def use(self, args: Any, kwargs: Any) -> Tensor | None:
         """What the module's forward is given; None if it has to read its weight as anybody else (Rule 2)."""
-        binding = self.unit.binding
+        stand_ins = self.unit.stand_ins
         dtype = None if kwargs or len(args) != 1 or type(args[0]) is not Tensor else self._cast_to()
-        if dtype is None or self.dtype not in (None, dtype) or self.given_up or not binding.bound:
+        if dtype is None or self.dtype not in (None, dtype) or self.given_up or not stand_ins.bound:
             self.give_up()
             return None
         self.dtype = dtype
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._count(recorded)
-        output = binding.outputs[self.index]
-        uses = binding.uses.get(self.index)
+        output = stand_ins.outputs[self.index]
+        uses = stand_ins.uses.get(self.index)
         if uses is None:
             return output
         if not recorded or not output.requires_grad:
@@ -99,7 +99,7 @@ class CastCandidate:
         if not self.given_up:
             self.given_up = True
             with quietly():
-                self.unit.binding.surface(self.index)
+                self.unit.stand_ins.expose(self.index)
             self._tell()
 
     def learn(self, gradients: bool) -> bool:
@@ -281,7 +281,7 @@ class AutocastWeights:
         ):
             return None
         unit, index = units[0], units[0].store.index_of[id(weight)]
-        if sum(at == index for at, _ in unit.binding.slots) != 1:
+        if sum(at == index for at, _ in unit.stand_ins.slots) != 1:
             return None
         watched = self._by_parameter[id(weight)] = CastCandidate(unit, index, self._given_up)
         self._weights.setdefault(unit, []).append(watched)
@@ -344,7 +344,7 @@ class AutocastWeights:
         self._dirty = False
         trained = any(gradients for _, gradients in self._known)
         for unit, weights in self._weights.items():
-            self._dirty = unit.binding.lending.check_kept() or self._dirty
+            self._dirty = unit.stand_ins.full_precision.check_kept() or self._dirty
             types: dict[int, torch.dtype] = {}
             if self._recorded():
                 types = {w.index: w.dtype for w in weights if w.dtype is not None and w.travels_cast(trained)}
@@ -363,7 +363,7 @@ class AutocastWeights:
     def backward_done(self) -> None:
         """What a backward left behind goes."""
         for unit in self._weights:
-            unit.binding.backward_done()
+            unit.stand_ins.backward_done()
 
     def _all(self) -> Iterator[CastCandidate]:
         return (weight for weights in self._weights.values() for weight in weights)

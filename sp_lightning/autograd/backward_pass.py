@@ -65,7 +65,7 @@ class BackwardPass:
         self._inside: set[StreamedUnit] = set()  # that it needed, and whose gradients are not complete
         self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
         self._stepping: dict[UnitStore, None] = {}  # of those of them that may be stepped by now, in this order
-        self._left_alone: set[StreamedUnit] = set()  # to which a backward did not come back after that
+        self._never_revisited: set[StreamedUnit] = set()  # to which a backward did not come back after that
         self._sees_state: bool | None = None  # of the optimizer; None: not known yet
 
     def begin(self, at_end: Callable[[], None]) -> bool:
@@ -83,7 +83,7 @@ class BackwardPass:
     def end(self) -> None:
         """It went through."""
         self.running = False
-        self._left_alone |= self._complete
+        self._never_revisited |= self._complete
 
     def completed(self, unit: StreamedUnit) -> bool:
         """All uses of the unit's weights in it are done; tells whether the unit may be stepped (Rules 1 and 2)."""
@@ -91,9 +91,11 @@ class BackwardPass:
         if torch._C._current_graph_task_id() != self._task:
             return False
         self._complete.add(unit)
-        whole = not unit.binding.lending.came_apart and all(param.requires_grad for param in unit.store.params)
+        whole = not unit.stand_ins.full_precision.gradients_split and all(
+            param.requires_grad for param in unit.store.params
+        )
         whole = whole and not unit.store.is_shared()
-        may_step = whole and unit in self._left_alone
+        may_step = whole and unit in self._never_revisited
         if may_step:
             self._stepping[unit.store] = None
         return may_step
@@ -102,13 +104,13 @@ class BackwardPass:
         """Whether this unit may be stepped by now, if units are stepped in it."""
         return store in self._stepping
 
-    def came_to(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
+    def needs_unit(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
         """It needs this unit (Rule 1)."""
         if unit not in self._complete:
             self._inside.add(unit)
             return
         self._complete.discard(unit)
-        self._left_alone.discard(unit)
+        self._never_revisited.discard(unit)
         if self.is_stepping(unit.store) and stepping_ahead:
             raise ExactnessError(
                 f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
@@ -118,7 +120,7 @@ class BackwardPass:
 
     def forget(self) -> None:
         """What a backward needs may be something else from now on (Rule 1)."""
-        self._left_alone.clear()
+        self._never_revisited.clear()
 
     def check_gradient(self, unit: StreamedUnit, name: str) -> None:
         """A hook asks for the gradient of this weight (Rule 4)."""

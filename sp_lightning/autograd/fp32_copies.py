@@ -46,7 +46,7 @@ class FullPrecisionCopies:
         self.lent: dict[int, FullPrecisionStandIn] = {}  # in this visit
         self._kept: list[tuple[int, Tensor]] = []  # in earlier ones
         self._came: dict[tuple[int, int], Any] = {}  # by task and parameter: what brought the gradient
-        self.came_apart = False  # in this backward, gradients of any of them from the others'
+        self.gradients_split = False  # in this backward, gradients of any of them from the others'
 
     def begin(self, index: int) -> None:
         """This one is lent out in every visit."""
@@ -72,7 +72,7 @@ class FullPrecisionCopies:
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             self.came(index, receive)
-            self.came_apart = True
+            self.gradients_split = True
             return self._receive(node, grads)
 
         lent: Any = stand_in(link(store, receive, views)[index], parameter, [False])
@@ -90,7 +90,7 @@ class FullPrecisionCopies:
     def backward_done(self) -> None:
         """All gradients have arrived."""
         self._came.clear()
-        self.came_apart = False
+        self.gradients_split = False
 
     def take_back(self) -> None:
         """The visit ends (Rule 3)."""
@@ -104,7 +104,7 @@ class FullPrecisionCopies:
                         "requires grad can not be: write to it under torch.no_grad()"
                     )
                 self._store.write_back(index, data)
-                self._store.suspect()
+                self._store.mark_stale()
                 self._written.add(index)
             self._kept.append((index, data))
 

@@ -74,7 +74,7 @@ class Recompute:
             ) from None
         known = name in self._leaves_alone
         twins = {} if known else _argument_clones((args, kwargs))
-        stowed = before.stow(self._offload) if self._offload is not None and known else []
+        stowed = before.offload_arguments(self._offload) if self._offload is not None and known else []
         versions, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept())
         first = [(args, kwargs)]  # not kept by the closure any longer than it runs
 
@@ -103,7 +103,7 @@ class Recompute:
         else:
             self._leaves_alone.add(name)
         if self._offload is not None and not known:
-            stowed = before.stow(self._offload)
+            stowed = before.offload_arguments(self._offload)
         before.rely_on(weights, kept)
         return output, stowed
 
@@ -183,7 +183,7 @@ class _ForwardSnapshot:
         self._arguments = _mapped(self._arguments, lambda value: twins.get(id(value), value))
         self._changes = True
 
-    def stow(self, offload: Offload) -> list[OffloadedTensor]:
+    def offload_arguments(self, offload: Offload) -> list[OffloadedTensor]:
         """Sends the arguments that gradients flow through to the host: each unit has its own."""
         offload.begin()
         try:

@@ -52,8 +52,8 @@ class SavedWeight:
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # what operators apply to the bytes
         self.index = unit.store.field_at(self.offset * tensor.element_size())
         self.host_version = unit.store.version(self.index)
-        self.device_version = true_version(unit.binding.outputs[self.index])
-        self.build = unit.binding.build
+        self.device_version = true_version(unit.stand_ins.outputs[self.index])
+        self.build = unit.stand_ins.build
         self.memory = unit.store.memory
         self.whole = isinstance(tensor, DeviceParameter)  # and not a view of it
         stays = not self.whole or self.index in unit.store.autocast
@@ -61,7 +61,7 @@ class SavedWeight:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this tensor, which begins where that did, would be saved as the same."""
-        store, binding = self.unit.store, self.unit.binding
+        store, stand_ins = self.unit.store, self.unit.stand_ins
         return (
             self.memory is store.memory
             and self.whole is isinstance(tensor, DeviceParameter)
@@ -70,9 +70,9 @@ class SavedWeight:
             and self.stride == tensor.stride()
             and self.conjugate == tensor.is_conj()
             and self.negative == tensor.is_neg()
-            and self.build == binding.build
+            and self.build == stand_ins.build
             and self.host_version == store.version(self.index)
-            and self.device_version == true_version(binding.outputs[self.index])
+            and self.device_version == true_version(stand_ins.outputs[self.index])
             and (self.bytes is None or self.bytes is store.contents[self.index])
         )
 
@@ -90,11 +90,11 @@ class SavedWeight:
 
     def check(self) -> None:
         """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
-        store, binding = self.unit.store, self.unit.binding
+        store, stand_ins = self.unit.store, self.unit.stand_ins
         if self.index in store.autocast:
             return
         host = store.version(self.index)
-        device = true_version(binding.outputs[self.index]) if binding.build == self.build else self.device_version
+        device = true_version(stand_ins.outputs[self.index]) if stand_ins.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
             written_on_host = host != self.host_version
             now, then = (host, self.host_version) if written_on_host else (device, self.device_version)

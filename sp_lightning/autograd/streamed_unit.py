@@ -62,7 +62,7 @@ class StandIns:
         self.outputs: list[Tensor] = []
         self.taken = [False]
         self.uses: dict[int, CastUses] = {}  # of the stand-ins that are withheld
-        self.lending = FullPrecisionCopies(store, receive)
+        self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
         self._versions: list[int] = []
@@ -100,7 +100,7 @@ class StandIns:
                 total = of.sum()
                 if total is not None:
                     merged[index] = total
-                    self.lending.came(index, receive)
+                    self.full_precision.came(index, receive)
             return self.receive(node, tuple(merged))
 
         return receive
@@ -111,8 +111,8 @@ class StandIns:
             return
         for index, slot in self.slots:
             if index in self.store.autocast:
-                if self.lending.has(index):
-                    slot.set(self.lending.tensor(index))
+                if self.full_precision.has(index):
+                    slot.set(self.full_precision.tensor(index))
             elif slot.get() is self.store.params[index]:
                 slot.set(self.outputs[index])
                 self._bound_slots += 1
@@ -126,40 +126,40 @@ class StandIns:
             return
         for index, slot in self.slots:
             held = slot.get()
-            if held is self.outputs[index] or self.lending.lent.get(index, self) is held:
+            if held is self.outputs[index] or self.full_precision.lent.get(index, self) is held:
                 slot.set(self.store.params[index])
         for entry in self.hidden:
             entry.show()
-        self.lending.take_back()
+        self.full_precision.take_back()
         self._bound_slots = 0
         self.bound = False
 
-    def surface(self, index: int) -> None:
+    def expose(self, index: int) -> None:
         """From here on this weight, if it is withheld, is where anybody finds it (Rule 6)."""
         if index not in self.store.autocast:
             return
-        self.lending.begin(index)
+        self.full_precision.begin(index)
         if self.bound:
             for at, slot in self.slots:
                 if at == index:
-                    slot.set(self.lending.tensor(index))
+                    slot.set(self.full_precision.tensor(index))
 
     def stand_in(self, index: int) -> Tensor:
         """The device tensor for a parameter, as anybody may see it."""
-        return self.lending.tensor(index) if index in self.store.autocast else self.outputs[index]
+        return self.full_precision.tensor(index) if index in self.store.autocast else self.outputs[index]
 
     def remake(self) -> None:
         """The stand-ins are other ones from now on: their types changed."""
         self.outputs = []
         self._versions = []  # it may be fetched, and leave, before it is visited
         self.taken[0] = False
-        self.lending.end()
+        self.full_precision.end()
 
     def backward_done(self) -> None:
         """Nothing more arrives."""
         for uses in self.uses.values():
             uses.clear()
-        self.lending.backward_done()
+        self.full_precision.backward_done()
 
     def forget(self) -> None:
         """At the end: drops the stand-ins, and the places they stood in. Autograd's nodes lead to the engine, and no
@@ -246,15 +246,15 @@ class StreamedUnit:
         self.index = unit.index
         self.store = store
         self.visits = 0
-        self.binding = StandIns(store, slots, lambda node, grads: receive(self, node, grads))
+        self.stand_ins = StandIns(store, slots, lambda node, grads: receive(self, node, grads))
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """The device tensor for one of its host parameters."""
-        return self.binding.stand_in(self.store.index_of[id(parameter)])
+        return self.stand_ins.stand_in(self.store.index_of[id(parameter)])
 
     def forget(self) -> None:
         """Keeps names and numbers alone (streamed_unit.py)."""
-        self.binding.forget()
+        self.stand_ins.forget()
         self.unit = self.store.unit = replace(self.unit, modules=())
 
     def sizes(self) -> UnitBytes:
@@ -273,7 +273,7 @@ class StreamedUnit:
     @property
     def movable(self) -> bool:
         """Whether its bytes may leave the device now."""
-        return not self.visits and not self.binding.in_use()
+        return not self.visits and not self.stand_ins.in_use()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

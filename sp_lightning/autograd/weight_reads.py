@@ -63,7 +63,7 @@ _listeners = 0
 _holding: list[Callable[[], None]] = []  # what finishes each step that is under way
 
 
-def listen() -> None:
+def enable() -> None:
     """Begins Rule 1."""
     global _listeners
     _listeners += 1
@@ -87,8 +87,8 @@ def resume() -> None:
         HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
 
 
-def ignore() -> None:
-    """Ends it, once as often as ``listen`` began it."""
+def disable() -> None:
+    """Ends it, once as often as ``enable`` began it."""
     global _listeners
     _listeners -= 1
     if not _listeners:
@@ -99,14 +99,14 @@ def ignore() -> None:
 def hold(finish: Callable[[], None]) -> None:
     """Begins Rule 5, whatever else is paused; this finishes the step."""
     _holding.append(finish)
-    listen()
+    enable()
 
 
 def release(finish: Callable[[], None]) -> None:
     """Ends it; safe twice."""
     if finish in _holding:
         _holding.remove(finish)
-        ignore()
+        disable()
 
 
 @classmethod  # type: ignore[misc]
@@ -130,7 +130,7 @@ def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
         if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, owner_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
             for host in hosts:
-                owner_of(host).suspect([host])
+                owner_of(host).mark_stale([host])
             return func(*args, **kwargs)
         if _about_host(args, kwargs, owner_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
@@ -155,7 +155,7 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    if _name(func) == "grad" and any(owner_of(host).withheld(host) for host in hosts):
+    if _name(func) == "grad" and any(owner_of(host).has_hidden_stand_in(host) for host in hosts):
         # Its graph leads to the host parameters and by no stand-in that could be lent.
         grads, device = func(*args, **kwargs), owner_of(hosts[0]).torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
@@ -191,7 +191,7 @@ def _given_away(result: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives, which may be a parameter's bytes (Rule 6)."""
     for value in _flat(args, kwargs):
         if type(value) is HostParameter and result is not value and _leads_to(result, value):
-            owner_of(value).suspect([value])
+            owner_of(value).mark_stale([value])
     return result
 
 

@@ -121,7 +121,7 @@ class DeepSpeed:
             )
             for batch in turns:
                 loss = engine(**self.here(work, batch))
-                engine.backward(loss)
+                engine.backward_pass(loss)
                 engine.step()
                 turns.lost(loss)
 

@@ -76,7 +76,7 @@ class ParameterOwner(Protocol):
     def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
         """The parameter's stand-in, for the time of a call."""
 
-    def suspect(self, parameters: Iterable[Tensor]) -> None:
+    def mark_stale(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written."""
 
     @property
@@ -92,7 +92,7 @@ class ParameterOwner(Protocol):
     def read_on_host(self, parameter: Tensor) -> None:
         """Something was computed from a host parameter itself."""
 
-    def withheld(self, parameter: Tensor) -> bool:
+    def has_hidden_stand_in(self, parameter: Tensor) -> bool:
         """Whether its stand-in is one that nobody sees (streamed_unit.py, Rule 6)."""
 
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
@@ -102,7 +102,7 @@ class ParameterOwner(Protocol):
 class DataWatcher(Protocol):
     """Who holds a host parameter's bytes."""
 
-    keeper: ParameterOwner
+    owner: ParameterOwner
 
     def data_taken(self) -> None:
         """The host bytes may be written from here on, unseen by any version counter."""
@@ -142,7 +142,7 @@ class HostParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         owner_of(self).check_gradient(self)
-        return landed_grad(self)
+        return finished_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -227,7 +227,7 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        grad = landed_grad(self.host)
+        grad = finished_grad(self.host)
         return None if grad is None else grad.to(_device.__get__(self))
 
     @grad.setter
@@ -306,7 +306,7 @@ def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return _get_grad(parameter)  # type: ignore[no-any-return]
 
 
-def landed_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """``parameter.grad``, when all that is under way has arrived."""
     owner_of(parameter).land()
     with torch._C.DisableTorchFunctionSubclass():
@@ -354,7 +354,7 @@ def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = 
 
 def owner_of(parameter: Tensor) -> ParameterOwner:
     """Who streams this managed host parameter."""
-    return _watchers[id(parameter)].keeper
+    return _watchers[id(parameter)].owner
 
 
 # Our own looks at host parameters are no reads (weight_reads.py).

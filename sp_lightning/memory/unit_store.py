@@ -77,7 +77,7 @@ class UnitStore:
         unit: Unit,
         device: Device,
         counters: Counters,
-        keeper: ParameterOwner,
+        owner: ParameterOwner,
         device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
         self.unit = unit
@@ -86,7 +86,7 @@ class UnitStore:
         self.params: list[nn.Parameter] = [parameter for _, parameter in unit.params]
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
         self.names = [name for name, _ in unit.params]
-        self.keeper = keeper
+        self.owner = owner
         self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
         self.slab = device.slab(max(self.host_layout.nbytes, ALIGNMENT))
         self._device_dtype = device_dtype
@@ -94,9 +94,9 @@ class UnitStore:
         self.retype({})
         self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
         self._waiting: list[Any] = []  # streams that are ordered after the fill
-        self._suspect = False
+        self._marked_stale = False
         self._wire_behind = False  # what model code wrote is on the host, and not in the wire
-        self._doubts = 0  # about what was written unseen by any version counter
+        self._host_epoch = 0  # about what was written unseen by any version counter
         self._outside = self._shared_from_before()
         self._slab_addresses = self._adopt()  # where those outside of the slab are, too
         self._addresses: list[int] = []  # and versions, of what the device buffer holds
@@ -119,8 +119,8 @@ class UnitStore:
         self.storage = self.flat.untyped_storage()
         self._offsets = [field.offset for field in self.layout.fields]
         self._lay_out_wire()
-        self._suspect = True
-        self._converted: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
+        self._marked_stale = True
+        self._wire_stamp: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
         self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)
         self.memory = object()
         self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
@@ -207,8 +207,8 @@ class UnitStore:
     def data_taken(self) -> None:
         """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
         self.wait_step()
-        self._suspect = True
-        self._doubts += 1
+        self._marked_stale = True
+        self._host_epoch += 1
         self.settle()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -217,15 +217,15 @@ class UnitStore:
         host, index = true_data(parameter), self.index_of[id(parameter)]
         if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
             return host  # its own stand-in, as ``module.to()`` within a step sets it
-        shared = self.device.is_host or self.keeper.optimizing or self.keeper.in_slab(value)
-        return value if shared and not self.keeper.on_device(value) else value.to("cpu", copy=True)
+        shared = self.device.is_host or self.owner.optimizing or self.owner.in_slab(value)
+        return value if shared and not self.owner.on_device(value) else value.to("cpu", copy=True)
 
-    def suspect(self, stepped: Collection[int] = ()) -> None:
+    def mark_stale(self, stepped: Collection[int] = ()) -> None:
         """Rule 6, by an optimizer that stepped or any other writer that says so. What is converted is still good if all
         that may have changed was stepped before that: the parameters with these ids."""
-        self._suspect = True
+        self._marked_stale = True
         if not all(id(parameter) in stepped for parameter in self.params if parameter.requires_grad):
-            self._doubts += 1
+            self._host_epoch += 1
 
     def settle(self) -> None:
         """Waits until no fill reads the host bytes any more (Rule 4)."""
@@ -235,11 +235,11 @@ class UnitStore:
     @property
     def stepping(self) -> bool:
         """Whether the host bytes are about to change, by a step that still runs."""
-        return self.keeper.is_stepping(self)
+        return self.owner.is_stepping(self)
 
     def wait_step(self) -> None:
         """The host bytes are there: the unit's step is done."""
-        self.keeper.wait_step(self)
+        self.owner.wait_step(self)
 
     def in_place(self, index: int) -> bool:
         """Whether a parameter's bytes are in the slab."""
@@ -249,7 +249,7 @@ class UnitStore:
         """Whether the resident bytes may differ from the host's (Rule 6)."""
         with torch._C.DisableTorchFunctionSubclass():
             return (
-                self._suspect
+                self._marked_stale
                 or self._versions != [parameter._version for parameter in self.params]
                 or self._addresses != self._current_addresses()
                 or self.is_shared()
@@ -281,7 +281,7 @@ class UnitStore:
         self.wait_step()
         changed = bool(self._wire_places) and (self._wire_behind or self.stale())
         addresses = self._current_addresses()
-        if self._suspect or addresses != self._addresses:
+        if self._marked_stale or addresses != self._addresses:
             self._leave_replaced(addresses)
             self._addresses = addresses
             self._strides = list(map(Tensor.stride, self.params))
@@ -289,10 +289,10 @@ class UnitStore:
             self._storage_ids = [storage._cdata for storage in self._storages]
         moved = self._moved()
         self._versions = [parameter._version for parameter in self.params]
-        self._suspect = self.is_shared()  # who holds it now may write to it before he lets go
-        if changed and (self._converted is None or self._converted != self._stamp(self.params)):
+        self._marked_stale = self.is_shared()  # who holds it now may write to it before he lets go
+        if changed and (self._wire_stamp is None or self._wire_stamp != self._stamp(self.params)):
             self._fill_wire()
-        self._converted = None
+        self._wire_stamp = None
         if self.residency is Residency.DEVICE:  # filled again in place
             self._let_readers_finish()
         else:
@@ -340,11 +340,11 @@ class UnitStore:
         """Model code changed this weight, or a lent one, on the device: so does the host. Blocks until it has."""
         parameter, field = self.params[index], self.layout.fields[index]
         view = self.layout.view(self.storage, field) if lent is None else lent
-        self.keeper.about_to_write_back(self, index, true_data(parameter))
+        self.owner.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
             true_data(parameter).copy_(view)
         self._wire_behind = True
-        self._doubts += 1
+        self._host_epoch += 1
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
 
@@ -412,13 +412,13 @@ class UnitStore:
         if self._wire_places:
             stamp = self._stamp([held.get(index, parameter) for index, parameter in enumerate(self.params)])
             self._fill_wire(held)
-            self._converted = stamp  # from before: what somebody writes meanwhile is not in it
+            self._wire_stamp = stamp  # from before: what somebody writes meanwhile is not in it
 
     def _stamp(self, data: Sequence[Tensor]) -> Any:
         """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
         if self.is_shared():
             return None
-        return self._doubts, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
+        return self._host_epoch, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
 
     def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""

@@ -21,7 +21,7 @@ from ..core.spans import Lane
 from ..memory.footprint import STATES, HostBytes, host_bytes, state_nbytes
 from ..options import format_bytes, format_seconds
 from ..runtime.handle import Handle
-from ..runtime.measure import glance
+from ..runtime.measure import measure_quickly
 from ..runtime.optimizer_steps import AFTER_BACKWARD
 from ..runtime.preflight import least_s
 from .bottleneck import WAITED_FOR, MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
@@ -184,7 +184,7 @@ class RunReport:
         if self._plan is not None:
             floor = f"floor {format_seconds(self._plan.floor_s)}, made of the {self._plan.binds}"
             return f"{format_seconds(self._plan.step_s)} planned for {self._plan.machine.name}, {floor}"
-        machine, kinds = glance(self._handle.device.torch_device), ADAMW
+        machine, kinds = measure_quickly(self._handle.device.torch_device), ADAMW
         self._handle.device.reset_memory_peak()  # no bytes of the run's
         states = [state_nbytes(optimizer) for optimizer in optimizers]
         if None not in states:

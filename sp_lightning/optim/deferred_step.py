@@ -13,16 +13,19 @@ beside backward (step_in_backward.py) it is what was left at backward's end.
    for the cast of what does not travel as it is (unit_store.py, Rule 7).
 6. Who waits waits first and clears marks afterwards: a wait that was interrupted is taken up again by the next one.
    An error of the thread is raised, once, by whoever waits first; what was stepped by then is said.
+7. At most one step of a module is deferred at a time: the next one begins when it is done. Time spent in waiting for it
+   is counted as a stall.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,8 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..core.telemetry import StepListener
-from ..memory.parameters import HostParameter, set_true_data, true_data, true_dtype, true_grad
+from ..autograd import weight_reads
+from ..core.telemetry import Counters, StepListener
+from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.unit_store import UnitStore, is_shared
 from .pieces import Group, ShadowStep, State, keeps_no_state
 from .state_guard import GuardedState, parameter_state_is_shared, state_is_shared
@@ -251,6 +255,61 @@ class DeferredStep:
             stepped,
             count,
         )
+
+
+class CurrentStep:
+    """From the beginning of a step to its end, and then the next."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._step: DeferredStep | None = None
+
+    def begin(self, step: DeferredStep) -> dict[Any, Any]:
+        """This one is under way from here on; gives the state for what is stepped at once."""
+        self._counters.held_steps += 1
+        self._step = step
+        weight_reads.hold(self.finish)
+        state: dict[Any, Any] = step.begin(self._counters.listener, self._ended)
+        return state
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is one."""
+        return self._step is not None
+
+    @property
+    def params(self) -> Collection[int]:
+        """The ids of its parameters."""
+        return self._step.params if self._step is not None else ()
+
+    @property
+    def vacant(self) -> Collection[UnitStore]:
+        """Whose parameters have no data now."""
+        return self._step.vacant if self._step is not None else ()
+
+    def is_stepping(self, store: UnitStore) -> bool:
+        """Whether it is still to come to this unit."""
+        return self._step is not None and self._step.is_stepping(store)
+
+    def wait(self, store: UnitStore) -> None:
+        """It is done with this unit."""
+        step = self._step
+        if step is not None:
+            stalled = self._counters.stall("optimizer") if step.is_stepping(store) else contextlib.nullcontext()
+            with stalled, quietly():
+                step.wait(store)
+
+    def finish(self) -> None:
+        """There is none any more."""
+        step = self._step
+        if step is not None:
+            stalled = self._counters.stall("optimizer") if step.is_running else contextlib.nullcontext()
+            with stalled, quietly():
+                step.finish()
+
+    def _ended(self) -> None:
+        self._step = None
+        weight_reads.release(self.finish)
 
 
 # ---- Rule 1

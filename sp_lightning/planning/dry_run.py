@@ -208,8 +208,8 @@ class _DryRun:
         where = self.units[0].flat.untyped_storage().device
         stage = _FakeDevice(where)
         self.offload = _FakeOffload(stage, self.tally)
-        stow = self.offload if options.activations == "recompute+offload" else None
-        self.recompute = Recompute(stage, Written(), stow)
+        offload_arguments = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(stage, Written(), offload_arguments)
         self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
         self._wrap(places)
 

@@ -39,7 +39,7 @@ from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import Residency, UnitStore
-from ..optim.holding import CurrentStep
+from ..optim.deferred_step import CurrentStep
 from ..optim.step_in_backward import StepInBackward
 from ..options import Options
 from .gradients import GradientReturn
@@ -60,23 +60,23 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.holding = CurrentStep(counters)
+        self.current_step = CurrentStep(counters)
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
         self.counters = counters
-        self.downlink = GradientReturn(device, self.counters)
+        self.gradient_return = GradientReturn(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
         self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
         self.written = Written()
-        stow = self.offload if options.activations == "recompute+offload" else None
-        self.recompute = Recompute(device, self.written, stow)
+        offload_arguments = self.offload if options.activations == "recompute+offload" else None
+        self.recompute = Recompute(device, self.written, offload_arguments)
         self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
         self.window = Window(self.units, device, options, counters)
-        self.backward = BackwardPass()
-        self.wire = AutocastWeights(
+        self.backward_pass = BackwardPass()
+        self.autocast_weights = AutocastWeights(
             options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
         )
         self._scopes = 0
@@ -101,9 +101,9 @@ class Engine:
         return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype
 
     @property
-    def any_moved(self) -> bool:
+    def any_replaced(self) -> bool:
         """Whether any parameter has other memory than the slab that was made for it."""
-        vacant = self.holding.vacant  # of which it is known
+        vacant = self.current_step.vacant  # of which it is known
         with quietly():
             return any(unit.store not in vacant and unit.store.moved for unit in self.units)
 
@@ -139,7 +139,7 @@ class Engine:
     def open_scope(self, kind: Any) -> None:
         """A step, or a forward outside of any step, begins (Rule 2)."""
         with quietly():
-            if not self._scopes and (self._open or self.backward.running):
+            if not self._scopes and (self._open or self.backward_pass.running):
                 self.reset()  # of an interrupted step
             self._scopes += 1
             self._interrupted.append(self.optimizing)
@@ -147,9 +147,9 @@ class Engine:
             if self._scopes > 1:
                 return
             self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
-            self.wire.begin_pass(kind)
+            self.autocast_weights.begin_pass(kind)
             self.window.begin_pass(kind)
-            self._listen()
+            self._enable_reads()
 
     def close_scope(self) -> None:
         """It ends: user code runs next (Rule 4)."""
@@ -157,10 +157,10 @@ class Engine:
             self._scopes = max(0, self._scopes - 1)
             self.optimizing = self._interrupted.pop() if self._interrupted else False
             if not self._scopes:
-                self.holding.finish()
+                self.current_step.finish()
                 self.offload.finish()
                 if not torch.is_grad_enabled():
-                    self._ignore()  # else a backward may follow, and what it differentiates may read weights until then
+                    self._disable_reads()  # else a backward may follow, which may read weights, too
                 self.settle()
 
     @contextlib.contextmanager
@@ -186,7 +186,7 @@ class Engine:
         """What the user wrote through kept references is on the host."""
         with quietly():
             for unit in self.window.kept():
-                unit.binding.collect_writes()
+                unit.stand_ins.collect_writes()
 
     @property
     def keeps_references(self) -> bool:
@@ -198,7 +198,7 @@ class Engine:
     @property
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins."""
-        return self._in_step or (self.backward.running and not in_backward() and not self.optimizing)
+        return self._in_step or (self.backward_pass.running and not in_backward() and not self.optimizing)
 
     @property
     def between_steps(self) -> bool:
@@ -208,7 +208,7 @@ class Engine:
     def attend(self) -> None:
         """Begins to see what user code does between steps."""
         self._attending = True
-        weight_reads.listen()
+        weight_reads.enable()
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are the device's, or a unit's there."""
@@ -230,7 +230,7 @@ class Engine:
                 unit.store.names[unit.store.index_of[id(parameter)]],
             )
 
-    def withheld(self, parameter: Tensor) -> bool:
+    def has_hidden_stand_in(self, parameter: Tensor) -> bool:
         """Whether its stand-in is one that nobody sees."""
         store = self._by_parameter[id(parameter)].store
         return store.index_of[id(parameter)] in store.autocast
@@ -242,22 +242,22 @@ class Engine:
         depth = len(self._open)
         self.enter(unit)
         try:
-            self.wire.read(parameter)
+            self.autocast_weights.read(parameter)
             yield unit.stand_in(parameter)
         finally:
             self.leave_to(depth)
             if not self.serving or (self._generating and not self._scopes):
                 unit.store.settle()  # Rule 4
 
-    def _listen(self) -> None:
+    def _enable_reads(self) -> None:
         if not self._listening:
             self._listening = True
-            weight_reads.listen()
+            weight_reads.enable()
 
-    def _ignore(self) -> None:
-        if self._listening and not self._scopes and not self.backward.running:
+    def _disable_reads(self) -> None:
+        if self._listening and not self._scopes and not self.backward_pass.running:
             self._listening = False
-            weight_reads.ignore()
+            weight_reads.disable()
         if self.optimizing:
             weight_reads.pause()  # an optimizer's arithmetic is on the host
 
@@ -287,7 +287,7 @@ class Engine:
                 weight_reads.resume()
                 self.require(unit)
                 self._restore(unit)
-                unit.binding.bind()
+                unit.stand_ins.bind()
             unit.visits += 1
             hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
             self._open.append(unit)
@@ -305,8 +305,8 @@ class Engine:
                     self.saved.pop()
                 unit.visits -= 1
                 if not unit.visits:
-                    unit.binding.collect_writes(self._replayed(unit))
-                    unit.binding.unbind()
+                    unit.stand_ins.collect_writes(self._replayed(unit))
+                    unit.stand_ins.unbind()
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
 
     @not_compiled_itself
@@ -348,7 +348,7 @@ class Engine:
         """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
-                unit.binding.lending.check_rewritten(index)
+                unit.stand_ins.full_precision.check_rewritten(index)
                 store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
@@ -367,28 +367,28 @@ class Engine:
                 )
             if in_backward():
                 self._in_backward_from_here()
-                self._came_to(unit)
+                self._needs_unit(unit)
             if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
                 self.window.require(unit)
-            if not unit.binding.bound and unit.binding.refresh():
-                self.backward.forget()
+            if not unit.stand_ins.bound and unit.stand_ins.refresh():
+                self.backward_pass.forget()
             self._backed = unit if in_backward() else None
 
-    def suspect(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
+    def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """These parameters were, or are about to be, written by an optimizer or someone like it; of those with these
         ids it is known when."""
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
             unit.store.settle()
-            unit.store.suspect(stepped)
+            unit.store.mark_stale(stepped)
 
     @property
     def torch_device(self) -> torch.device:
         """Where the units compute."""
         return self.device.torch_device
 
-    def owner(self, parameter: Tensor) -> StreamedUnit | None:
+    def unit_of(self, parameter: Tensor) -> StreamedUnit | None:
         """The unit of a host parameter."""
         return self._by_parameter.get(id(parameter))
 
@@ -399,61 +399,61 @@ class Engine:
         with quietly():
             self._in_backward_from_here()
             self._backed = None
-            final = self.backward.completed(unit) and not self._scopes
-            return self.downlink.receive(unit.store, node, grads, final)
+            final = self.backward_pass.completed(unit) and not self._scopes
+            return self.gradient_return.receive(unit.store, node, grads, final)
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
-        self.holding.finish()
-        if not self.downlink.idle:
+        self.current_step.finish()
+        if not self.gradient_return.idle:
             with quietly():
-                self.downlink.finish()
+                self.gradient_return.finish()
 
     def check_gradient(self, parameter: Tensor) -> None:
         """In a backward that was not through with it, nobody may ask for it (backward_pass.py, Rule 4)."""
-        if self.backward.running and in_backward():
+        if self.backward_pass.running and in_backward():
             unit = self._by_parameter[id(parameter)]
-            self.backward.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
+            self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
 
     def check_changed(self) -> None:
         """Somebody changed gradients of this backward before the optimizer steps (backward_pass.py, Rule 1)."""
-        for parameter in self.downlink.marks.changed():
-            self._came_to(self._by_parameter[id(parameter)])
+        for parameter in self.gradient_return.marks.changed():
+            self._needs_unit(self._by_parameter[id(parameter)])
 
-    def _came_to(self, unit: StreamedUnit) -> None:
-        self.backward.came_to(unit, self.downlink.ahead is not None and not self._scopes)
+    def _needs_unit(self, unit: StreamedUnit) -> None:
+        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None and not self._scopes)
 
     def _in_backward_from_here(self) -> None:
-        if self.backward.begin(self._backward_done):
-            self.downlink.taken.clear()
-            self.downlink.marks.clear()
-            self.holding.finish()
-            self._listen()
-        ahead = self.downlink.ahead
+        if self.backward_pass.begin(self._backward_done):
+            self.gradient_return.taken.clear()
+            self.gradient_return.marks.clear()
+            self.current_step.finish()
+            self._enable_reads()
+        ahead = self.gradient_return.ahead
         if ahead is not None and ahead.withheld is None and not self._scopes:
-            may_step = self.backward.may_step(ahead, lambda: self._state_asked_for(ahead))
-            self.downlink.ahead = ahead if may_step else None
+            may_step = self.backward_pass.may_step(ahead, lambda: self._state_asked_for(ahead))
+            self.gradient_return.ahead = ahead if may_step else None
 
     def _state_asked_for(self, ahead: StepInBackward) -> None:
         """That of its optimizer, while it is withheld (step_in_backward.py, Rule 8)."""
         if in_backward():
-            self.backward.sees_state(ahead)
-            self.downlink.ahead = None
+            self.backward_pass.sees_state(ahead)
+            self.gradient_return.ahead = None
         else:
             self.land()
 
     def _backward_done(self) -> None:
         with quietly():
             self._backed = None
-            self.backward.end()
-            self.wire.backward_done()
+            self.backward_pass.end()
+            self.autocast_weights.backward_done()
             self.offload.backward_done()
             self.counters.listener.idle()
-            self.downlink.let_go()
+            self.gradient_return.let_go()
             self.land()
-            if self.downlink.ahead is None:  # else it is checked where that steps the rest
+            if self.gradient_return.ahead is None:  # else it is checked where that steps the rest
                 self.check_changed()
-            self._ignore()
+            self._disable_reads()
             self.settle()
             self.counters.listener.step_may_begin()
 
@@ -467,19 +467,19 @@ class Engine:
 
     def wait_step(self, store: UnitStore) -> None:
         """That of this unit is done."""
-        self.holding.wait(store)
+        self.current_step.wait(store)
 
     def wait_step_of(self, parameter: Tensor) -> None:
         """That of this parameter's unit is done, and in a backward it was not stepped ahead."""
-        if in_backward() and id(parameter) in self.downlink.taken:
-            self._came_to(self._by_parameter[id(parameter)])
-        if self.holding.is_under_way:
+        if in_backward() and id(parameter) in self.gradient_return.taken:
+            self._needs_unit(self._by_parameter[id(parameter)])
+        if self.current_step.is_under_way:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether that of this unit may be under way, or is still to come."""
-        ahead = self.downlink.ahead is not None and self.backward.is_stepping(store)
-        return ahead or self.holding.is_stepping(store)
+        ahead = self.gradient_return.ahead is not None and self.backward_pass.is_stepping(store)
+        return ahead or self.current_step.is_stepping(store)
 
     # ---- ends
 
@@ -489,19 +489,19 @@ class Engine:
             if self._hooked.pop():
                 self.saved.pop()
             self._open.pop().visits = 0
-        self.backward.running = False
+        self.backward_pass.running = False
         self._backed = None
         self.counters.listener.idle()
-        self.downlink.drop()
+        self.gradient_return.drop()
         self.offload.backward_done()
         for unit in self.units:
             unit.visits = 0
-            unit.binding.unbind()
+            unit.stand_ins.unbind()
         self._scopes = 0
         self._interrupted.clear()
-        self._ignore()
-        self.wire.interrupt()
-        self.wire.backward_done()
+        self._disable_reads()
+        self.autocast_weights.interrupt()
+        self.autocast_weights.backward_done()
         self.window.interrupt()
         self.optimizing = False
 
@@ -512,12 +512,12 @@ class Engine:
         self.window.tuner.end()
         if self._attending:
             self._attending = False
-            weight_reads.ignore()
+            weight_reads.disable()
         try:
             self.device.synchronize()
         finally:  # what failed on the device takes nothing from the host
             for unit in self.units:
-                unit.store.release(kept=unit.binding.in_use())
+                unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
 
     # ---- figures
@@ -536,4 +536,4 @@ class Engine:
 
     def _host_bytes(self) -> int:
         stores = sum(unit.store.host_nbytes for unit in self.units)
-        return stores + self.downlink.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes
+        return stores + self.gradient_return.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes

@@ -85,7 +85,7 @@ class ModuleEntry(ForwardEntry):
         self.hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if all(unit.binding.bound for unit in self.units) or is_tracing():
+        if all(unit.stand_ins.bound for unit in self.units) or is_tracing():
             return self.forward(*args, **kwargs)
         return self.visit(*args, **kwargs)
 
@@ -105,8 +105,8 @@ class ModuleEntry(ForwardEntry):
     @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, with the units there."""
-        if compiles_calls() and self.engine.wire.enabled:
-            self.engine.wire.stop()
+        if compiles_calls() and self.engine.autocast_weights.enabled:
+            self.engine.autocast_weights.stop()
         depth = self.engine.enter_all(self.units)
         try:
             return self.forward(*args, **kwargs)

@@ -35,7 +35,7 @@ from .entries import (
     SubmoduleEntry,
     UnitEntry,
 )
-from .measure import glance
+from .measure import measure_quickly
 from .module_watch import ModuleFingerprint, materialize, move_buffers
 from .optimizer_steps import OptimizerSteps
 
@@ -106,7 +106,7 @@ class Handle:
 
     def stop_recording(self) -> None:
         """Reads what was not read yet; waits for the device, and for a step of the optimizer that still runs."""
-        self.engine.holding.finish()
+        self.engine.current_step.finish()
         listener, self._counters.listener = self._counters.listener, StepListener()
         if isinstance(listener, Recorder):
             listener.flush()
@@ -127,7 +127,7 @@ class Handle:
     @never_compiled
     def _follow_changes(self) -> None:
         """Make units anew where the module's parameters changed since the last step."""
-        if not self.engine.in_scope and self._tree.has_changed(self.engine.any_moved):
+        if not self.engine.in_scope and self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
@@ -187,7 +187,7 @@ class Handle:
             window_nbytes=window.schedule.resident_nbytes,
             largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
             activations=self.options.activations,
-            copies=self.engine.wire.copied_nbytes if self.options.activations == "keep" else 0,
+            copies=self.engine.autocast_weights.copied_nbytes if self.options.activations == "keep" else 0,
             finer=preflight.finer_classes(self.units),
             step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
             forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,
@@ -247,7 +247,7 @@ class Handle:
             self._abandon()
             raise
         self.engine.attend()
-        self._tree = ModuleFingerprint(self.module)
+        self._fingerprint = ModuleFingerprint(self.module)
 
     def _check_room(self, units: list[Unit]) -> None:
         """Before anything is taken."""
@@ -263,7 +263,9 @@ class Handle:
 
         floats = {p.dtype for unit in units for _, p in unit.params}
         can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-        means = preflight.Remedies(can_halve=can_halve, finer=finer, measure=lambda: glance(self.device.torch_device))
+        means = preflight.Remedies(
+            can_halve=can_halve, finer=finer, measure=lambda: measure_quickly(self.device.torch_device)
+        )
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
             sizes = preflight.sizes(units, device_dtype, self._trains)
@@ -282,7 +284,7 @@ class Handle:
 
     def _detach(self) -> None:
         try:
-            self.engine.holding.finish()
+            self.engine.current_step.finish()
         finally:
             self._stop_streaming()
 
@@ -318,23 +320,23 @@ class Handle:
     def _parts(self) -> Iterator[ForwardEntry]:
         """A hook for each module that owns parameters directly, and for each unit's root."""
         if any(module._compiled_call_impl is not None for module in self.module.modules()):
-            self.engine.wire.stop()
+            self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():
-            own = list(dict.fromkeys(self.engine.owner(p) for p in module._parameters.values() if p is not None))
+            own = list(dict.fromkeys(self.engine.unit_of(p) for p in module._parameters.values() if p is not None))
             owners = [streamed for streamed in own if streamed is not None]
             root = roots.get(module)
             if isinstance(module, nn.RNNBase):
                 yield NoFlatten(module)
             if root is not None:
                 entry = UnitEntry(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
-                if guard := self.engine.wire.guard(entry, entry.units, None):
-                    root.binding.hidden.append(guard)
+                if guard := self.engine.autocast_weights.guard(entry, entry.units, None):
+                    root.stand_ins.hidden.append(guard)
                 yield entry
             elif owners:
                 part = ModuleEntry(module, self.engine, owners)
                 if len(owners) == 1:
-                    owners[0].binding.hidden.append(self.engine.wire.guard(part, owners, part) or part)
+                    owners[0].stand_ins.hidden.append(self.engine.autocast_weights.guard(part, owners, part) or part)
                 yield part
             elif isinstance(module, nn.TransformerEncoder):
                 yield EncoderFastPathEntry(module)

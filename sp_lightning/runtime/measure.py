@@ -72,7 +72,7 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
     )
 
 
-def glance(device: torch.device | str | int) -> Machine:
+def measure_quickly(device: torch.device | str | int) -> Machine:
     """The same without compute, in a tenth of a second or two: what can be known where a user waits."""
     seam = Device(device)
     try:

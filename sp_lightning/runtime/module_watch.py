@@ -22,12 +22,12 @@ class ModuleFingerprint:
         self._identities = _identities(module)
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
 
-    def has_changed(self, any_moved: bool) -> bool:
+    def has_changed(self, any_replaced: bool) -> bool:
         """Whether parameters were replaced, swapped, added, removed or retyped since (not by ``functional_call`` for a
         call), or a class was given another forward; ``any_moved``: one has other memory."""
         if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
             return True
-        if not any_moved and self._identities == _identities(self._module):
+        if not any_replaced and self._identities == _identities(self._module):
             return False
         before, now = self._structure, _structure(self._module)
         return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))

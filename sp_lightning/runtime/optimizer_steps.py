@@ -81,7 +81,7 @@ class OptimizerSteps:
             grad_scaler.hand_over(optimizer)
         self.engine.optimizing = True
         # A closure may come first, with a forward beside which the last step runs on.
-        if not self.engine.holding.is_under_way:
+        if not self.engine.current_step.is_under_way:
             weight_reads.pause()
         self.engine.collect_writes()
         if self._shadows.get(optimizer) is None:  # else once the closure ran
@@ -109,9 +109,9 @@ class OptimizerSteps:
         self.engine.optimizing = False
         self._counters.listener.stepped()
         weight_reads.resume()
-        ahead = self.engine.downlink.ahead
-        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.holding.params}
-        self.engine.suspect(self._managed_by(optimizer), stepped)
+        ahead = self.engine.gradient_return.ahead
+        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.current_step.params}
+        self.engine.mark_stale(self._managed_by(optimizer), stepped)
         self.engine.follow()
 
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
@@ -147,8 +147,8 @@ class OptimizerSteps:
         if step is None:
             yield
             return
-        self.engine.downlink.marks.clear()  # of a backward before
-        self.engine.downlink.ahead = ahead = StepInBackward(optimizer, step, self._thread, may_hold)
+        self.engine.gradient_return.marks.clear()  # of a backward before
+        self.engine.gradient_return.ahead = ahead = StepInBackward(optimizer, step, self._thread, may_hold)
 
         def rest(_: Optimizer) -> tuple[list[Group], Any]:
             ahead.give_back()
@@ -162,7 +162,7 @@ class OptimizerSteps:
             self._say_partly_stepped(ahead)
             raise
         finally:
-            self.engine.downlink.ahead = None
+            self.engine.gradient_return.ahead = None
             step.rest = self._all_of
             ahead.give_back()
             self.say(AFTER_BACKWARD, ahead.given_up)
@@ -193,7 +193,7 @@ class OptimizerSteps:
     ) -> tuple[list[Group], dict[Any, Any]]:
         """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
         self._wait_for_copies()
-        self.engine.holding.finish()
+        self.engine.current_step.finish()
         if self._any_left(groups) and may_hold():
             try:
                 return self._hold(DeferredStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
@@ -205,7 +205,7 @@ class OptimizerSteps:
         """Whether any parameter of ours is to be stepped."""
         with quietly():
             params = (param for group in groups for param in group["params"])
-            return any(self.engine.owner(param) is not None and true_grad(param) is not None for param in params)
+            return any(self.engine.unit_of(param) is not None and true_grad(param) is not None for param in params)
 
     def _hold(
         self, step: DeferredStep, groups: list[Group], stepped: Collection[int]
@@ -213,13 +213,13 @@ class OptimizerSteps:
         """This step runs on; gives groups and state of what has to be stepped at once."""
         stores = self.engine.next_needed()
         with quietly():
-            rest = step.prepare(groups, stores, self._store_of, self.engine.downlink.is_own)
+            rest = step.prepare(groups, stores, self._store_of, self.engine.gradient_return.is_own)
             for store in stores:
-                store.suspect(stepped)  # no fill reads it: all have ended since the last backward and scope
-            return rest, self.engine.holding.begin(step)
+                store.mark_stale(stepped)  # no fill reads it: all have ended since the last backward and scope
+            return rest, self.engine.current_step.begin(step)
 
     def _store_of(self, parameter: torch.Tensor) -> UnitStore | None:
-        unit = self.engine.owner(parameter)
+        unit = self.engine.unit_of(parameter)
         return None if unit is None else unit.store
 
     def say(self, what: str, reason: str | None) -> None:
@@ -242,4 +242,4 @@ class OptimizerSteps:
 
     def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        return [param for param in params if self.engine.owner(param) is not None]
+        return [param for param in params if self.engine.unit_of(param) is not None]

@@ -133,10 +133,10 @@ class Tuner:
             self._note_times()
             self._decide()
         if trains and not self._listened and "auto" in (self._options.window, self._options.transfer):
-            self._listen()
+            self._enable_reads()
         self._kind, self._rise = kind, _MemoryProfile()
 
-    def _listen(self) -> None:
+    def _enable_reads(self) -> None:
         """Records from the next pass on: the first one is like no other."""
         self._listened = True
         if type(self._counters.listener) is StepListener:

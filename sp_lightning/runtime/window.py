@@ -166,8 +166,8 @@ class Window:
                 self._evict(unit)
 
     def _evict(self, unit: StreamedUnit) -> None:
-        unit.binding.collect_writes()
-        unit.binding.unbind()
+        unit.stand_ins.collect_writes()
+        unit.stand_ins.unbind()
         unit.store.free()
 
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
@@ -177,7 +177,7 @@ class Window:
             self.schedule.invalidate([unit.index])
             self._evict(unit)
         unit.store.retype(types)
-        unit.binding.remake()
+        unit.stand_ins.remake()
         self.schedule.weigh(unit.index, unit.store.nbytes)
         self.tuner.resized([each.sizes() for each in self.units])
 
@@ -186,7 +186,7 @@ class Window:
     def kept(self) -> Iterator[StreamedUnit]:
         """Units whose stand-ins outlive their visit."""
         for unit in self.units:
-            if unit.store.residency is Residency.DEVICE and not unit.visits and unit.binding.in_use():
+            if unit.store.residency is Residency.DEVICE and not unit.visits and unit.stand_ins.in_use():
                 yield unit
 
     def follow(self) -> None:
@@ -198,9 +198,9 @@ class Window:
     def refill(self, unit: StreamedUnit) -> None:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
         unit.store.wait_step()
-        unit.binding.collect_writes()
+        unit.stand_ins.collect_writes()
         written, replaced = unit.store.written(), unit.store.replaced()
-        if replaced and unit.binding.has_views():
+        if replaced and unit.stand_ins.has_views():
             raise ExactnessError(
                 f"the data of {unit.store.names[replaced[0]]} was replaced (p.data = ...) while a view of weights of "
                 f"{unit.name} on the device is referred to, which would keep the old data in a plain run: write to the "
@@ -208,7 +208,7 @@ class Window:
             )
         unit.store.load()
         unit.store.wait_load()
-        unit.binding.overwritten(written)
+        unit.stand_ins.overwritten(written)
 
     def settle(self) -> None:
         """No fill reads host bytes any more: they may be written from here on."""
