@@ -451,7 +451,7 @@ def test_optimizer_state_is_made_by_who_calls_the_step(monkeypatch):
 def test_a_step_takes_little_more_than_its_best_time_and_a_waiting_one_much_more():
     """Loose, as timings are, and one of three: what else the machine does only ever adds to the former.
     benchmarks/overlap.py prints the figures."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "step_in_backward.py"), "--steps", "5", "--json", "times.json"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), "--steps", "5", "--json", "times.json"]
     for _ in range(3):
         subprocess.run(script, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
         times = json.loads(Path("times.json").read_text())
