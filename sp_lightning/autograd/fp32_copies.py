@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..compat.references import shares_storage
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
 from ..memory.unit_store import UnitStore, same_bytes
@@ -132,4 +133,4 @@ class FullPrecisionCopies:
 
 def _is_kept(tensor: Tensor) -> bool:
     """By anybody but us, and the object that asks."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
+    return shares_storage(tensor)

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..compat.references import references
 from ..core.sizing import UnitBytes
 from ..errors import ExactnessError
 from ..memory.footprint import UnitHostBytes
@@ -216,7 +216,7 @@ class StandIns:
 
     def _references(self) -> int:
         """From Python, and from C++, to the stand-ins themselves."""
-        return sum(map(sys.getrefcount, self.outputs)) + sum(map(Tensor._use_count, self.outputs))
+        return sum(map(sum, references(self.outputs)))
 
     def _check_recorded(self, index: int) -> None:
         output, name = self.outputs[index], self.store.names[index]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.references import references, storage_uses
 from .device import Device
 from .layout import ALIGNMENT, Layout, aligned
 from .parameters import true_grad
@@ -151,9 +151,8 @@ class GradientSlab:
 def _seen(tensors: list[Tensor]) -> Any:
     """What changes when somebody refers to one, or makes it another one: ``p.grad.data = ...``, ``grad.t_()``."""
     return (
-        list(map(sys.getrefcount, tensors)),
-        list(map(Tensor._use_count, tensors)),
-        [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in tensors],
+        *references(tensors),
+        storage_uses(tensors),
         list(map(Tensor.data_ptr, tensors)),
         list(map(Tensor.size, tensors)),
         list(map(Tensor.stride, tensors)),
@@ -161,12 +160,15 @@ def _seen(tensors: list[Tensor]) -> Any:
     )
 
 
-def _references_to_grad(parameter: Tensor) -> tuple[int, int, int]:
-    """From Python and C++ to a gradient, and to its storage."""
-    grad = true_grad(parameter)
+def _references_to_grad(parameter: Tensor) -> tuple[list[int], ...]:
+    """Count the references to a gradient, and to its bytes."""
+    grads = [_known(true_grad(parameter))]
+    return *references(grads), storage_uses(grads)
+
+
+def _known(grad: Tensor | None) -> Tensor:
     assert grad is not None
-    storage = int(torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
-    return sys.getrefcount(grad), grad._use_count(), storage
+    return grad
 
 
 def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
@@ -176,7 +178,7 @@ def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
 
 
 @functools.cache
-def _own_references(from_slab: int) -> tuple[int, int, int]:
+def _own_references(from_slab: int) -> tuple[list[int], ...]:
     """What there is of a gradient that is its parameter's alone."""
     parameter = torch.zeros(1, device="cpu", requires_grad=True)
     parameter.grad = torch.zeros(1, device="cpu")

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.references import OWN_STORAGE_USES, python_references, shares_storage, storage_uses_at
 from ..core import malloc
 from ..core.telemetry import Counters
 from ..errors import ExactnessError
@@ -47,10 +47,7 @@ from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, un
 from .partition import Unit
 
 NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
-OWN_USES = 2  # of a parameter's storage: its tensor's, and that of the object which asks
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
-
-_use_count: Any = torch._C._storage_Use_Count
 
 
 class Residency(enum.Enum):
@@ -162,7 +159,7 @@ class UnitStore:
 
     def _references(self) -> int:
         self.saved.clear()
-        return sys.getrefcount(self.memory)
+        return python_references(self.memory)
 
     def keep_saved(self, index: int, first: int, saved: Any) -> None:
         """For the next time; nothing of a part of a weight, of which there may be many."""
@@ -180,7 +177,7 @@ class UnitStore:
         """Find the parameters that Rule 9 leaves where they are."""
         if not self.device.is_host:
             return frozenset()
-        return frozenset(index for index, parameter in enumerate(self.params) if is_shared(parameter))
+        return frozenset(index for index, parameter in enumerate(self.params) if shares_storage(parameter))
 
     def _adopt(self) -> list[int]:
         """Moves the parameters' bytes into the slab and watches them."""
@@ -375,7 +372,7 @@ class UnitStore:
 
     def aliases(self) -> int:
         """How many tensors refer to the device buffer (Rule 5)."""
-        return int(torch._C._storage_Use_Count(self.storage._cdata))
+        return storage_uses_at([self.storage._cdata])[0]
 
     # ---- details
 
@@ -392,7 +389,7 @@ class UnitStore:
 
     def is_shared(self) -> bool:
         """Whether another tensor refers to the bytes of any parameter."""
-        return max(map(_use_count, self._storage_ids), default=0) > OWN_USES
+        return max(storage_uses_at(self._storage_ids), default=0) > OWN_STORAGE_USES
 
     def _current_addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
@@ -443,12 +440,6 @@ class UnitStore:
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
                     f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() first"
                 )
-
-
-def is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor refers to its bytes."""
-    storage = parameter.untyped_storage()
-    return int(_use_count(storage._cdata)) > OWN_USES
 
 
 def _layout_with(layout: Layout, types: list[torch.dtype]) -> Layout:

@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..autograd import weight_reads
+from ..compat.references import is_referenced_elsewhere, shares_storage
 from ..core.telemetry import Counters, StepListener
 from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
-from ..memory.unit_store import UnitStore, is_shared
+from ..memory.unit_store import UnitStore
 from .pieces import Group, ShadowStep, State, keeps_no_state
 from .state_guard import GuardedState, parameter_state_is_shared, state_is_shared
 from .step_in_backward import HostThread
@@ -45,7 +46,6 @@ from .step_in_backward import HostThread
 log = logging.getLogger(__name__)
 Owner = Callable[[Tensor], UnitStore | None]
 IsOwn = Callable[[UnitStore, int], bool]
-PARAMETER_USES = 2  # in C++: its Python object's, and that of the node that accumulates its gradient
 MESSAGE = (
     "{name} is being stepped by the optimizer and was read in a way that can not be seen; "
     "set optimizer_overlap=False, or read it by its own methods or by torch's functions"
@@ -320,7 +320,7 @@ def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
     assert grad is not None
     if type(param) is not HostParameter:
         raise CannotDefer(f"{name} is of a class of its own, {type(param).__name__}")
-    if is_shared(param) or param._use_count() > PARAMETER_USES or not store.in_place(index):
+    if shares_storage(param) or is_referenced_elsewhere(param) or not store.in_place(index):
         raise CannotDefer(f"somebody else refers to the bytes of {name}")
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")

@@ -8,15 +8,13 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ..compat.references import are_tensors_of_entry_shared, is_entry_shared
 
 _all: dict[int, GuardedState] = {}  # by id of the optimizer
 
@@ -53,30 +51,10 @@ def _missing(optimizer: Optimizer, name: str) -> Any:
 
 
 def state_is_shared(optimizer: Optimizer) -> bool:
-    """Whether somebody else refers to its state (Rule 2)."""
-    return _references(vars(optimizer), "state") != _references({"state": {}}, "state")
+    """Whether something else refers to an optimizer's state as a whole (Rule 2)."""
+    return is_entry_shared(vars(optimizer), "state")
 
 
 def parameter_state_is_shared(state: Any, param: Tensor) -> bool:
-    """Whether somebody else refers to what this state has of a parameter, which is in it."""
-    return _references(state, param) != _references({"state": {}}, "state") or not all(
-        _uses(state[param], key) == _alone() for key in state[param] if isinstance(state[param][key], Tensor)
-    )
-
-
-def _references(holder: Mapping[Any, Any], key: Any) -> tuple[int, int]:
-    """Strong and weak ones to what is held there."""
-    return sys.getrefcount(holder[key]), weakref.getweakrefcount(holder[key])
-
-
-def _uses(holder: Mapping[Any, Any], key: Any) -> tuple[int, ...]:
-    """References to a tensor that is held there, from Python and C++, and to its bytes."""
-    dense = torch._C._has_storage(holder[key])
-    storage = int(torch._C._storage_Use_Count(holder[key].untyped_storage()._cdata)) if dense else 0
-    return *_references(holder, key), holder[key]._use_count(), storage
-
-
-@functools.cache
-def _alone() -> tuple[int, ...]:
-    """What `_uses` tells of a tensor that is held nowhere else."""
-    return _uses({"tensor": torch.zeros(1, device="cpu")}, "tensor")
+    """Whether something else refers to the state of one parameter, which is there (Rule 2)."""
+    return are_tensors_of_entry_shared(state, param)

@@ -24,6 +24,7 @@ from ..autograd.bridge import LEAF_PRIORITY, Gradients, HostDeviceBridge
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import tensors_in
+from ..compat.references import storage_uses_at
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters
 from ..memory.device import Device
@@ -167,7 +168,7 @@ class _FakeUnit:
         return not self.depth and 0 < self._aliases < self._count_aliases()
 
     def _count_aliases(self) -> int:
-        return int(torch._C._storage_Use_Count(self._address))
+        return storage_uses_at([self._address])[0]
 
     def sizes(self) -> UnitBytes:
         """As the runtime plans with them."""

@@ -1,0 +1,87 @@
+"""Reference counts: whether something else refers to a tensor, to its bytes, or to an object.
+
+1. A count includes the references of the code that counts. So it is compared with what the same function counted of an
+   object that nothing else refers to, or when that was known: its baseline.
+2. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
+   torch's private ``Tensor._use_count``, ``torch._C._storage_Use_Count`` and ``torch._C._has_storage`` (2.11 to 2.15).
+   Without them nothing could be stepped beside other work, and no unit could leave the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_use_count: Any = Tensor._use_count
+_storage_uses: Any = torch._C._storage_Use_Count
+_address: Any = operator.attrgetter("_cdata")
+OWN_STORAGE_USES = 2  # those of the one tensor, and of the Python object by which its storage is counted
+OWN_PARAMETER_USES = 2  # in C++: those of the Python object, and of the node that accumulates the gradient
+
+python_references = sys.getrefcount
+
+
+def references(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Count the references to each tensor, from Python and from C++."""
+    return list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
+
+
+def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the tensors and objects that refer to each tensor's bytes."""
+    return list(map(_storage_uses, map(_address, map(Tensor.untyped_storage, tensors))))
+
+
+def storage_uses_at(addresses: Sequence[int]) -> list[int]:
+    """Count the same for storages, by their ``_cdata``; each must be alive."""
+    return list(map(_storage_uses, addresses))
+
+
+def shares_storage(tensor: Tensor) -> bool:
+    """Whether another tensor refers to the bytes of this one."""
+    storage = tensor.untyped_storage()
+    return int(_storage_uses(storage._cdata)) > OWN_STORAGE_USES
+
+
+def is_referenced_elsewhere(parameter: Tensor) -> bool:
+    """Whether code in C++, such as a graph, refers to a parameter beyond its own accumulation of gradients."""
+    return int(parameter._use_count()) > OWN_PARAMETER_USES
+
+
+def is_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:
+    """Whether something else refers to the object that is held under this key alone."""
+    return _of_entry(holder, key) != _own_entry()
+
+
+def are_tensors_of_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:
+    """Whether something else refers to the dictionary under this key, to a tensor in it, or to its bytes."""
+    if is_entry_shared(holder, key):
+        return True
+    tensors = [value for value in holder[key].values() if isinstance(value, Tensor)]
+    return not all(map(torch._C._has_storage, tensors)) or _of_listed(tensors) != _own_listed(len(tensors))
+
+
+def _of_entry(holder: Mapping[Any, Any], key: Any) -> tuple[int, int]:
+    return sys.getrefcount(holder[key]), weakref.getweakrefcount(holder[key])
+
+
+@functools.cache
+def _own_entry() -> tuple[int, int]:
+    return _of_entry({"key": {}}, "key")
+
+
+def _of_listed(tensors: list[Tensor]) -> tuple[list[int], ...]:
+    return *references(tensors), list(map(weakref.getweakrefcount, tensors)), storage_uses(tensors)
+
+
+@functools.cache
+def _own_listed(count: int) -> tuple[list[int], ...]:
+    """Count the references to tensors that one dictionary and one list refer to."""
+    held = {number: torch.zeros(1, device="cpu") for number in range(count)}
+    return _of_listed(list(held.values()))
