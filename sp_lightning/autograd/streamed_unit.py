@@ -170,7 +170,7 @@ class StandIns:
 
     def versions(self) -> list[int]:
         """The stand-ins' version counters."""
-        return [true_version(output) for output in self.outputs]
+        return list(map(true_version, self.outputs))
 
     def collect_writes(self, replayed: Sequence[int] = ()) -> None:
         """Takes down what model code wrote (Rule 4); what it wrote again in a recomputation is there already."""

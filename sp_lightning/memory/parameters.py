@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -33,10 +33,20 @@ _data: Any = torch.Tensor.data
 _device: Any = torch.Tensor.device
 _dtype: Any = torch.Tensor.dtype
 _grad: Any = torch.Tensor.grad
-_get_grad: Any = _grad.__get__
 _version: Any = torch.Tensor._version
 _grad_fn: Any = torch.Tensor.grad_fn
 _requires_grad: Any = torch.Tensor.requires_grad
+
+
+# What a parameter or a stand-in truly has, whatever its class answers; each a function in C.
+true_data: Callable[[Tensor], Tensor] = _data.__get__
+set_true_data: Callable[[Tensor, Tensor], None] = _data.__set__
+true_version: Callable[[Tensor], int] = _version.__get__
+true_grad_fn: Callable[[Tensor], Any] = _grad_fn.__get__
+true_device: Callable[[Tensor], torch.device] = _device.__get__
+true_dtype: Callable[[Tensor], torch.dtype] = _dtype.__get__
+true_grad: Callable[[Tensor], Tensor | None] = _grad.__get__  # whatever is under way
+set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 
 
 class ParameterOwner(Protocol):
@@ -54,6 +64,10 @@ class ParameterOwner(Protocol):
 
     def apparent_device(self) -> torch.device | None:
         """The device that ``p.device`` tells, or None for the true one."""
+
+    @property
+    def gradients_are_final(self) -> bool:
+        """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""
@@ -141,13 +155,19 @@ class HostParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        owner_of(self).check_gradient(self)
-        return finished_grad(self)
+        owner = _watchers[id(self)].owner
+        if not owner.gradients_are_final:
+            owner.check_gradient(self)
+            owner.land()
+        with torch._C.DisableTorchFunctionSubclass():
+            return true_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        owner_of(self).check_gradient(self)
-        owner_of(self).land()
+        owner = _watchers[id(self)].owner
+        if not owner.gradients_are_final:
+            owner.check_gradient(self)
+            owner.land()
         with torch._C.DisableTorchFunctionSubclass():
             if value is not None and true_device(value) != true_device(self):
                 value = value.to(true_device(self), true_dtype(self))  # of a loss on the device
@@ -276,51 +296,11 @@ class DeviceParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
-def true_data(parameter: nn.Parameter) -> torch.Tensor:
-    """``parameter.data``, unnoticed."""
-    return _data.__get__(parameter)  # type: ignore[no-any-return]
-
-
-def set_true_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """``parameter.data = value``, unnoticed."""
-    _data.__set__(parameter, value)
-
-
-def true_version(tensor: torch.Tensor) -> int:
-    """Its own version counter."""
-    return _version.__get__(tensor)  # type: ignore[no-any-return]
-
-
-def true_grad_fn(tensor: torch.Tensor) -> Any:
-    """The node that made it."""
-    return _grad_fn.__get__(tensor)
-
-
-def true_device(tensor: torch.Tensor) -> torch.device:
-    """Where the bytes are."""
-    return _device.__get__(tensor)  # type: ignore[no-any-return]
-
-
-def true_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """``parameter.grad`` as it is, whatever is under way."""
-    return _get_grad(parameter)  # type: ignore[no-any-return]
-
-
 def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """``parameter.grad``, when all that is under way has arrived."""
     owner_of(parameter).land()
     with torch._C.DisableTorchFunctionSubclass():
         return true_grad(parameter)
-
-
-def set_true_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """``parameter.grad = value``, whatever is under way."""
-    _grad.__set__(parameter, value)
-
-
-def true_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The type of the bytes."""
-    return _dtype.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:

@@ -43,7 +43,7 @@ from ..core.telemetry import Counters
 from ..errors import ExactnessError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout, aligned
-from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, unwatch, watch
+from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, true_version, unwatch, watch
 from .partition import Unit
 
 NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
@@ -247,7 +247,7 @@ class UnitStore:
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 self._marked_stale
-                or self._versions != [parameter._version for parameter in self.params]
+                or self._versions != list(map(true_version, self.params))
                 or self._addresses != self._current_addresses()
                 or self.is_shared()
             )
@@ -285,7 +285,7 @@ class UnitStore:
             self._storages = [parameter.untyped_storage() for parameter in self.params]
             self._storage_ids = [storage._cdata for storage in self._storages]
         moved = self._moved()
-        self._versions = [parameter._version for parameter in self.params]
+        self._versions = list(map(true_version, self.params))
         self._marked_stale = self.is_shared()  # who holds it now may write to it before he lets go
         if changed and (self._wire_stamp is None or self._wire_stamp != self._stamp(self.params)):
             self._fill_wire()
@@ -415,7 +415,7 @@ class UnitStore:
         """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
         if self.is_shared():
             return None
-        return self._host_epoch, [tensor._version for tensor in data], [tensor.data_ptr() for tensor in data]
+        return self._host_epoch, list(map(true_version, data)), [tensor.data_ptr() for tensor in data]
 
     def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
         """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""

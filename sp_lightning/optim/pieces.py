@@ -207,7 +207,8 @@ def _regroup_fused(optimizer: Optimizer) -> Regrouped:
 
 
 def _takes_the_loop(group: Group) -> bool:
-    return not any(group.get(flag) for flag in ("foreach", "fused", "capturable", "differentiable"))
+    get = group.get
+    return not (get("foreach") or get("fused") or get("capturable") or get("differentiable"))
 
 
 def _is_scalar(value: Any) -> bool:

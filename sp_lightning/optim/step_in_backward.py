@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from ..core.simulation import PARTS
 from ..errors import ExactnessError
+from ..memory.parameters import HostParameter, true_grad
 from .pieces import Group, ShadowStep, keeps_no_state
 from .state_guard import GuardedState, parameter_state_is_shared, state_is_shared
 
@@ -123,13 +124,15 @@ class _Unit:
         if not self._landed:
             self._landed = True
             self._left = list(self.gradients.land())
-            self._part = sum(param.numel() for param in self._left) // PARTS
+            self._part = sum(map(Tensor.numel, self._left)) // PARTS
 
     def next_part(self) -> list[Tensor]:
         """The parameters to be stepped next."""
         part: list[Tensor] = []
-        while self._left and sum(param.numel() for param in part) < max(self._part, 1):
+        elements = 0
+        while self._left and elements < max(self._part, 1):
             part.append(self._left.pop(0))
+            elements += part[-1].numel()
         return part
 
     @property
@@ -179,6 +182,11 @@ class StepInBackward:
         if self.withheld is not None:
             self.withheld.give_back()
             self.withheld = self.state = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was submitted is still to be stepped, or waited for."""
+        return not self._under_way and not self._units
 
     @property
     def has_begun(self) -> bool:
@@ -263,15 +271,31 @@ class StepInBackward:
             unit.land()
             state: dict[Any, Any] = vars(self._optimizer).get("state", self.state)
             params = [param for param in unit.next_part() if self._may_step(state, param)]
-            groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
-            for param in params:
-                for number in self._groups_of[id(param)]:
-                    groups[number]["params"].append(param)
             with unit.timed():
-                self._step.step_groups(self._optimizer, groups, state)
+                self._step_params(params, state)
                 if unit.done:
                     unit.then()
         self.stepped.update(map(id, params))
+
+    def _step_params(self, params: list[Tensor], state: dict[Any, Any]) -> None:
+        """Step these parameters by way of their data: nothing but this thread may be told of it (Rule 3)."""
+        groups: list[Group] = [{**group, "params": []} for group in self._optimizer.param_groups]
+        own: dict[Any, Any] = {}
+        for param in params:
+            data = data_of(param)
+            own[data] = state.get(param, {})
+            for number in self._groups_of[id(param)]:
+                groups[number]["params"].append(data)
+        self._step.step_groups(self._optimizer, groups, own)
+
+
+def data_of(parameter: Tensor) -> Tensor:
+    """Make a plain tensor over a host parameter's bytes, with its version counter and its gradient."""
+    if type(parameter) is not HostParameter:
+        return parameter  # an optimizer may look at a class of the user's own
+    data = parameter.detach()
+    data.grad = true_grad(parameter)
+    return data
 
 
 def _options(optimizer: Optimizer) -> list[Any]:

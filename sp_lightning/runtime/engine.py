@@ -388,6 +388,11 @@ class Engine:
         """Where the units compute."""
         return self.device.torch_device
 
+    @property
+    def managed(self) -> Collection[int]:
+        """The ids of the parameters that are streamed."""
+        return self._by_parameter.keys()
+
     def unit_of(self, parameter: Tensor) -> StreamedUnit | None:
         """The unit of a host parameter."""
         return self._by_parameter.get(id(parameter))
@@ -401,6 +406,11 @@ class Engine:
             self._backed = None
             final = self.backward_pass.completed(unit) and not self._scopes
             return self.gradient_return.receive(unit.store, node, grads, final)
+
+    @property
+    def gradients_are_final(self) -> bool:
+        """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
+        return not self.backward_pass.running and not self.current_step.is_under_way and self.gradient_return.idle
 
     def land(self) -> None:
         """Gradients that are under way are in ``.grad``."""

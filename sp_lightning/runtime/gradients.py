@@ -146,7 +146,7 @@ class GradientReturn:
             self._finish()
 
     def _finish(self) -> None:
-        if self.ahead is not None:
+        if self.ahead is not None and not self.ahead.is_idle:
             with self.counters.stall("optimizer"):
                 self.ahead.finish()
         if self._under_way:
@@ -162,7 +162,7 @@ class GradientReturn:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to finish, here or in another thread."""
-        return self.ahead is None and not self._under_way and not self._landing
+        return not self._under_way and not self._landing and (self.ahead is None or self.ahead.is_idle)
 
     @property
     def host_nbytes(self) -> int:

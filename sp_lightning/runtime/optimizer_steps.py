@@ -241,5 +241,5 @@ class OptimizerSteps:
             )
 
     def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return [param for param in params if self.engine.unit_of(param) is not None]
+        managed = self.engine.managed
+        return [param for group in optimizer.param_groups for param in group["params"] if id(param) in managed]
