@@ -1790,6 +1790,37 @@ def test_what_generate_sends_to_the_models_device_is_there(part, window, device)
     check((lambda: Wrapped(Rolling)) if part else Rolling, run, device, window=window)
 
 
+class Telling(Rolling):
+    """Hands out what it has, and goes on when it is asked for more."""
+
+    @torch.inference_mode()
+    def generate(self, x, offset):
+        x = x.tolist()
+        for _ in range(3):
+            x = torch.tensor(x, device=self.device)
+            x = x + self(x, offset).mean() * self.scale.expand_as(x)
+            x = x.tolist()
+            yield x
+
+
+def test_a_generate_that_yields(device):
+    def run(net, device):
+        for x in inputs(device):
+            words = net.generate(x, torch.ones_like(x))
+            yield next(words)
+            with torch.no_grad():
+                net.scale.mul_(0.9)
+                net.net.blocks[1].up.weight.mul_(0.9)
+            yield net(x, x)
+            yield list(words)
+            unfinished = net.generate(x, x)
+            yield next(unfinished)
+            unfinished.close()
+            yield from training(lambda net, x: squares(net.net, x))(net, device)
+
+    check(Telling, run, device)
+
+
 @pytest.mark.simgpu
 def test_the_models_device_is_the_host_after_generate_however_it_ended():
     net = Rolling()
@@ -1800,6 +1831,14 @@ def test_the_models_device_is_the_host_after_generate_however_it_ended():
         with pytest.raises(RuntimeError, match="size"):
             net.generate(x, x[:, 1:])
         assert net.device.type == "cpu"
+        told = Telling()
+        with sp_lightning.stream(told, "simgpu", window=1):
+            words = told.generate(x, x)
+            next(words)
+            assert told.device.type == "cpu"
+        with pytest.raises(RuntimeError, match="same device"):
+            next(words)
+        assert told.device.type == "cpu" and type(told.scale) is nn.Parameter
         copied = copy.deepcopy(net)
     assert torch.equal(copied.to("simgpu").generate(x, x), net.to("simgpu").generate(x, x))
 
