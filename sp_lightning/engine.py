@@ -71,7 +71,7 @@ class Engine:
         self.written = Written()
         stow = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(device, self.written, stow)
-        self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
+        self.saved = SavedTensors(self._by_storage.get, self.owner, self.require, self.offload)
         self.window = Window(self.units, device, options, counters)
         self.backward = Backward()
         self.wire = Wire(
