@@ -266,6 +266,67 @@ def test_data_that_is_replaced_between_two_uses_in_a_forward(device, activations
         check(models.stack_of(Lessening), training(), device, window=window, activations=activations)
 
 
+class Noisy(models.Block):
+    """Computes with other weights for a while: what they were is in a tensor of its own, which is read and put back."""
+
+    def forward(self, x):
+        kept = [p.data for p in self.parameters()]
+        for scale in (0.5, 0.8):
+            for p, old in zip(self.parameters(), kept, strict=True):
+                p.data = old * scale
+            x = super().forward(x)
+        for p, old in zip(self.parameters(), kept, strict=True):
+            p.data = old
+        return super().forward(x)
+
+
+class Renormed(Kinds):
+    """Bounds weights before each use, by way of a tensor that lives on; convolution saves the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            for layer in block:
+                layer.register_forward_pre_hook(self.bound)
+
+    def bound(self, layer, _):
+        for p in layer.parameters():
+            old = p.data
+            p.data = old / (1 + old.norm())
+            p.data = p.data.clamp_(-0.3, 0.3)
+            assert torch.equal(p.data, (old / (1 + old.norm())).clamp(-0.3, 0.3))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("make", [models.stack_of(Noisy), Renormed])
+def test_a_weight_whose_old_data_is_kept_while_it_has_other_data(device, make, activations, autocast):
+    def loss(net, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+            return squares(net, x)
+
+    for window in (1, 6):
+        check(make, training(loss), device, window=window, activations=activations)
+
+
+@pytest.mark.simgpu
+def test_data_that_a_forward_replaces_does_not_stay_on_the_device():
+    class Bounded(models.Block):
+        def forward(self, x):
+            self.up.weight.data = self.up.weight.data.clamp(-0.3, 0.3)
+            return super().forward(x)
+
+    def held(kind):
+        (x,) = inputs("simgpu", 1)
+        with sp_lightning.stream(models.stack_of(kind)(), "simgpu", window=1) as handle:
+            before = torch.accelerator.memory_allocated()
+            loss = squares(handle.module, x)
+            torch.accelerator.synchronize()
+            return torch.accelerator.memory_allocated() - before, loss
+
+    assert held(Bounded)[0] == held(models.Block)[0] > 0
+
+
 def test_a_view_on_the_device_of_data_that_is_replaced_is_an_error(device):
     class Caching(models.Block):
         def forward(self, x):
@@ -1790,6 +1851,37 @@ def test_what_generate_sends_to_the_models_device_is_there(part, window, device)
     check((lambda: Wrapped(Rolling)) if part else Rolling, run, device, window=window)
 
 
+class Telling(Rolling):
+    """Hands out what it has, and goes on when it is asked for more."""
+
+    @torch.inference_mode()
+    def generate(self, x, offset):
+        x = x.tolist()
+        for _ in range(3):
+            x = torch.tensor(x, device=self.device)
+            x = x + self(x, offset).mean() * self.scale.expand_as(x)
+            x = x.tolist()
+            yield x
+
+
+def test_a_generate_that_yields(device):
+    def run(net, device):
+        for x in inputs(device):
+            words = net.generate(x, torch.ones_like(x))
+            yield next(words)
+            with torch.no_grad():
+                net.scale.mul_(0.9)
+                net.net.blocks[1].up.weight.mul_(0.9)
+            yield net(x, x)
+            yield list(words)
+            unfinished = net.generate(x, x)
+            yield next(unfinished)
+            unfinished.close()
+            yield from training(lambda net, x: squares(net.net, x))(net, device)
+
+    check(Telling, run, device)
+
+
 @pytest.mark.simgpu
 def test_the_models_device_is_the_host_after_generate_however_it_ended():
     net = Rolling()
@@ -1800,6 +1892,14 @@ def test_the_models_device_is_the_host_after_generate_however_it_ended():
         with pytest.raises(RuntimeError, match="size"):
             net.generate(x, x[:, 1:])
         assert net.device.type == "cpu"
+        told = Telling()
+        with sp_lightning.stream(told, "simgpu", window=1):
+            words = told.generate(x, x)
+            next(words)
+            assert told.device.type == "cpu"
+        with pytest.raises(RuntimeError, match="same device"):
+            next(words)
+        assert told.device.type == "cpu" and type(told.scale) is nn.Parameter
         copied = copy.deepcopy(net)
     assert torch.equal(copied.to("simgpu").generate(x, x), net.to("simgpu").generate(x, x))
 

@@ -43,7 +43,7 @@ class SavedWeight:
         *("offset", "shape", "stride", "unit", "whole"),
     )
 
-    def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
+    def __init__(self, unit: StreamedUnit, tensor: Tensor, whole: bool) -> None:
         self.unit = unit
         self.dtype = tensor.dtype
         self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
@@ -55,16 +55,16 @@ class SavedWeight:
         self.device_version = true_version(unit.stand_ins.outputs[self.index])
         self.build = unit.stand_ins.build
         self.memory = unit.store.memory
-        self.whole = isinstance(tensor, DeviceParameter)  # and not a view of it
+        self.whole = whole  # and not a view of it
         stays = not self.whole or self.index in unit.store.autocast
         self.bytes = unit.store.contents[self.index] if stays else None
 
-    def is_of(self, tensor: Tensor) -> bool:
+    def is_of(self, tensor: Tensor, whole: bool) -> bool:
         """Whether this tensor, which begins where that did, would be saved as the same."""
         store, stand_ins = self.unit.store, self.unit.stand_ins
         return (
             self.memory is store.memory
-            and self.whole is isinstance(tensor, DeviceParameter)
+            and self.whole is whole
             and self.dtype is tensor.dtype
             and self.shape == tensor.shape
             and self.stride == tensor.stride()
@@ -106,10 +106,12 @@ class SavedWeight:
 
 def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
     """Its place. Whole weights are saved again and again: where nothing changed, as the same object."""
-    before: SavedWeight | None = unit.store.saved.get(tensor.storage_offset())  # type: ignore[arg-type]
-    if before is not None and before.is_of(tensor):
+    whole = isinstance(tensor, DeviceParameter)
+    place = unit.store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
+    before: SavedWeight | None = unit.store.saved.get(place.storage_offset())  # type: ignore[arg-type]
+    if before is not None and before.is_of(place, whole):
         return before
-    made = SavedWeight(unit, tensor)
+    made = SavedWeight(unit, place, whole)
     unit.store.keep_saved(made.index, made.offset, made)
     return made
 
@@ -140,10 +142,12 @@ class SavedTensors:
     def __init__(
         self,
         owner: Callable[[int], StreamedUnit | None],
+        owner_of: Callable[[Tensor], StreamedUnit | None],
         require: Callable[[StreamedUnit], None],
         offload: Offload,
     ) -> None:
         self._owner = owner  # of a storage
+        self._owner_of = owner_of  # of a host parameter
         self._require = require
         self._offload = offload
         self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and what pushing replaced
@@ -183,7 +187,13 @@ class SavedTensors:
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Whose bytes it is made of; none has those of a sparse one."""
-        return self._owner(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
+        if not torch._C._has_storage(tensor):
+            return None
+        unit = self._owner(tensor.untyped_storage()._cdata)
+        if unit is None and isinstance(tensor, DeviceParameter):
+            unit = self._owner_of(tensor.host)
+            return unit if unit is not None and unit.store.is_parted(tensor.host) else None
+        return unit
 
     @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:

@@ -66,7 +66,7 @@ class StandIns:
         self._bound_slots = 0
         self._trainable: list[bool] = []
         self._versions: list[int] = []
-        self._baseline: tuple[int, int] = (0, 0)
+        self._own_references = 0
 
     def refresh(self) -> bool:
         """Makes the stand-ins, if they are missing or lead to the wrong parameters (Rule 3); tells whether other ones
@@ -86,7 +86,7 @@ class StandIns:
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
-        self._baseline = (self.store.aliases(), self._references())
+        self.store.own_aliases, self._own_references = self.store.aliases(), self._references()
         return changed
 
     def _receiver(self, uses: dict[int, CastUses]) -> Receive:
@@ -124,6 +124,7 @@ class StandIns:
         """Host parameters back into the slots."""
         if not self.bound:
             return
+        self.store.rejoin(self.outputs)
         for index, slot in self.slots:
             held = slot.get()
             if held is self.outputs[index] or self.full_precision.lent.get(index, self) is held:
@@ -174,6 +175,7 @@ class StandIns:
 
     def collect_writes(self, replayed: Sequence[int] = ()) -> None:
         """Takes down what model code wrote (Rule 4); what it wrote again in a recomputation is there already."""
+        self.store.rejoin(self.outputs)
         for index in replayed:
             self._replay(index)
         versions = self.versions()
@@ -207,12 +209,11 @@ class StandIns:
         """Whether somebody but us refers to the device bytes (Rule 5)."""
         if not self.outputs:
             return False
-        aliases, references = self._baseline
-        return self.store.aliases() > aliases or self._references() > references + self._bound_slots
+        return self.store.has_views() or self._references() > self._own_references + self._bound_slots
 
     def has_views(self) -> bool:
         """Whether tensors other than the stand-ins lie over the device bytes, and are referred to by somebody else."""
-        return bool(self.outputs) and self.store.aliases() > self._baseline[0]
+        return bool(self.outputs) and self.store.has_views()
 
     def _references(self) -> int:
         """From Python, and from C++, to the stand-ins themselves."""

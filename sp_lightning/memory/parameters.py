@@ -121,8 +121,8 @@ class DataWatcher(Protocol):
     def data_taken(self) -> None:
         """The host bytes may be written from here on, unseen by any version counter."""
 
-    def about_to_replace(self, parameter: nn.Parameter) -> None:
-        """The parameter's stand-in is about to be given other data."""
+    def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
+        """Model code gives a stand-in of the parameter other data."""
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """What the parameter's data becomes when it is set to this: on the host, whatever was given."""
@@ -213,10 +213,8 @@ class DeviceParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Another tensor under a stand-in would part it from the unit's buffer: its bytes are taken over instead.
         self.taken[0] = True
-        _watchers[id(self.host)].about_to_replace(self.host)
-        _data.__get__(self).copy_(value)
+        _watchers[id(self.host)].replace(self, self.host, value.detach())
 
     def __eq__(self, other: Any) -> Any:
         return True if other is self.host else super().__eq__(other)

@@ -22,6 +22,9 @@
    graph still needs the current layout.
 9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
    plain run a write to one is a write to the other.
+10. Data that model code gives to a stand-in is copied into the buffer, but while somebody refers to a view of the bytes
+   there: then the stand-in has it by itself, and the buffer gets it when the visit ends, unless the stand-in was given
+   its place there again by then (``old = p.data; p.data = other; ...; p.data = old``).
 """
 
 from __future__ import annotations
@@ -122,6 +125,8 @@ class UnitStore:
         self.memory = object()
         self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
         self._own_references = self._references()
+        self.own_aliases = 0  # known when there are stand-ins
+        self._parted: set[int] = set()  # weights with data by itself
 
     def _lay_out_wire(self) -> None:
         """Where what goes up comes from (Rule 7)."""
@@ -345,10 +350,41 @@ class UnitStore:
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
 
-    def about_to_replace(self, parameter: nn.Parameter) -> None:
-        """Leave the bytes of a weight that is about to be given other data inside its visit to what autograd saved of
-        them (Rule 8)."""
-        index = self.index_of[id(parameter)]
+    def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a stand-in other data inside its visit (Rule 10); one of a full-precision copy has some by itself (fp32_copies.py)."""
+        has_views = self.has_views()  # of which the value may be one, before there is one of ours
+        index, place = self.index_of[id(parameter)], self.place_of(parameter)
+        lent = index in self.autocast
+        if not lent and value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
+            set_true_data(stand_in, place)
+            self._parted.discard(index)
+        elif lent or index in self._parted or has_views:
+            set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
+            self._parted.update(() if lent else (index,))
+        else:
+            self._leave(index)
+            place.copy_(value)
+
+    def is_parted(self, parameter: nn.Parameter) -> bool:
+        """Whether its stand-in has data by itself."""
+        return self.index_of[id(parameter)] in self._parted
+
+    def place_of(self, parameter: nn.Parameter) -> Tensor:
+        """The place of a weight in the buffer."""
+        return self.layout.view(self.storage, self.layout.fields[self.index_of[id(parameter)]])
+
+    def rejoin(self, stand_ins: Sequence[Tensor]) -> None:
+        """Take what stand-ins were given by themselves into the buffer: their visit ends (Rule 10)."""
+        while self._parted:
+            index = self._parted.pop()
+            self._leave(index)
+            place = self.layout.view(self.storage, self.layout.fields[index])
+            place.copy_(true_data(stand_ins[index]))
+            set_true_data(stand_ins[index], place)
+
+    def _leave(self, index: int) -> None:
+        """Leave the bytes of a weight that is about to be overwritten in the buffer to what autograd saved of them
+        (Rule 8)."""
         if self.remembered() and index in self.contents:
             view = self.layout.view(self.storage, self.layout.fields[index])
             self.contents.pop(index).before = view.to("cpu", copy=True)
@@ -373,6 +409,10 @@ class UnitStore:
     def aliases(self) -> int:
         """How many tensors refer to the device buffer (Rule 5)."""
         return storage_uses_at([self.storage._cdata])[0]
+
+    def has_views(self) -> bool:
+        """Whether tensors other than our own lie over the device bytes."""
+        return self.aliases() > self.own_aliases - len(self._parted)
 
     # ---- details
 

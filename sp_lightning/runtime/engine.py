@@ -73,7 +73,7 @@ class Engine:
         self.written = Written()
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(device, self.written, offload_arguments)
-        self.saved = SavedTensors(self._by_storage.get, self.require, self.offload)
+        self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass()
         self.autocast_weights = AutocastWeights(

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..autograd import weight_reads
@@ -225,7 +226,8 @@ class SubmoduleEntry(RootEntry):
 
 
 class Generation(ForwardEntry):
-    """Stands in front of ``generate``: what it asks and reads between the forwards that it calls is read in a step."""
+    """Stands in front of ``generate``: what it asks and reads between the forwards that it calls is read in a step. One
+    that yields is outside of it while whoever called it has the turn."""
 
     method = "generate"
 
@@ -240,8 +242,8 @@ class Generation(ForwardEntry):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.steps.generating():
-            return self.forward(*args, **kwargs)
+        generate: Any = context_decorator(self.steps.generating, self.forward)  # type: ignore[no-untyped-call]
+        return generate(*args, **kwargs)
 
 
 def is_tracing() -> bool:

@@ -143,6 +143,9 @@ class Handle:
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
         """Run the model's ``generate`` within: between the forwards that it calls, weights are read as in a step."""
+        if self.closed:  # since it yielded
+            yield
+            return
         self._follow_changes()
         with self.engine.generating(), self.explaining():
             yield
