@@ -224,6 +224,38 @@ def test_data_that_is_replaced_between_two_backward_passes(device):
     check(Kinds, run, device)
 
 
+class Smooth(nn.Module):
+    """Whose gradients can be differentiated, for weights that autograd saves whole and for views of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(12, 12, 3, padding=1), nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh())
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_data_that_is_replaced_before_a_backward_of_gradients(device, window):
+    def run(net, device):
+        for x in inputs(device):
+            x = (x.unsqueeze(-1) * torch.ones(12, device=device)).requires_grad_()
+            loss = squares(net, x)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            for p in net.parameters():
+                replace_data(p)
+            (slope.square().sum() + loss).backward()
+            yield [p.grad for p in net.parameters()]
+            sgd(net).step()
+
+    check(Smooth, run, device, window=window)
+
+
 def test_a_weight_that_is_written_after_its_data_was_replaced_is_the_plain_runs_error(device):
     def run(net, device):
         (x,) = inputs(device, 1)

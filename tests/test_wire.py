@@ -527,6 +527,19 @@ def test_a_weight_that_changes_between_forward_and_backward_is_exact(device, cha
     check(layers, training(loss=loss), device, window=2, activations=activations)
 
 
+@pytest.mark.parametrize("change", [write_in_place, write_unseen, replace])
+def test_a_unit_cannot_be_recomputed_with_other_bytes_than_travelled(device, change):
+    def loss(net, x):
+        value = squares(net, x)
+        change(net.blocks[1].linear.weight)
+        return value
+
+    with pytest.raises(ExactnessError, match=r"a weight of blocks\.1.* was changed after its forward"):
+        net = layers()
+        with sp_lightning.stream(net, device, window=1, activations="recompute"):
+            stepped(net, device, LATE + 2, loss=loss)
+
+
 def test_bytes_that_a_kept_graph_needs_outlive_the_optimizer_s_step(device):
     def run(net, device):
         optimizer = sgd(net)

@@ -27,7 +27,7 @@ import functools
 import io
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
+from ..memory.unit_store import SavedBytes, UnitStore
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import tensors_in
 
@@ -58,7 +59,7 @@ class Recompute:
         self._leaves_alone: set[str] = set()  # units of which Rule 2 is known
 
     def run(
-        self, call: Call, name: str, weights: Sequence[Tensor], root: nn.Module, args: Any, kwargs: Any
+        self, call: Call, name: str, store: UnitStore | None, root: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, list[OffloadedTensor]]:
         """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
 
@@ -104,7 +105,7 @@ class Recompute:
             self._leaves_alone.add(name)
         if self._offload is not None and not known:
             stowed = before.offload_arguments(self._offload)
-        before.rely_on(weights, kept)
+        before.rely_on(store, kept)
         return output, stowed
 
 
@@ -171,6 +172,8 @@ class _ForwardSnapshot:
         self._memo = memo  # of the copies for the run that runs
         self._relied_on: list[tuple[Tensor, int]] = []  # from the first run to the second, each with its version
         self._weights_at: list[tuple[Tensor, int]] = []  # and where the weights' data is
+        self._cast: dict[Any, SavedBytes] = {}  # the bytes of weights that travel in autocast's type
+        self._memory: object = None  # says that this graph needs the unit's layout (unit_store.py, Rule 8)
 
     def kept(self) -> list[Tensor]:
         """Tensors, neither weights nor buffers, that attributes lead to."""
@@ -195,12 +198,16 @@ class _ForwardSnapshot:
         self._offload = offload
         return stowed
 
-    def rely_on(self, weights: Iterable[Tensor], kept: list[tuple[Tensor, int]]) -> None:
+    def rely_on(self, store: UnitStore | None, kept: list[tuple[Tensor, int]]) -> None:
         """These, and what of the arguments is not on the host, stay as they are until the second run (Rule 2)."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
-            self._relied_on = [*_versions(map(_host, tensors_in(here))), *_versions(weights), *kept]
-            self._weights_at = [(weight, weight.data_ptr()) for weight in weights]
+            self._relied_on = [*_versions(map(_host, tensors_in(here))), *kept]
+            if store is not None:
+                self._relied_on += _versions(store.params)
+                self._weights_at = [(weight, weight.data_ptr()) for weight in store.params]
+                self._cast = {(store, index): store.contents[index] for index in store.autocast}
+                self._memory = store.memory
 
     def _refuse(self) -> NoReturn:
         raise ExactnessError(
@@ -233,6 +240,8 @@ class _ForwardSnapshot:
     def __enter__(self) -> None:
         with quietly():
             changed = bool(_changed(self._relied_on)) or any(p.data_ptr() != at for p, at in self._weights_at)
+            by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
+            changed = changed or any(self._cast[key].before is not None for key in by_others)
         if changed:
             self._refuse()
         now = contextlib.ExitStack()

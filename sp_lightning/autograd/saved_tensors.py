@@ -80,6 +80,8 @@ class SavedWeight:
         """The same view of the unit's buffer, which must be resident, or of the bytes that the weight had."""
         store, first = self.unit.store, self.offset
         storage = store.storage
+        if self.bytes is None and torch.is_grad_enabled():  # create_graph: what is saved now passes our hooks by
+            store.saved_again.add(self.index)
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.index, self.bytes.before)
             first -= store.layout.fields[self.index].offset // self.dtype.itemsize

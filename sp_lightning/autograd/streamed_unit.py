@@ -211,6 +211,17 @@ class StandIns:
             return False
         return self.store.has_views() or self._references() > self._own_references + self._bound_slots
 
+    def check_replaced(self) -> None:
+        """Raise if the data of a weight was replaced while views of the unit's bytes are referred to."""
+        replaced = self.store.replaced()
+        if replaced and self.has_views():
+            raise ExactnessError(
+                f"the data of {self.store.names[replaced[0]]} was replaced (p.data = ...) while a view of weights of "
+                f"{self.store.unit.name} on the device is referred to, by a graph or by an object, for which it is not "
+                "known whether it has the old data in a plain run: write to the weight in place (p.copy_(...) under "
+                "torch.no_grad()), or drop the view"
+            )
+
     def has_views(self) -> bool:
         """Whether tensors other than the stand-ins lie over the device bytes, and are referred to by somebody else."""
         return bool(self.outputs) and self.store.has_views()

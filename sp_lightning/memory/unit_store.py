@@ -127,6 +127,7 @@ class UnitStore:
         self._own_references = self._references()
         self.own_aliases = 0  # known when there are stand-ins
         self._parted: set[int] = set()  # weights with data by itself
+        self.saved_again: set[int] = set()  # weights that a backward saved for another one past our hooks
 
     def _lay_out_wire(self) -> None:
         """Where what goes up comes from (Rule 7)."""
@@ -217,6 +218,7 @@ class UnitStore:
         """Rule 1. What a plain run sets is on the device, often a copy made by ``.to(p.device)``, which is none here:
         memory that is somebody else's is not shared, but by an optimizer's own code, which runs on the host."""
         host, index = true_data(parameter), self.index_of[id(parameter)]
+        self._show_saved_again(index, value)
         if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
             return host  # its own stand-in, as ``module.to()`` within a step sets it
         shared = self.device.is_host or self.owner.optimizing or self.owner.in_slab(value)
@@ -351,7 +353,9 @@ class UnitStore:
         self.counters.bytes_written_back += view.nbytes
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give a stand-in other data inside its visit (Rule 10); one of a full-precision copy has some by itself (fp32_copies.py)."""
+        """Give a stand-in other data inside its visit (Rule 10).
+
+        A full-precision copy has data by itself in any case (fp32_copies.py)."""
         has_views = self.has_views()  # of which the value may be one, before there is one of ours
         index, place = self.index_of[id(parameter)], self.place_of(parameter)
         lent = index in self.autocast
@@ -388,6 +392,15 @@ class UnitStore:
         if self.remembered() and index in self.contents:
             view = self.layout.view(self.storage, self.layout.fields[index])
             self.contents.pop(index).before = view.to("cpu", copy=True)
+
+    def _show_saved_again(self, index: int, value: Tensor) -> None:
+        """Give a graph that refers to a weight's bytes, and stands for the weight itself, its new data (Rule 8)."""
+        if index in self.saved_again:
+            if self.has_views():
+                with torch.no_grad():
+                    self.layout.view(self.storage, self.layout.fields[index]).copy_(value)
+            else:
+                self.saved_again.clear()
 
     def bytes_before(self, index: int, before: Tensor) -> torch.UntypedStorage:
         """Bring bytes that a weight had up again, by themselves; they begin where the storage does."""

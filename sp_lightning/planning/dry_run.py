@@ -308,7 +308,7 @@ class _DryRun:
             saved: list[OffloadedTensor] = []
             before = self.offload.counters.bytes_offloaded
             if self.options.activations.startswith("recompute"):
-                output, saved = self.recompute.run(visit, units[0].unit.name, (), module, args, kwargs)
+                output, saved = self.recompute.run(visit, units[0].unit.name, None, module, args, kwargs)
             elif self.options.activations == "offload" and not self._open and not in_backward():
                 output, saved = self._offloaded(visit, args, kwargs)
             else:

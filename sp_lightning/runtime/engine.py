@@ -316,7 +316,7 @@ class Engine:
         if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # which no checkpoint can be in
             output = call(*args, **kwargs)
         elif self.options.activations.startswith("recompute"):
-            output, saved = self.recompute.run(call, unit.name, unit.store.params, root, args, kwargs)
+            output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
         elif self.options.activations == "offload" and not self._open and not in_backward():
             self.offload.begin()
             try:

@@ -18,7 +18,6 @@ import torch
 from ..autograd.streamed_unit import StreamedUnit
 from ..core.schedule import Schedule
 from ..core.telemetry import Counters
-from ..errors import ExactnessError
 from ..memory.device import Device
 from ..memory.unit_store import Residency
 from ..options import Options
@@ -199,13 +198,8 @@ class Window:
         """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
         unit.store.wait_step()
         unit.stand_ins.collect_writes()
-        written, replaced = unit.store.written(), unit.store.replaced()
-        if replaced and unit.stand_ins.has_views():
-            raise ExactnessError(
-                f"the data of {unit.store.names[replaced[0]]} was replaced (p.data = ...) while a view of weights of "
-                f"{unit.name} on the device is referred to, which would keep the old data in a plain run: write to the "
-                "weight in place (p.copy_(...) under torch.no_grad()), or drop the view"
-            )
+        written = unit.store.written()
+        unit.stand_ins.check_replaced()
         unit.store.load()
         unit.store.wait_load()
         unit.stand_ins.overwritten(written)
