@@ -137,7 +137,7 @@ class Handle:
     def close_scope(self) -> None:
         """It ends."""
         self.engine.close_scope()
-        if not self.engine.in_scope and self.engine.keeps_references:
+        if not self.engine.in_scope and self.engine.has_outside_references:
             self._register_hosts()
 
     @contextlib.contextmanager
@@ -246,7 +246,7 @@ class Handle:
         except BaseException:
             self._abandon()
             raise
-        self.engine.attend()
+        self.engine.watch_user_code()
         self._fingerprint = ModuleFingerprint(self.module)
 
     def _check_room(self, units: list[Unit]) -> None:

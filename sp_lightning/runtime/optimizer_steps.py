@@ -112,7 +112,7 @@ class OptimizerSteps:
         ahead = self.engine.gradient_return.ahead
         stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.current_step.params}
         self.engine.mark_stale(self._managed_by(optimizer), stepped)
-        self.engine.follow()
+        self.engine.refresh_referenced()
 
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
         """Whether somebody but us wants to be called before this optimizer steps, or after it."""
