@@ -49,7 +49,7 @@ class _MemoryProfile:
         return self.window[sums.index(max(sums))] if sums else 0
 
     def expected(self, before: _MemoryProfile | None) -> tuple[int, float]:
-        """Predict the peak of this pass; also return how many times as fast as in the one before it rises (Rule 3)."""
+        """Predict the peak of this pass, and by what factor it rises faster than the last of its kind (Rule 3)."""
         now, first = self.others[-1], self.others[0]
         if before is None:
             return now + 2 * max((b - a for a, b in zip(self.others, self.others[1:], strict=False)), default=0), 1.0
@@ -87,7 +87,7 @@ class Tuner:
         self._times: Times | None = None
         self._choices: dict[int, WindowChoice] = {}  # by the largest window that fits
         self._resumed = False  # whether a plan or a resumed run gave sizes to start from
-        self._recorded = False  # whether recording was started for the tuner
+        self._started_recording = False  # for the tuner, which happens once
         self._recorder: Recorder | None = None
 
     # ---- passes
@@ -126,7 +126,7 @@ class Tuner:
         self._recorder = None
 
     def next_pass(self, kind: Any, trains: bool, showed_all: bool) -> None:
-        """Begin a pass of this kind, after deciding on sizes if the one before ``showed_all`` that the run needs."""
+        """Begin a pass of this kind; decide on sizes first if the one before ``showed_all`` memory that a run uses."""
         if self._device.is_host:
             return
         if self._kind is not None:
@@ -134,13 +134,13 @@ class Tuner:
         if showed_all:
             self._note_times()
             self._decide()
-        if trains and not self._recorded and "auto" in (self._options.window, self._options.transfer):
+        if trains and not self._started_recording and "auto" in (self._options.window, self._options.transfer):
             self._start_recording()
         self._kind, self._profile = kind, _MemoryProfile()
 
     def _start_recording(self) -> None:
         """Record times from the next pass on, as the first is like no other, unless a recorder does so already."""
-        self._recorded = True
+        self._started_recording = True
         if type(self._counters.listener) is StepListener:
             self._counters.listener = self._recorder = Recorder(self._device)
 
