@@ -232,8 +232,8 @@ def test_every_decision_follows_from_the_numbers_that_it_prints(caplog):
         streamed([64] * 9, capacity=6 * UNIT + 4 * 64 * WIDTH * 8)
     first, *lines = [record.getMessage() for record in caplog.records if "window" in record.getMessage()]
     assert first.startswith(
-        "superpipeline: begins with window 1 and transfer 1: what activations take is not known before the first pass, "
-        f"units 8 x {UNIT}; the device has "
+        "superpipeline: starts with window 1 and transfer 1: the memory of activations is not known before the first "
+        f"pass, units 8 x {UNIT}; the device has "
     )
     assert lines
     for line in lines:
@@ -277,7 +277,8 @@ def test_a_budget_s_window_follows_from_the_numbers_that_are_printed(caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert set(streamed([64] * 2, memory_budget=6 * UNIT)) == {4}
     said = (
-        f"begins with window 4 and transfer 1: of a budget of {6 * UNIT} bytes 0 for what stays and {2 * UNIT} for grad"
+        f"starts with window 4 and transfer 1: of a budget of {6 * UNIT} bytes, 0 are for the resident root and "
+        f"{2 * UNIT} for gradients"
     )
     assert said in caplog.text
 
@@ -362,8 +363,8 @@ def test_what_no_pass_showed_beforehand_is_an_error_that_says_what_makes_room():
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 4 * UNIT
         net[1].nbytes = 100 * UNIT
         said = (
-            r"out of memory.*\nsuperpipeline: of [\d.]+ MiB on simgpu:0 the window of 2 held 512.00 KiB and "
-            r"activations, gradients, buffers and all else [\d.]+ KiB; what makes room: activations='recompute' "
+            r"out of memory.*\nsuperpipeline: of [\d.]+ MiB on simgpu:0, the window of 2 took 512.00 KiB, and "
+            r"activations, gradients, buffers and all else [\d.]+ KiB; to make room: activations='recompute' "
             r"\(each forward runs twice.*\); window=1 \(256.00 KiB less; .*\); batches of half the size and"
         )
         with pytest.raises(DeviceMemoryError, match=said):
@@ -391,7 +392,7 @@ def test_what_the_first_step_alone_keeps_under_autocast_is_told():
         for net[1].nbytes in (0, 0):
             step(handle)
         net[1].nbytes = simgpu.config.capacity
-        with pytest.raises(DeviceMemoryError, match=r"all else [^(]*; what makes room"):
+        with pytest.raises(DeviceMemoryError, match=r"all else [^(]*; to make room"):
             step(handle)
 
 
@@ -434,7 +435,7 @@ class Stack(L.LightningModule):
 
 def test_in_backward_it_is_the_same_error():
     simgpu.config.capacity = torch.accelerator.memory_allocated() + 20 * UNIT
-    with pytest.raises(DeviceMemoryError, match=r"the window of 1 held .* what makes room: activations='recompute'"):
+    with pytest.raises(DeviceMemoryError, match=r"the window of 1 took .* to make room: activations='recompute'"):
         fit(1, net=nn.Sequential(stack(), Sudden(100 * UNIT, backward=True)))
 
 
@@ -459,7 +460,7 @@ def test_a_resumed_run_starts_from_what_was_chosen(caplog):
     assert chosen == 8
     with caplog.at_level(logging.INFO, "sp_lightning"):
         resumed = fit(4, ckpt_path="auto.ckpt")
-    assert "window 1 -> 8, transfer 1 -> 1: as the run that is resumed had chosen" in caplog.text
+    assert "window 1 -> 8, transfer 1 -> 1: as in the run that is resumed" in caplog.text
     assert resumed.strategy.handle.stats()["window"] == 8
 
 
@@ -468,7 +469,7 @@ def test_a_copy_of_the_trainer_starts_from_what_was_chosen(caplog):
     copied.fit_loop.epoch_loop.max_steps = 4
     with caplog.at_level(logging.INFO, "sp_lightning"):
         copied.fit(Stack(None), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None))
-    assert "window 1 -> 8, transfer 1 -> 1: as the run that is resumed had chosen" in caplog.text
+    assert "window 1 -> 8, transfer 1 -> 1: as in the run that is resumed" in caplog.text
 
 
 def test_it_starts_from_less_where_there_is_less_memory(caplog):
@@ -476,7 +477,7 @@ def test_it_starts_from_less_where_there_is_less_memory(caplog):
     simgpu.config.capacity = torch.accelerator.memory_allocated() + 5 * UNIT + 400 * KIB
     with caplog.at_level(logging.INFO, "sp_lightning"):
         fit(5, ckpt_path="auto.ckpt")
-    resumed = re.search(r"window 1 -> (\d), transfer 1 -> 1: as the run that is resumed had chosen", caplog.text)
+    resumed = re.search(r"window 1 -> (\d), transfer 1 -> 1: as in the run that is resumed", caplog.text)
     assert 2 <= int(resumed[1]) < 8
 
 

@@ -305,7 +305,7 @@ def test_a_unit_that_is_to_be_one_graph_from_outside_is_an_error_that_says_what_
         block.compile(backend="eager", fullgraph=True)
     with (
         sp_lightning.stream(net, "cpu", window=2, units=["Block"]),
-        pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or have compile_units=True"),
+        pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or set compile_units=True"),
     ):
         losses(net)
 

@@ -50,8 +50,8 @@ def test_what_certainly_fits_is_let_through():
 
 def test_a_window_that_can_not_fit_is_refused_with_three_changes_and_their_cost_in_seconds():
     assert refused([*EIGHT, ROOT], 6, 600) == (
-        "with window 6, weights and gradients alone need 650.00 MiB on cuda:0, and 600.00 MiB are free; what would "
-        "fit, and the time that weights, gradients and AdamW take in a step here at least, which is 11 s as it is: "
+        "with window 6, weights and gradients alone need 650.00 MiB on cuda:0, but 600.00 MiB are free; these "
+        "would fit (device memory; lower bound of a step from weights, gradients and AdamW here, now 11 s): "
         "window=5 (550.00 MiB, 12 s); window=1 (250.00 MiB, 16 s)"
     )
     assert refused([*EIGHT, ROOT], 6, 600, can_halve=True).endswith(
@@ -85,7 +85,7 @@ def test_where_nothing_fits_smaller_units_are_named():
 def test_a_budget_is_refused_in_the_same_way():
     with pytest.raises(
         MemoryBudgetError,
-        match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; raise it; what would fit, .* training ad",
+        match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; raise it; these would fit .* training ad",
     ):
         check_budget(Options(memory_budget=200 * MIB), [*EIGHT, ROOT], False, means())
     said = r"window 6 does not fit .* window=4 \(650.00 MiB, 13 s\); training adapters .* window=1 \(250.00 MiB, 16"
@@ -123,7 +123,7 @@ def test_a_fit_stops_before_it_starts_and_leaves_the_module_alone():
     trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=1, logger=False, **QUIET)
     with pytest.raises(
         MemoryBudgetError,
-        match=r"need 1.0\d MiB on simgpu:0, and 600.00 KiB are free; .*: window=2 \(514.00 KiB, .* m?s\); prec",
+        match=r"need 1.0\d MiB on simgpu:0, but 600.00 KiB are free; .*: window=2 \(514.00 KiB, .* m?s\); prec",
     ):
         trainer.fit(module, [torch.zeros(2, 256)])
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
@@ -147,8 +147,8 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "sp_lightning"):
         preflight.check_host(partition(large), float32)
     assert (
-        "training will take 8.00 GiB more of host memory (weights 2.00 GiB, converted for their way 0 B, gradients "
-        "2.00 GiB, optimizer 4.00 GiB if it is AdamW), and 2.00 GiB are free: the system may end the process. "
+        "training will take 8.00 GiB more host memory (weights 2.00 GiB, wire copies 0 B, gradients "
+        "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 2.00 GiB are free: the system may end the process. "
         "Train a tenth of the parameters, as adapters do (5.40 GiB less), use an optimizer with half the state (2.00"
     ) in caplog.text
 

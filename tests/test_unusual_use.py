@@ -73,7 +73,7 @@ def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(
 
     module, (x,) = Outer(), inputs("simgpu", 1)
     with sp_lightning.stream(module, "simgpu", window=1) as handle:
-        with pytest.raises(UnsupportedError, match="call it inside the forward of the module that owns them"):
+        with pytest.raises(UnsupportedError, match="call it inside the forward of the module that owns the weight"):
             with handle.explaining():  # as Lightning's backward is
                 module(x).backward()
         squares(module.net, x).backward()

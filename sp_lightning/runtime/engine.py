@@ -1,16 +1,17 @@
-"""One step's choreography: what stands in for a unit's parameters while its code runs, and what comes back.
+"""The choreography of a step: when units are resident, stand-ins are bound and gradients come back.
 
-1. A *visit* is the time in which code that belongs to a unit runs. Entering makes the unit resident (window.py), orders
-   the caller's stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost
-   one of a unit acts.
-2. A *scope* is a step, or a forward outside of any step. The outermost one begins a pass (window.py, Rule 1), so each
-   forward that the model's ``generate`` calls predicts the next. Between them ``generate`` reads weights as in a step.
-3. Backward makes a unit resident through the hook on its outputs (early), and through autograd's unpacking (whatever
-   the way in). Code that recomputes enters units as forward does, or reads their weights outside of visits
-   (weight_reads.py).
-4. Where a scope ends user code may write to weights: fills that still read them are waited for.
-5. After an exception everything of ours is taken out of the module's slots, whatever was under way; the host weights
-   are the truth and are only ever written by write-backs and by the user's optimizer.
+1. A *visit* is the time in which code of a unit runs. Entering makes the unit resident (window.py), orders the caller's
+   stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost visit of a unit
+   acts.
+2. A *scope* is a step, or a forward outside of any step. The outermost scope begins a pass (window.py, Rule 1), so each
+   forward that the model's ``generate`` calls predicts the next one. Between those forwards ``generate`` reads weights
+   as a step does.
+3. Backward makes a unit resident early, through the hook on the unit's outputs, and at the latest when autograd unpacks
+   a saved tensor, whatever led to it. Code that recomputes enters units as forward does, or reads their weights outside
+   of visits (weight_reads.py).
+4. User code may write to weights once a scope has ended: the end waits for fills that still read them.
+5. After an exception, everything of the library is removed from the module's slots, wherever the exception came. The
+   host weights are the truth: of the library, only write-backs write to them, beside the user's optimizer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Streams the units of one module. Use it through ``sp_lightning.stream`` or the strategy."""
+    """The engine that streams the units of one module; ``sp_lightning.stream`` and the strategy make it."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Engine:
         self.current_step = CurrentStep(counters)
         self.device = device
         self.options = options
-        self.compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
+        self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
@@ -82,14 +83,14 @@ class Engine:
         self._scopes = 0
         self._generating = False  # whether the model's ``generate`` runs
         self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
-        self._open: list[StreamedUnit] = []  # visited now, in order of entering
-        self._thread = 0  # that entered the first of them
+        self._open: list[StreamedUnit] = []  # the visited units, in order of entering
+        self._thread = 0  # the thread that entered the first of them
         self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
-        self._listening = False  # to a step, and until the backward that may follow it
-        self._attending = False
-        self._told = False
+        self._reads_enabled = False  # from the beginning of a step to the end of the backward that may follow it
+        self._watches_user_code = False  # between steps
+        self._reported_read = False
         self._closed = False
-        self._backed: StreamedUnit | None = None  # that backward needed last, if its gradients are not complete
+        self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
         self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
@@ -102,13 +103,13 @@ class Engine:
 
     @property
     def any_replaced(self) -> bool:
-        """Whether any parameter has other memory than the slab that was made for it."""
-        vacant = self.current_step.vacant  # of which it is known
+        """Whether user code replaced the data of any parameter."""
+        vacant = self.current_step.vacant  # the deferred step replaced these units' data itself
         with quietly():
             return any(unit.store not in vacant and unit.store.moved for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
-        """These weights of a unit travel in these types from now on (autocast_weights.py)."""
+        """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
         del self._by_storage[unit.store.storage._cdata]
         self.window.retype(unit, types)
         self._by_storage[unit.store.storage._cdata] = unit
@@ -121,26 +122,29 @@ class Engine:
         return self._scopes > 0
 
     def apparent_device(self) -> torch.device | None:
-        """What ``parameter.device`` tells inside a step: the device on which the plain run has it."""
+        """Return what ``parameter.device`` reports inside a step: the device that it has in a plain run."""
         return self.device.torch_device if self._in_step else None
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What ``parameter.dtype`` tells inside a step."""
+        """Return what ``parameter.dtype`` reports, inside a step, for a parameter of this type."""
         return self._device_dtype(dtype) if self._in_step else dtype
 
     @property
     def _in_step(self) -> bool:
-        """Whether the model's code runs. In a backward, whoever called for it, that is what recomputes and what
-        differentiates, but no hook of a parameter: its gradient is on the host."""
+        """Whether the model's code runs.
+
+        In a backward, inside a step or not, recomputation and differentiation are the model's code. A parameter's hook
+        is not: the gradient that it gets is on the host.
+        """
         if in_backward():
             return not at_leaf()
         return (self._scopes > 0 or self._generating) and not self.optimizing
 
     def open_scope(self, kind: Any) -> None:
-        """A step, or a forward outside of any step, begins (Rule 2)."""
+        """Begin a scope: a step, or a forward outside of any step (Rule 2)."""
         with quietly():
             if not self._scopes and (self._open or self.backward_pass.running):
-                self.reset()  # of an interrupted step
+                self.reset()  # what an interrupted step left
             self._scopes += 1
             self._interrupted.append(self.optimizing)
             self.optimizing = False
@@ -152,7 +156,7 @@ class Engine:
             self._enable_reads()
 
     def close_scope(self) -> None:
-        """It ends: user code runs next (Rule 4)."""
+        """End a scope: user code runs next (Rule 4)."""
         with quietly():
             self._scopes = max(0, self._scopes - 1)
             self.optimizing = self._interrupted.pop() if self._interrupted else False
@@ -160,12 +164,12 @@ class Engine:
                 self.current_step.finish()
                 self.offload.finish()
                 if not torch.is_grad_enabled():
-                    self._disable_reads()  # else a backward may follow, which may read weights, too
+                    self._disable_reads()  # with gradients a backward may follow and read weights as well
                 self.settle()
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Answer reads of weights within as in a step, though each forward that is called there is a scope (Rule 2)."""
+        """Answer reads of weights as in a step, around a ``generate`` whose forwards each are a scope (Rule 2)."""
         before = self._generating
         try:
             self._generating = True
@@ -174,24 +178,24 @@ class Engine:
             self._generating = before
 
     def settle(self) -> None:
-        """Host weights may be written from here on."""
+        """Wait until no fill reads the host weights: they may be written from here on."""
         self.window.settle()
 
-    def follow(self) -> None:
-        """Device bytes that the user keeps a reference to become what the host's are now."""
+    def refresh_referenced(self) -> None:
+        """Update the device bytes that user code refers to from the host's."""
         with quietly():
-            self.window.follow()
+            self.window.refresh_referenced()
 
     def collect_writes(self) -> None:
-        """What the user wrote through kept references is on the host."""
+        """Copy down what user code wrote through references to stand-ins."""
         with quietly():
-            for unit in self.window.kept():
+            for unit in self.window.referenced_elsewhere():
                 unit.stand_ins.collect_writes()
 
     @property
-    def keeps_references(self) -> bool:
-        """Whether stand-ins outlive their visit."""
-        return any(True for _ in self.window.kept())
+    def has_outside_references(self) -> bool:
+        """Whether user code refers to the device bytes of any unit outside of its visits."""
+        return any(True for _ in self.window.referenced_elsewhere())
 
     # ---- reads outside visits (weight_reads.py)
 
@@ -203,41 +207,42 @@ class Engine:
     @property
     def between_steps(self) -> bool:
         """Whether user code may bring host parameters together with tensors on the device."""
-        return self._attending and not self.device.is_host and not self.serving and not self.optimizing
+        return self._watches_user_code and not self.device.is_host and not self.serving and not self.optimizing
 
-    def attend(self) -> None:
-        """Begins to see what user code does between steps."""
-        self._attending = True
+    def watch_user_code(self) -> None:
+        """Begin to see the reads of user code between steps."""
+        self._watches_user_code = True
         weight_reads.enable()
 
     def on_device(self, tensor: Tensor) -> bool:
-        """Whether a tensor's bytes are the device's, or a unit's there."""
+        """Whether a tensor is on the device, or lies in the device buffer of a unit."""
         return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
 
     def in_slab(self, tensor: Tensor) -> bool:
-        """Whether they are those of a managed parameter on the host."""
+        """Whether a tensor's bytes lie in the slab of a unit."""
         starts = ((unit.store.slab.data_ptr(), unit.store.slab.numel()) for unit in self.units)
         return any(start <= tensor.data_ptr() < start + length for start, length in starts)
 
     def read_on_host(self, parameter: Tensor) -> None:
-        """Said once: of all that streaming does, only this can cost bits."""
-        if self._listening and not self._told and not self.optimizing:
-            self._told = True
+        """Log, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
+        if self._reads_enabled and not self._reported_read and not self.optimizing:
+            self._reported_read = True
             unit = self._by_parameter[id(parameter)]
             log.info(
-                "superpipeline: %s was read on the host; if a loss depends on that, its gradient is summed in another "
-                "order and equals the plain run's to rounding. Inside the step such a read costs nothing",
+                "superpipeline: %s was read on the host; if a loss depends on this read, the weight's gradient is "
+                "summed in another order and equals the plain run's only to rounding. Read it inside the step to avoid "
+                "that, at no cost",
                 unit.store.names[unit.store.index_of[id(parameter)]],
             )
 
     def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether its stand-in is one that nobody sees."""
+        """Whether the parameter's stand-in is withheld from the slots (streamed_unit.py, Rule 6)."""
         store = self._by_parameter[id(parameter)].store
         return store.index_of[id(parameter)] in store.autocast
 
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """The stand-in of a host parameter; a visit of its unit."""
+        """Visit a host parameter's unit and yield the parameter's stand-in."""
         unit = self._by_parameter[id(parameter)]
         depth = len(self._open)
         self.enter(unit)
@@ -250,13 +255,13 @@ class Engine:
                 unit.store.settle()  # Rule 4
 
     def _enable_reads(self) -> None:
-        if not self._listening:
-            self._listening = True
+        if not self._reads_enabled:
+            self._reads_enabled = True
             weight_reads.enable()
 
     def _disable_reads(self) -> None:
-        if self._listening and not self._scopes and not self.backward_pass.running:
-            self._listening = False
+        if self._reads_enabled and not self._scopes and not self.backward_pass.running:
+            self._reads_enabled = False
             weight_reads.disable()
         if self.optimizing:
             weight_reads.pause()  # an optimizer's arithmetic is on the host
@@ -265,7 +270,7 @@ class Engine:
 
     @never_compiled
     def enter_all(self, units: list[StreamedUnit]) -> int:
-        """Enters several units; returns the depth to leave to."""
+        """Enter several units and return the depth to leave to."""
         depth = len(self._open)
         for unit in units:
             if not unit.visits:
@@ -273,12 +278,12 @@ class Engine:
         return depth
 
     def enter(self, unit: StreamedUnit) -> None:
-        """Code that belongs to this unit is about to run (Rule 1)."""
+        """Begin a visit: code of this unit is about to run (Rule 1)."""
         if self._open and self._thread != threading.get_ident() and not in_backward():
             raise UnsupportedError(
                 f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit "
-                "the device for one thread at a time: run the two one after the other, or stream a copy of the module "
-                "for each"
+                "the device for one thread at a time: run the threads one after the other, or stream a copy of the "
+                "module in each"
             )
         if not self._open:
             self._thread = threading.get_ident()
@@ -297,7 +302,7 @@ class Engine:
 
     @never_compiled
     def leave_to(self, depth: int) -> None:
-        """Leaves the visits that were entered since, also those that an exception left open."""
+        """Leave the visits that are deeper than this, also those that an exception left open."""
         with quietly():
             while len(self._open) > depth:
                 unit = self._open.pop()
@@ -311,9 +316,9 @@ class Engine:
 
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A forward of a unit's root that autograd records: as the ``activations`` option says."""
+        """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
         saved: list[OffloadedTensor] = []
-        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # which no checkpoint can be in
+        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # no checkpoint works inside these
             output = call(*args, **kwargs)
         elif self.options.activations.startswith("recompute"):
             output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
@@ -330,7 +335,7 @@ class Engine:
 
     @never_compiled
     def _announce(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
-        """Has the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
+        """Have the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
         def before_backward(_grads: Any) -> None:
             self.require(unit)
@@ -341,29 +346,29 @@ class Engine:
             node.register_prehook(before_backward)
 
     def _replayed(self, unit: StreamedUnit) -> list[int]:
-        """The weights that a forward which runs again writes once more."""
+        """List the weights of the unit that a recomputed forward writes a second time."""
         return [index for store, index in self.written.restored if store is unit.store]
 
     def _restore(self, unit: StreamedUnit) -> None:
-        """Weights that the unit's forward writes are again what they were, for a forward that runs again."""
+        """Restore weights that the unit's forward wrote, before the forward is recomputed."""
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
                 unit.stand_ins.full_precision.check_rewritten(index)
                 store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
-        """Model code wrote a weight whose host copy is still what it was."""
+        """Report a weight that model code wrote, while its host copy still has the value from before."""
         self.written.report((store, index), before)
 
     def require(self, unit: StreamedUnit) -> None:
-        """The unit is resident, and the caller's stream is ordered after its bytes."""
-        if unit is self._backed and unit.store.is_there and in_backward():
-            return  # asked for each tensor that it saved
+        """Make the unit resident and order the caller's stream after its bytes."""
+        if unit is self._last_in_backward and unit.store.is_there and in_backward():
+            return  # autograd unpacks each saved tensor of the unit by itself
         with quietly():
             if self._closed:
                 raise UnsupportedError(
-                    f"a graph that was made while {unit.name} was streamed is used after that ended, by close() or "
-                    "because the module's parameters changed: run its backward before"
+                    f"a graph that was made while {unit.name} was streamed is used after streaming ended, by close() "
+                    "or because the module's parameters changed: run its backward before that"
                 )
             if in_backward():
                 self._in_backward_from_here()
@@ -374,18 +379,20 @@ class Engine:
                 self.window.require(unit)
             if not unit.stand_ins.bound and unit.stand_ins.refresh():
                 self.backward_pass.forget()
-            self._backed = unit if in_backward() else None
+            self._last_in_backward = unit if in_backward() else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
-        """These parameters were, or are about to be, written by an optimizer or someone like it; of those with these
-        ids it is known when."""
+        """Mark the units of these parameters stale: an optimizer or another writer changed them, or is about to.
+
+        ``stepped`` holds the ids of parameters that the host thread stepped: a wire copy converted after that is valid.
+        """
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
             unit.store.settle()
             unit.store.mark_stale(stepped)
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the units compute."""
+        """The device on which the units compute."""
         return self.device.torch_device
 
     @property
@@ -394,16 +401,16 @@ class Engine:
         return self._by_parameter.keys()
 
     def unit_of(self, parameter: Tensor) -> StreamedUnit | None:
-        """The unit of a host parameter."""
+        """Return the unit of a host parameter, or None if no unit of this engine has it."""
         return self._by_parameter.get(id(parameter))
 
     # ---- backward
 
     def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
-        """All uses of the unit's weights in this backward are done."""
+        """Send down a unit's gradients, which are complete in this backward; return those that autograd needs."""
         with quietly():
             self._in_backward_from_here()
-            self._backed = None
+            self._last_in_backward = None
             final = self.backward_pass.completed(unit) and not self._scopes
             return self.gradient_return.receive(unit.store, node, grads, final)
 
@@ -413,20 +420,20 @@ class Engine:
         return not self.backward_pass.running and not self.current_step.is_under_way and self.gradient_return.idle
 
     def land(self) -> None:
-        """Gradients that are under way are in ``.grad``."""
+        """Wait until all gradients under way are in ``.grad``, and a deferred step is done."""
         self.current_step.finish()
         if not self.gradient_return.idle:
             with quietly():
                 self.gradient_return.finish()
 
     def check_gradient(self, parameter: Tensor) -> None:
-        """In a backward that was not through with it, nobody may ask for it (backward_pass.py, Rule 4)."""
+        """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 4)."""
         if self.backward_pass.running and in_backward():
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
 
     def check_changed(self) -> None:
-        """Somebody changed gradients of this backward before the optimizer steps (backward_pass.py, Rule 1)."""
+        """Report the units whose gradients other code changed since they arrived (backward_pass.py, Rule 1)."""
         for parameter in self.gradient_return.marks.changed():
             self._needs_unit(self._by_parameter[id(parameter)])
 
@@ -445,7 +452,7 @@ class Engine:
             self.gradient_return.ahead = ahead if may_step else None
 
     def _state_asked_for(self, ahead: StepInBackward) -> None:
-        """That of its optimizer, while it is withheld (step_in_backward.py, Rule 8)."""
+        """React to a read of the optimizer's state while it is guarded (step_in_backward.py, Rule 8)."""
         if in_backward():
             self.backward_pass.sees_state(ahead)
             self.gradient_return.ahead = None
@@ -454,53 +461,53 @@ class Engine:
 
     def _backward_done(self) -> None:
         with quietly():
-            self._backed = None
+            self._last_in_backward = None
             self.backward_pass.end()
             self.autocast_weights.backward_done()
             self.offload.backward_done()
             self.counters.listener.idle()
             self.gradient_return.let_go()
             self.land()
-            if self.gradient_return.ahead is None:  # else it is checked where that steps the rest
+            if self.gradient_return.ahead is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self._disable_reads()
             self.settle()
             self.counters.listener.step_may_begin()
 
-    # ---- steps that are held (deferred_step.py)
+    # ---- deferred steps (deferred_step.py)
 
     def next_needed(self) -> list[UnitStore]:
-        """All units, in the order in which the next forward needs them, as far as that is known."""
-        resident = (unit.index for unit in self.units if unit.unit.resident)  # part of it may be needed first of all
+        """List all units in the order in which the next forward needs them, as far as it is known."""
+        resident = (unit.index for unit in self.units if unit.unit.resident)  # may hold what forward needs first
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
         return [self.units[index].store for index in order]
 
     def wait_step(self, store: UnitStore) -> None:
-        """That of this unit is done."""
+        """Wait for this unit's optimizer step, if it is deferred."""
         self.current_step.wait(store)
 
     def wait_step_of(self, parameter: Tensor) -> None:
-        """That of this parameter's unit is done, and in a backward it was not stepped ahead."""
+        """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(self._by_parameter[id(parameter)])
         if self.current_step.is_under_way:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
-        """Whether that of this unit may be under way, or is still to come."""
+        """Whether this unit's optimizer step may be running, or is still to come."""
         ahead = self.gradient_return.ahead is not None and self.backward_pass.is_stepping(store)
         return ahead or self.current_step.is_stepping(store)
 
     # ---- ends
 
     def reset(self) -> None:
-        """Takes everything of ours out of the module, wherever an exception left it (Rule 5)."""
+        """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
         while self._open:
             if self._hooked.pop():
                 self.saved.pop()
             self._open.pop().visits = 0
         self.backward_pass.running = False
-        self._backed = None
+        self._last_in_backward = None
         self.counters.listener.idle()
         self.gradient_return.drop()
         self.offload.backward_done()
@@ -516,16 +523,16 @@ class Engine:
         self.optimizing = False
 
     def close(self) -> None:
-        """The parameters are plain again; nothing is left on the device."""
+        """Make the parameters plain again and free the device bytes that nothing else refers to."""
         self.reset()
         self._closed = True
         self.window.tuner.end()
-        if self._attending:
-            self._attending = False
+        if self._watches_user_code:
+            self._watches_user_code = False
             weight_reads.disable()
         try:
             self.device.synchronize()
-        finally:  # what failed on the device takes nothing from the host
+        finally:  # a failure on the device must not cost the host's weights
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
@@ -533,7 +540,7 @@ class Engine:
     # ---- figures
 
     def stats(self) -> dict[str, Any]:
-        """What happened since the start."""
+        """Return the counters since streaming began, with the sizes of now."""
         return {
             **self.counters.snapshot(),
             "window": self.window.schedule.window,

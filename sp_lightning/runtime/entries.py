@@ -1,15 +1,16 @@
-"""What stands in front of the user's ``forward`` methods: entries that translate and delegate to the engine.
+"""Entries in front of the user's ``forward`` methods: each translates a call and delegates to the engine.
 
-1. An entry replaces ``forward`` on the instance. Forward hooks would do, but torch's evaluation fast paths and other
-   code ask whether a module has any and then run other kernels; and a hook is not called when the user presses Ctrl-C.
+1. An entry replaces ``forward`` on the instance. Forward hooks would not do: torch's evaluation fast paths and other
+   code check whether a module has any and then run other kernels, and a hook is not called after Ctrl-C.
 2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
-3. A unit's forward may run once more in backward, for recomputation: the entry calls it, user's hooks around it are not
-   called again.
-4. ``torch.compile`` traces a module's call into its entry. One that enters a unit breaks the graph there, runs as it
-   is, and the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has nothing to
-   do and is out of the way: graphs are told apart by the objects that they met, and blocks that are alike share one.
-5. ``torch.jit.trace`` (a logger that draws the model's graph, ``to_torchscript(method="trace")``) asks for parameters
-   themselves: it traces the module on the host, where they are, on copies of what is on the device.
+3. A unit's forward may run once more in backward, for recomputation. It is called through the entry, not through the
+   module, so that the user's hooks around it are not called again.
+4. ``torch.compile`` traces a module's call into its entry. An entry that enters a unit breaks the graph there and runs
+   uncompiled; the forward behind it is compiled as a graph of its own. Inside the visit of its unit an entry has
+   nothing to do and is hidden: compiled graphs are told apart by the objects that they met, and without entries in them
+   blocks that are alike share one.
+5. ``torch.jit.trace`` (a logger that draws the model's graph, ``to_torchscript(method="trace")``) needs the parameters
+   themselves: the module is traced on the host, where they are, with host copies of its buffers and arguments.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from .engine import Engine
 
 
 class ForwardEntry:
-    """Stands in front of one module's forward (Rule 1), or of another method of it."""
+    """An entry in front of one module's forward (Rule 1), or of another of its methods; this class only delegates."""
 
     method = "forward"
-    removed = False  # nothing of it is left in the module
+    removed = False  # whether the module's own method is back in its place
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.forward: Callable[..., Any] = getattr(module, self.method)
-        self._own = module.__dict__.get(self.method)  # set on the instance by someone before us
-        functools.update_wrapper(self, self.forward, updated=())  # its signature is asked for
+        self._own = module.__dict__.get(self.method)  # set on the instance before streaming
+        functools.update_wrapper(self, self.forward, updated=())  # other code inspects the signature
         module.__dict__[self.method] = self
 
     def remove(self) -> None:
-        """The module's own forward again; where somebody wrapped this entry, it only passes on."""
+        """Put the module's own method back; where other code wrapped this entry, only retire it."""
         if self.module.__dict__.get(self.method) is not self:
             self.retire()
         else:
@@ -56,7 +57,7 @@ class ForwardEntry:
             self.removed = True
 
     def retire(self) -> None:
-        """Only pass on from now on, wherever somebody keeps this entry or puts it back."""
+        """Only delegate from now on: other code may still refer to this entry, or put it back."""
         self.__class__ = ForwardEntry
 
     def _restore(self) -> None:
@@ -73,11 +74,11 @@ class ForwardEntry:
         return types.MethodType(getattr(type(copied), self.method), copied)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.module, self.method)  # resolved before the copy has any attributes: its class's
+        return getattr, (self.module, self.method)  # finds the class's: the copy has no attributes yet
 
 
 class ModuleEntry(ForwardEntry):
-    """Enters the units that own a module's direct parameters."""
+    """An entry that visits the units which own a module's direct parameters."""
 
     def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
         super().__init__(module)
@@ -91,13 +92,13 @@ class ModuleEntry(ForwardEntry):
         return self.visit(*args, **kwargs)
 
     def hide(self) -> None:
-        """Inside a visit of its only unit (Rule 4)."""
+        """Take the entry out of the way for a visit of its only unit (Rule 4)."""
         if self.module.__dict__.get("forward") is self:
             self.hidden = True
             self._restore()
 
     def show(self) -> None:
-        """After it."""
+        """Put the entry back after the visit."""
         if self.hidden:
             self.hidden = False
             if self.module.__dict__.get("forward") is self._own:
@@ -105,7 +106,7 @@ class ModuleEntry(ForwardEntry):
 
     @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, with the units there."""
+        """Run the module's forward inside visits of its units."""
         if compiles_calls() and self.engine.autocast_weights.enabled:
             self.engine.autocast_weights.stop()
         depth = self.engine.enter_all(self.units)
@@ -116,18 +117,22 @@ class ModuleEntry(ForwardEntry):
 
 
 class NoFlatten(ForwardEntry):
-    """cuDNN's recurrent layers would move their weights into memory of their own; without, the same kernels run."""
+    """An entry that keeps a recurrent layer from moving its weights into memory of its own for cuDNN.
+
+    The same kernels run without the move.
+    """
 
     method = "flatten_parameters"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """The weights stay in their unit's buffer."""
+        """Leave the weights in their unit's buffer."""
 
 
 class EncoderFastPathEntry(ForwardEntry):
-    """torch's encoder asks, before its first layer runs, whether that layer's weights take part in function dispatch.
+    """An entry that keeps torch's encoder on its fast path.
 
-    If they do, it leaves its fast path. It reads nothing until then.
+    Before its first layer runs, the encoder checks whether that layer's weights take part in function dispatch, and
+    leaves the fast path if they do. It reads no weight until then, and the layer's visit ends the pause.
     """
 
     @not_compiled_itself  # Rule 4
@@ -140,7 +145,7 @@ class EncoderFastPathEntry(ForwardEntry):
 
 
 class UnitEntry(ModuleEntry):
-    """A part that is a unit as a whole: its outputs lead into the unit's backward."""
+    """An entry in front of a module that is a unit as a whole: its outputs lead into the unit's backward."""
 
     def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
         super().__init__(module, engine, units)
@@ -153,14 +158,14 @@ class UnitEntry(ModuleEntry):
             return self.forward(*args, **kwargs)
         if weight_reads.holds_parameters(args, kwargs):
             return weight_reads.lent(self.__call__, args, kwargs)
-        args, kwargs = moved(args, kwargs, self.engine.device.torch_device)
+        args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
         if not torch.is_grad_enabled():
             return self.visit(*args, **kwargs)
         return self.engine.run(self.units[0], self.module, self.visit, args, kwargs)
 
 
 class StepBoundary(Protocol):
-    """Who knows where steps begin and end."""
+    """The object that knows where steps begin and end."""
 
     device: Device
 
@@ -177,7 +182,7 @@ class StepBoundary(Protocol):
 
 
 class RootEntry(ForwardEntry):
-    """The managed module itself: a forward of it outside of any step is a step of its own."""
+    """An entry in front of the managed module: a forward outside of any step becomes a step of its own."""
 
     name = ""
 
@@ -195,19 +200,19 @@ class RootEntry(ForwardEntry):
 
     @not_compiled_itself
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, as a step."""
+        """Run forward as a step."""
         self.steps.open_scope(("forward", self.module.training, self.name))
         try:
             with self.steps.explaining():
-                args, kwargs = moved(args, kwargs, self.steps.device.torch_device)
-                forward = self.module.forward if self.removed else self.forward  # units were made anew
+                args, kwargs = to_device(args, kwargs, self.steps.device.torch_device)
+                forward = self.module.forward if self.removed else self.forward  # removed: units were made anew
                 return forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
 
 
 class SubmoduleEntry(RootEntry):
-    """A part of it that consists of more than a unit: so is a forward of it that is called by itself."""
+    """An entry in front of a submodule with units inside: a forward called by itself becomes a step."""
 
     def __init__(self, module: nn.Module, steps: StepBoundary, name: str) -> None:
         super().__init__(module, steps)
@@ -220,14 +225,15 @@ class SubmoduleEntry(RootEntry):
 
     @not_compiled_itself  # Rule 4
     def step_by_itself(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, as a step where none runs."""
+        """Run forward, as a step if none is running."""
         alone = not (self.steps.in_step or is_tracing())
         return (self.step if alone else self.forward)(*args, **kwargs)
 
 
 class Generation(ForwardEntry):
-    """Stands in front of ``generate``: what it asks and reads between the forwards that it calls is read in a step. One
-    that yields is outside of it while whoever called it has the turn."""
+    """An entry in front of ``generate``, which reads weights and devices between its forwards as a step does.
+
+    A ``generate`` that yields is outside of the step while its caller has the turn."""
 
     method = "generate"
 
@@ -237,7 +243,7 @@ class Generation(ForwardEntry):
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        """Tell whether the module's class has this method."""
+        """Return whether the module's class has this method."""
         return isinstance(inspect.getattr_static(type(module), cls.method, None), types.FunctionType)
 
     @not_compiled_itself  # Rule 4
@@ -247,13 +253,13 @@ class Generation(ForwardEntry):
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` looks on (Rule 5)."""
+    """Return whether ``torch.jit.trace`` is tracing (Rule 5)."""
     return torch._C._get_tracing_state() is not None
 
 
 @contextlib.contextmanager
 def on_host(module: nn.Module) -> Iterator[None]:
-    """Within, copies on the host stand for the module's buffers."""
+    """Put host copies in the places of the module's buffers for the time of the context."""
     places = [(child._buffers, name) for child in module.modules() for name in child._buffers]
     buffers = [place[name] for place, name in places]
     for (place, name), buffer in zip(places, buffers, strict=True):
@@ -266,11 +272,13 @@ def on_host(module: nn.Module) -> Iterator[None]:
 
 
 @never_compiled
-def moved(
+def to_device(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments on the device, if no tensor among them is there yet; else they are as the caller wants them. What
-    holds tensors is an argument by itself."""
+    """Move the arguments to the device, unless a tensor argument is there already: then the caller has placed them.
+
+    The same is decided by itself for each argument that contains tensors.
+    """
     if any(isinstance(value, Tensor) and value.device == device for value in (*args, *kwargs.values())):
         return args, kwargs
 

@@ -1,15 +1,17 @@
-"""The way of gradients down.
+"""Gradients on their way down: packed on the device, copied to the host, accumulated into ``.grad``.
 
-1. Gradients are *taken* where nobody sees when they arrive: they are packed into one buffer, start their way down, and
-   are accumulated into ``.grad`` as autograd would, in the order in which they came, before backward returns.
-2. They are *returned*, arrived, where autograd has something to do with them: hooks on the parameter, and
-   ``autograd.grad``. Under ``create_graph`` the way down is part of the graph; it is an operator like any other as well
-   for gradients that have tangents, or stand for many. What the task does not ask for is dropped.
-3. A packed buffer is kept until the caller's stream waited for its copy, when the next unit's gradients are ready: one
-   buffer on its way, one being made.
-4. A gradient in autocast's type comes down as it is, and becomes FP32 on the host: the same value.
-5. Somebody may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
-   host parameter past its link. Who steps ahead has to know.
+1. A gradient is *taken* where no code can see when it arrives. It is packed with its unit's others into one buffer,
+   sent down, and accumulated into ``.grad`` as autograd would: before backward returns, in the order of arrival from
+   autograd.
+2. A gradient is *returned* to autograd, after its arrival on the host, where autograd has more to do with it: for hooks
+   on the parameter, and for ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. It is an
+   ordinary operator as well for gradients that have tangents or are batched. A gradient that this backward does not
+   need is dropped.
+3. A packed buffer is freed when the next unit's gradients are ready, after the caller's stream has waited for its copy:
+   at most one exists, beside the gradients that autograd collects for the next unit.
+4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
+5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
+   host parameter past its unit's bridge (bridge.py). Such changes are recorded for the step in backward.
 """
 
 from __future__ import annotations
@@ -38,39 +40,39 @@ Mark = tuple[list[int], list[int]]
 
 
 class GradientVersions:
-    """What ``.grad`` of parameters was when we last knew it: somebody else may change it within the same backward
-    (Rule 5)."""
+    """The last known ``.grad`` of parameters, to find what other code changes within the same backward (Rule 5)."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[list[Tensor], Mark]] = {}  # by the first of those that came together
+        self._marks: dict[int, tuple[list[Tensor], Mark]] = {}  # by id of the first parameter that was packed together
         self._changed: list[Tensor] = []
 
-    def taken(self, parameters: list[Tensor]) -> None:
-        """Their gradients are on their way."""
+    def note_packed(self, parameters: list[Tensor]) -> None:
+        """Record that the gradients of these parameters are on their way down together."""
         if id(parameters[0]) not in self._marks:
             self._marks[id(parameters[0])] = parameters, _mark(parameters)
 
-    def landed(self, parameters: list[Tensor], before: Mark) -> None:
-        """They were accumulated, into what was this."""
+    def note_accumulated(self, parameters: list[Tensor], before: Mark) -> None:
+        """Record that the gradients were accumulated into ``.grad``, of which ``before`` is the mark from before."""
         known, mark = self._marks[id(parameters[0])]
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])
         self._marks[id(parameters[0])] = parameters, _mark(parameters)
 
     def changed(self) -> list[Tensor]:
-        """Of those that came together and of which one was changed by somebody else, the first."""
+        """List the first parameter of each packed group in which other code changed a gradient."""
         return self._changed + [known[0] for known, mark in self._marks.values() if _mark(known) != mark]
 
     def clear(self) -> None:
-        """Another backward begins."""
+        """Forget all gradients: another backward begins."""
         self._marks.clear()
         self._changed.clear()
 
 
 def _mark(parameters: list[Tensor]) -> Mark:
-    """Make a mark that changes when a gradient is written or replaced.
+    """Make a mark that changes when a gradient is written or replaced, and that refers to no tensor.
 
-    It refers to no tensor (gradient_store.py, Rule 1)."""
+    A reference would count as user code's (gradient_store.py, Rule 1).
+    """
     grads = list(map(true_grad, parameters))
     return list(map(id, grads)), [grad._version for grad in grads if grad is not None]
 
@@ -79,48 +81,48 @@ def _mark(parameters: list[Tensor]) -> Mark:
 class GradientTransfer:
     """Gradients of a unit on their way down."""
 
-    packing: PackedGradients  # freed early, its memory would be given away while it is read
+    packing: PackedGradients  # freed early, its memory would be reused while the copy reads it
     parameters: list[Tensor]
-    host: list[tuple[Tensor, Tensor | None]]  # where their gradients land, and are widened: nobody else's until then
+    host: list[tuple[Tensor, Tensor | None]]  # where each arrives and is widened; nothing else may use these meanwhile
     marks: GradientVersions
-    stream: Any  # on which the packed buffer was made: its memory is given out there again
+    stream: Any  # the packed buffer was made on it, and its memory is reused there
     done: Arrival
 
     def has_arrived(self) -> bool:
-        """Whether ``land`` would not wait."""
+        """Return whether ``land`` would find the gradients on the host."""
         return self.done.query()
 
     def wait(self) -> None:
-        """The gradients are on the host."""
+        """Wait until the gradients are on the host."""
         self.done.synchronize()
 
     def land(self) -> list[Tensor]:
-        """They are accumulated; tells whose they were."""
+        """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
         before = _mark(self.parameters)
-        for parameter, (grad, room) in zip(self.parameters, self.host, strict=True):
-            _accumulate(parameter, grad, room)
-        self.marks.landed(self.parameters, before)
+        for parameter, (grad, wide_view) in zip(self.parameters, self.host, strict=True):
+            _accumulate(parameter, grad, wide_view)
+        self.marks.note_accumulated(self.parameters, before)
         return self.parameters
 
 
 class GradientReturn:
-    """Brings gradients to the host."""
+    """The way of all units' gradients to the host."""
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[GradientTransfer] = []
-        self._landing = False
-        self._finishing = threading.RLock()
-        self._last: GradientTransfer | None = None  # whose device buffer is still held
-        self.taken: set[int] = set()  # ids of parameters whose gradients were, in this backward
+        self._accumulating = False
+        self._lock = threading.RLock()
+        self._last: GradientTransfer | None = None  # its device buffer is not freed yet
+        self.taken: set[int] = set()  # ids of parameters whose gradients were taken in this backward (Rule 1)
         self.marks = GradientVersions()
-        self.ahead: StepInBackward | None = None  # steps what arrives, while a step that may be overlapped is under way
+        self.ahead: StepInBackward | None = None  # steps units as they arrive, if this backward may be overlapped
 
     def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
-        """Takes a unit's gradients, and returns those that autograd has to have (Rules 1 and 2)."""
+        """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2)."""
         if torch.is_grad_enabled() or _are_more_than_bytes(grads):
             return self._differentiable(store, grads)
         taken: list[int] = []
@@ -129,20 +131,20 @@ class GradientReturn:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            fate = _fate(store.params[index], leaves[index][0], grad)
-            if fate is Disposition.TAKE:
+            disposition = _disposition(store.params[index], leaves[index][0], grad)
+            if disposition is Disposition.TAKE:
                 taken.append(index)
-            elif fate is Disposition.RETURN:
+            elif disposition is Disposition.RETURN:
                 returned.append(index)
         if taken:
             self._take(store, taken, grads, final)
         return self._arrived(store, returned, grads)
 
     def finish(self) -> None:
-        """All that was taken is in ``.grad`` (Rule 1)."""
+        """Wait until all taken gradients are in ``.grad`` (Rule 1), and a step in backward has ended."""
         if HostThread.is_current():
             return
-        with self._finishing:  # another thread that looks at a gradient waits for it as well
+        with self._lock:  # another thread that reads a gradient waits here as well
             self._finish()
 
     def _finish(self) -> None:
@@ -150,38 +152,38 @@ class GradientReturn:
             with self.counters.stall("optimizer"):
                 self.ahead.finish()
         if self._under_way:
-            self._landing = True
+            self._accumulating = True
             try:
                 under_way, self._under_way = self._under_way, []
-                for landing in under_way:
+                for transfer in under_way:
                     with self.counters.stall("gradients"):
-                        landing.land()
+                        transfer.land()
             finally:
-                self._landing = False
+                self._accumulating = False
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to finish, here or in another thread."""
-        return not self._under_way and not self._landing and (self.ahead is None or self.ahead.is_idle)
+        """Whether ``finish`` has nothing to wait for: no step in backward, and no gradient under way in any thread."""
+        return not self._under_way and not self._accumulating and (self.ahead is None or self.ahead.is_idle)
 
     @property
     def host_nbytes(self) -> int:
-        """Of the slabs that gradients land in."""
+        """The host bytes of all gradient slabs."""
         return sum(slab.nbytes for slab in self._slabs.values())
 
     def drop(self) -> None:
-        """Forgets what is under way: its backward failed."""
+        """Discard the gradients under way: their backward failed."""
         self.let_go()
         self._under_way = []
 
     def is_own(self, store: UnitStore, index: int) -> bool:
-        """Whether nobody but the parameter, and the slab that it may be in, refers to its gradient."""
+        """Return whether only the parameter, and the gradient slab it may lie in, refer to a gradient."""
         return is_own(store.params[index], self._slabs.get(store), index)
 
     # ---- taken
 
     def _take(self, store: UnitStore, indices: list[int], grads: Gradients, final: bool) -> None:
-        """Starts the way down."""
+        """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         slab = self._slabs.get(store)
         if slab is None or slab.autocast is not store.autocast:
@@ -189,19 +191,19 @@ class GradientReturn:
         indices = sorted(indices, key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
         taken = [_known(grads[index]) for index in indices]
         places, packing = slab.room(indices, taken)
-        landing = self._send(store, taken, packing)
-        landing.parameters = [store.params[index] for index in indices]
-        landing.host = [(place.tensor, place.room) for place in places]
-        self.marks.taken(landing.parameters)
-        self.taken.update(map(id, landing.parameters))
+        transfer = self._send(store, taken, packing)
+        transfer.parameters = [store.params[index] for index in indices]
+        transfer.host = [(place.tensor, place.room) for place in places]
+        self.marks.note_packed(transfer.parameters)
+        self.taken.update(map(id, transfer.parameters))
         if self.ahead is not None and final and not self._under_way:
             timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
-            self.ahead.submit(landing, timed, store.convert)
+            self.ahead.submit(transfer, timed, store.convert)
         else:
-            self._under_way.append(landing)
+            self._under_way.append(transfer)
 
     def _send(self, store: UnitStore, grads: list[Tensor], packing: PackedGradients) -> GradientTransfer:
-        """Packs gradients and starts their way down."""
+        """Pack gradients and start their copy to the host."""
         packing.pack(grads)
         down, compute = self.device.down, self.device.compute
         down.wait_event(compute.record_event())
@@ -212,7 +214,7 @@ class GradientReturn:
         return self._last
 
     def let_go(self) -> None:
-        """The device buffer on its way may be freed after its copy (Rule 3)."""
+        """Free the last packed buffer, in stream order after its copy (Rule 3)."""
         if self._last is not None:
             with self.counters.listener.waiting("gradients"):
                 self._last.done.wait(self._last.stream)
@@ -223,19 +225,23 @@ class GradientReturn:
     # ---- returned
 
     def _arrived(self, store: UnitStore, indices: list[int], grads: Gradients) -> Gradients:
-        """Copies nobody else holds, in the host parameters' types; blocks until they are there."""
+        """Return host copies of these gradients in their parameters' types; block until they have arrived.
+
+        Autograd gets memory that nothing else refers to.
+        """
         result: list[Tensor | None] = [None] * len(grads)
         dense = [index for index in indices if _known(grads[index]).layout is torch.strided]
         if dense:
             self.let_go()
-            room = Layout.of([("", _known(grads[index])) for index in dense])
-            flat = self.device.passing(max(room.nbytes, ALIGNMENT))
+            layout = Layout.of([("", _known(grads[index])) for index in dense])
+            flat = self.device.passing(max(layout.nbytes, ALIGNMENT))
             places = [
-                GradientSlot(room.view(flat.untyped_storage(), field), flat, field.offset) for field in room.fields
+                GradientSlot(layout.view(flat.untyped_storage(), field), flat, field.offset) for field in layout.fields
             ]
-            landing = self._send(store, [_known(grads[index]) for index in dense], PackedGradients(self.device, places))
+            packing = PackedGradients(self.device, places)
+            transfer = self._send(store, [_known(grads[index]) for index in dense], packing)
             with self.counters.stall("gradients"):
-                landing.done.synchronize()
+                transfer.done.synchronize()
             for index, place in zip(dense, places, strict=True):
                 result[index] = place.tensor.to(store.host_layout.fields[index].dtype, copy=True)
         for index in set(indices) - set(dense):
@@ -244,14 +250,14 @@ class GradientReturn:
         return tuple(result)
 
     def _differentiable(self, store: UnitStore, grads: Gradients) -> Gradients:
-        """Copies that are part of the graph, or whatever else their originals are."""
+        """Copy gradients to the host by an operator, which autograd records and transforms like any other."""
         self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
         fields = store.host_layout.fields
         return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
 
 
 def _are_more_than_bytes(grads: Gradients) -> bool:
-    """Whether they may have tangents, or stand for many (``is_grads_batched``)."""
+    """Return whether gradients may have tangents, or are batched (``is_grads_batched``)."""
     if forward_ad._current_level >= 0:
         return True
     return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
@@ -263,31 +269,31 @@ def _known(grad: Tensor | None) -> Tensor:
 
 
 class Disposition(enum.Enum):
-    """What becomes of a gradient."""
+    """The outcomes for a gradient (Rules 1 and 2)."""
 
     TAKE = "take"
     RETURN = "return"
     DROP = "drop"
 
 
-def _fate(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
-    """Rules 1 and 2."""
+def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
+    """Decide between taking, returning and dropping a gradient (Rules 1 and 2)."""
     try:
-        if not torch._C._will_engine_execute_node(leaf) or not parameter.requires_grad:  # frozen since its forward
+        if not torch._C._will_engine_execute_node(leaf) or not parameter.requires_grad:  # frozen after its forward
             return Disposition.DROP
-    except RuntimeError:  # autograd.grad: the gradient itself is asked for
+    except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
     seen = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    unguarded = type(parameter) is not HostParameter  # nobody sees who asks for its gradient
+    unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
     return Disposition.RETURN if seen or unguarded or grad.layout is not torch.strided else Disposition.TAKE
 
 
-def _accumulate(parameter: Tensor, grad: Tensor, room: Tensor | None) -> None:
-    """As autograd does for a leaf."""
+def _accumulate(parameter: Tensor, grad: Tensor, wide_view: Tensor | None) -> None:
+    """Add a gradient to ``.grad``, or set it, as autograd does for a leaf."""
     before = true_grad(parameter)
-    widens = before is None and room is not None
+    widens = before is None and wide_view is not None
     if widens:
-        grad = widened(grad, _known(room))
+        grad = widened(grad, _known(wide_view))
     elif grad.dtype is not (dtype := true_dtype(parameter)):
         grad = grad.to(dtype)
     if before is None:

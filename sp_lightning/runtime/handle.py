@@ -1,4 +1,4 @@
-"""``sp_lightning.stream``: the engine in a module, without Lightning, and the way back out."""
+"""``sp_lightning.stream``: attaches the engine to a module, without Lightning, and detaches it again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .measure import measure_quickly
 from .module_watch import ModuleFingerprint, materialize, move_buffers
 from .optimizer_steps import OptimizerSteps
 
-BETWEEN_DEVICES = re.compile(  # torch's words for tensors on two
+BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
     r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
 )
@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 class Handle:
     """A module whose weights live on the host and visit the device, unit by unit.
 
-    Costs a page-locked copy of the weights while it is made (unit by unit), and an entry in front of the forward of
-    each module that owns parameters. A context manager: leaving it closes it.
+    Making it copies the weights into page-locked memory, one unit at a time, and puts an entry in front of the forward
+    of each module that owns parameters. As a context manager, the handle is closed on leaving.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class Handle:
         self.module = module
         self.device = Device(device, options.host_memory)
         self.options = options
-        self._trains = trains  # training follows, for certain
-        self._only_inference = only_inference  # no training follows, which would need the memory left
-        self._compute_dtype = compute_dtype  # of what is FP32 on the host; None: as it is
+        self._trains = trains  # training certainly follows
+        self._only_inference = only_inference  # no training follows, so the window may fill the memory
+        self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
         self.closed = False
         self._attach()
         self.steps = OptimizerSteps(self.engine)
 
-    # ---- what is there
+    # ---- units and figures
 
     @property
     def units(self) -> list[Unit]:
-        """The units, in order; the resident rest, if there is any, last."""
+        """The units, in order; the resident rest, if there is one, comes last."""
         return list(self._units)
 
     @property
@@ -87,25 +87,30 @@ class Handle:
         return [name for streamed in self.engine.units for name in streamed.store.names]
 
     def stats(self) -> dict[str, Any]:
-        """What was fetched, sent, waited for and held since streaming began."""
+        """Return the counters since streaming began: fetches, bytes, waits and memory."""
         return self.engine.stats()
 
     def chosen(self) -> dict[str, int]:
-        """The sizes that "auto" arrived at, for `resume` of a later run; empty where nothing was chosen."""
+        """Return the sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
         return self.engine.window.tuner.state()
 
-    def resume(self, chosen: dict[str, int], why: str = "as the run that is resumed had chosen") -> None:
-        """Begins with what `chosen` told, or `Plan.chosen`, as far as it fits; what is not "auto" stays as it is."""
+    def resume(self, chosen: dict[str, int], why: str = "as in the run that is resumed") -> None:
+        """Start from sizes that `chosen` returned, or from `Plan.chosen`, as far as they fit.
+
+        Options that are not "auto" keep their values.
+        """
         self.engine.window.resume(chosen, why)
 
     def record(self, recorder: Recorder | None = None) -> Recorder:
-        """Records from now on what passes do and when (recorder.py). Until then it costs nothing; then some
-        microseconds of the host for each unit that is visited, and no synchronisation."""
+        """Record from now on what passes do and when (recorder.py).
+
+        Recording costs some microseconds of host time for each visit of a unit, and no synchronisation.
+        """
         self._counters.listener = recorder = recorder or Recorder(self.device)
         return recorder
 
     def stop_recording(self) -> None:
-        """Reads what was not read yet; waits for the device, and for a step of the optimizer that still runs."""
+        """Stop recording and read what is left; wait for the device and for an optimizer step that still runs."""
         self.engine.current_step.finish()
         listener, self._counters.listener = self._counters.listener, StepListener()
         if isinstance(listener, Recorder):
@@ -115,18 +120,18 @@ class Handle:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step runs, or the backward of one."""
+        """Whether a step or a backward is running."""
         return self.engine.in_scope or in_backward()
 
     @never_compiled
     def open_scope(self, kind: Any) -> None:
-        """A step of the module begins. Anything between its end and the next one counts as user code."""
+        """Begin a step of the module. Everything between its end and the next step counts as user code."""
         self._follow_changes()
         self.engine.open_scope(kind)
 
     @never_compiled
     def _follow_changes(self) -> None:
-        """Make units anew where the module's parameters changed since the last step."""
+        """Make the units anew if the module's parameters changed since the last step."""
         if not self.engine.in_scope and self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
@@ -135,14 +140,14 @@ class Handle:
 
     @never_compiled
     def close_scope(self) -> None:
-        """It ends."""
+        """End a step of the module."""
         self.engine.close_scope()
-        if not self.engine.in_scope and self.engine.keeps_references:
+        if not self.engine.in_scope and self.engine.has_outside_references:
             self._register_hosts()
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Run the model's ``generate`` within: between the forwards that it calls, weights are read as in a step."""
+        """Have weights read as in a step between the forwards that the model's ``generate`` calls in this context."""
         if self.closed:  # since it yielded
             yield
             return
@@ -152,37 +157,40 @@ class Handle:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within, the user's code: where it finds no room on the device, or a weight that is not there, or is to be one
-        graph, an error says what to do."""
+        """Turn errors of the user's code in this context into errors that say what to do.
+
+        These are errors about device memory, about tensors on two devices, and about compiled graphs that break.
+        """
         try:
             yield
         except SuperpipelineError:
             raise
         except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"{error}\n{self._full().message()}") from error
+            raise DeviceMemoryError(f"{error}\n{self._out_of_memory_report().message()}") from error
         except Unsupported as error:
             raise UnsupportedError(
-                f"{error}\nWhere a unit is entered a compiled graph ends, and another one begins: leave out "
-                "fullgraph=True of what is a unit or calls one, or have compile_units=True compile units from inside. "
-                "If the plain run raises this as well, its graph breaks elsewhere"
+                f"{error}\nA compiled graph ends where a unit is entered, and another begins: leave out fullgraph=True "
+                "where you compile a unit or code that calls one, or set compile_units=True to compile units from "
+                "inside. If the plain run raises this as well, its graph breaks elsewhere"
             ) from error
         except RuntimeError as error:
             if BETWEEN_DEVICES.search(str(error)) is None:
                 raise
             raise UnsupportedError(
-                f"{error}\nWeights are on the host; on {self.device.torch_device} are those of the unit whose forward "
-                "runs, and any that a function of torch reads inside a step. A copy of a unit, a transform of its "
-                "forward, or an autograd.Function whose apply was bound before streaming began finds them on the host: "
-                "call it inside the forward of the module that owns them. So does what takes p.data or p.detach(): "
-                "write to p itself, under torch.no_grad(). Gradients are on the host, too: what works on them inside a "
-                "step belongs into the optimizer's own, optimizer.step(closure), and a number that it needs is "
-                "number.item(). If the plain run raises this as well, a tensor was made without a device"
+                f"{error}\nA weight or gradient on the host met a tensor on {self.device.torch_device}. Only the "
+                "weights of the unit whose forward is running, and those that a torch function reads inside a step, "
+                "are on the device; gradients are on the host. Common causes: (1) a copy of a unit, a transform of its "
+                "forward, or an autograd.Function whose apply was bound before streaming began: call it inside the "
+                "forward of the module that owns the weight; (2) p.data or p.detach(): write to p itself, under "
+                "torch.no_grad(); (3) arithmetic on p.grad inside a step: do it in optimizer.step(closure), with "
+                "numbers from the device as number.item(). If the plain run raises this as well, a tensor was created "
+                "without device="
             ) from error
 
-    def _full(self) -> preflight.OutOfMemoryReport:
+    def _out_of_memory_report(self) -> preflight.OutOfMemoryReport:
         window = self.engine.window
         times, transfer = window.tuner.times, window.schedule.transfer
-        full = preflight.OutOfMemoryReport(
+        report = preflight.OutOfMemoryReport(
             where=str(self.device.torch_device),
             capacity=self.device.memory_capacity(),
             allocated=self.device.memory_allocated(),
@@ -196,12 +204,12 @@ class Handle:
             forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,
         )
         window.ran_out()
-        return full
+        return report
 
     # ---- ends
 
     def close(self) -> None:
-        """The module is plain again, on the host, with its trained weights. Safe twice."""
+        """Make the module plain again, on the host, with its trained weights. Safe twice."""
         if self.closed:
             return
         self.closed = True
@@ -227,33 +235,33 @@ class Handle:
 
     def _attach(self) -> None:
         units = partition(self.module, self.options.units)
-        self._check_room(units)
+        self._check_memory(units)
         materialize(self.module)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
-                    f"{name} is streamed already, and has one place to stream from: close() the handle of it, "
-                    "or let the fit() that does end first"
+                    f"{name} is streamed already, and only one handle or Trainer can stream it at a time: close() the "
+                    "other handle, or let the other fit() end first"
                 )
         self._entries: list[ForwardEntry] = []
         self._units = units
         try:
             move_buffers(self.module, self.device.torch_device)
-            self._places = slots(self.module)
-            self.engine = Engine(units, self._places, self.device, self.options, self._counters, self._compute_dtype)
+            self._slots = slots(self.module)
+            self.engine = Engine(units, self._slots, self.device, self.options, self._counters, self._compute_dtype)
             self.engine.window.only_inference = self._only_inference
-            self._entries.extend(self._parts())
-            self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._parts_with_units())
+            self._entries.extend(self._module_entries())
+            self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             self._entries.append(RootEntry(self.module, self))
             self._entries.extend(Generation(part, self) for part in self.module.modules() if Generation.fits(part))
         except BaseException:
             self._abandon()
             raise
-        self.engine.attend()
+        self.engine.watch_user_code()
         self._fingerprint = ModuleFingerprint(self.module)
 
-    def _check_room(self, units: list[Unit]) -> None:
-        """Before anything is taken."""
+    def _check_memory(self, units: list[Unit]) -> None:
+        """Check the memory of device, budget and host before anything is allocated."""
 
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
             return self._compute_dtype or dtype if dtype is torch.float32 else dtype
@@ -266,20 +274,20 @@ class Handle:
 
         floats = {p.dtype for unit in units for _, p in unit.params}
         can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-        means = preflight.Remedies(
+        remedies = preflight.Remedies(
             can_halve=can_halve, finer=finer, measure=lambda: measure_quickly(self.device.torch_device)
         )
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
             sizes = preflight.sizes(units, device_dtype, self._trains)
-            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
+            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), remedies)
         sizes = preflight.sizes(units, device_dtype, True)
-        preflight.check_budget(self.options, sizes, self.device.is_host, means)
+        preflight.check_budget(self.options, sizes, self.device.is_host, remedies)
         if self._trains:
             preflight.check_host(units, device_dtype)
 
     def _register_hosts(self) -> None:
-        """Stand-ins that model code registered, as by ``self.again = self.linear.weight``, become host parameters."""
+        """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
         for child in self.module.modules():
             for name, parameter in child._parameters.items():
                 if isinstance(parameter, DeviceParameter):
@@ -292,8 +300,8 @@ class Handle:
             self._stop_streaming()
 
     def _stop_streaming(self) -> None:
-        self.engine.reset()  # shows the entries that are to be removed
-        self._leave()
+        self.engine.reset()  # puts hidden entries back, so that they can be removed
+        self._remove_entries()
         self._register_hosts()
         try:
             self.engine.close()
@@ -302,26 +310,26 @@ class Handle:
             move_buffers(self.module, torch.device("cpu"))
 
     def _abandon(self) -> None:
-        """What was begun is undone, though there may be no engine to close."""
-        self._leave()
+        """Undo an attach that failed midway; there may be no engine to close."""
+        self._remove_entries()
         for parameter in self.module.parameters():
             unwatch(parameter)
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 
-    def _leave(self) -> None:
+    def _remove_entries(self) -> None:
         for entry in reversed(self._entries):
             entry.remove()
 
-    def _parts_with_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """What is neither the managed module nor in a unit, by name."""
+    def _modules_above_units(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield, by name, the submodules above units: neither the managed module nor inside of a unit."""
         roots = {module for unit in self._units for _, module in unit.modules}
         for name, module in self.module.named_modules():
             if name and module not in roots and not roots.isdisjoint(module.modules()):
                 yield name, module
 
-    def _parts(self) -> Iterator[ForwardEntry]:
-        """A hook for each module that owns parameters directly, and for each unit's root."""
+    def _module_entries(self) -> Iterator[ForwardEntry]:
+        """Make an entry for each unit's root, each other module that owns parameters, and torch's encoders and RNNs."""
         if any(module._compiled_call_impl is not None for module in self.module.modules()):
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
@@ -346,16 +354,17 @@ class Handle:
 
 
 def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
-    """Stream this module's weights through a window on ``device``; train it in your own loop.
+    """Stream a module's weights through a window on ``device``; train it in your own loop.
 
-    Its parameters move into page-locked host memory (where the device has it), its buffers onto the device. Forward and
-    backward run on the device; gradients arrive in the parameters' ``.grad`` on the host, where any optimizer steps.
+    Its parameters move into host memory, page-locked if the device supports that, and its buffers to the device.
+    Forward and backward run on the device; gradients arrive in the parameters' ``.grad`` on the host, where any
+    optimizer steps them.
 
     Args:
-        module: Any module. Its parameters stay the objects they are.
-        device: Where it computes, such as "cuda".
+        module: Any module. Its parameters stay the same objects.
+        device: The device that computes, such as "cuda".
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
-            the device sees what is FP32 as bfloat16; convert the module's buffers and inputs yourself.
+            FP32 weights are bfloat16 on the device; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
     return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)

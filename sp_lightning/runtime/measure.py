@@ -1,9 +1,9 @@
-"""The machine at hand, in the numbers that planning needs: what a profile assumes, measured.
+"""Measurements of the machine at hand, as the profile that planning needs.
 
-1. Work is queued until it takes long enough for launches and the clock to be nothing; both ends of a measurement wait
-   for the device. The best of several counts, after one that does not: whatever else runs only ever adds time.
-2. Sizes grow until a single piece of work takes long enough, and stay within a share of the memory that is free.
-3. Nothing of the user's changes: random numbers come from a generator of our own, what was allocated is freed.
+1. Work is queued until launches and the clock's resolution are negligible, and both ends of a measurement wait for the
+   device. The best of several runs counts, after one that does not: other load only ever adds time.
+2. Sizes grow until one piece of work takes long enough, and stay within a share of the free memory.
+3. Nothing of the user's changes: random numbers come from a generator of this file's own, and all memory is freed.
 4. On the CPU, links are copies from memory to memory on the calling thread: they run one after the other.
 """
 
@@ -26,16 +26,16 @@ from ..optim.pieces import FEWEST_PIECES, fuse, step_in_pieces
 MIB = 2**20
 FIRST_COPY = 16 * MIB
 LEAST_COPY = 4096
-MEMORY_SHARE = 8  # measuring takes at most this part of what is free
-PIECE = 1 << 17  # elements, as in step_in_pieces
+MEMORY_SHARE = 8  # measuring uses at most one part in so many of the free memory
+PIECE = 1 << 17  # elements, the default of step_in_pieces
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """The time and memory to measure with."""
 
-    shortest_s: float  # a count
-    patience_s: float  # for all counts of a measurement
+    shortest_s: float  # of one run
+    patience_s: float  # for all runs of a measurement
     largest_nbytes: int
 
 
@@ -45,44 +45,45 @@ THOROUGH = Effort(0.05, 2, 1024 * MIB)
 
 
 class LinkSpeed(NamedTuple):
-    """Between host and device."""
+    """The speed of copies between host and device."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
-    duplex: float  # what each direction keeps while both run
+    duplex: float  # the share of its speed that each direction has while both run
 
 
 def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: torch.dtype = torch.bfloat16) -> Machine:
-    """The machine at hand as a profile: a second or three, or about ten times that if it is to be ``THOROUGH``.
+    """Measure the machine at hand as a profile.
 
-    Takes an eighth of the free memory at most, for as long as it measures.
+    This takes one to three seconds, or about ten times that with ``THOROUGH``, and at most an eighth of the free memory
+    meanwhile.
 
     Args:
-        device: That computes.
-        effort: A quick one is good to about a tenth on an idle machine.
-        dtype: In which the model computes; what is measured holds for it alone.
+        device: The device that computes.
+        effort: The time to spend; ``QUICK`` is accurate to about 10 % on an idle machine.
+        dtype: The type in which the model computes; the FLOP/s are measured for it alone.
     """
-    seam = Device(device)
-    link, dram, parameters_per_s = measure_link(seam, effort), measure_dram(effort), measure_optimizer(effort=effort)
+    here = Device(device)
+    link, dram, parameters_per_s = measure_link(here, effort), measure_dram(effort), measure_optimizer(effort=effort)
     return replace(
-        _without_compute(seam, link, parameters_per_s),
-        flops_per_s=measure_flops(seam, dtype, effort),
+        _without_compute(here, link, parameters_per_s),
+        flops_per_s=measure_flops(here, dtype, effort),
         dram_bytes_per_s=dram,
         optimizer_bytes_per_parameter=dram / parameters_per_s,
     )
 
 
 def measure_quickly(device: torch.device | str | int) -> Machine:
-    """The same without compute, in a tenth of a second or two: what can be known where a user waits."""
-    seam = Device(device)
+    """Measure links and optimizer, but not compute, in 0.1 to 0.2 s: short enough while a user waits."""
+    here = Device(device)
     try:
-        return _without_compute(seam, measure_link(seam, GLANCE), measure_optimizer(effort=GLANCE))
+        return _without_compute(here, measure_link(here, GLANCE), measure_optimizer(effort=GLANCE))
     finally:
-        seam.close()
-        seam.free_cached()
+        here.close()
+        here.free_cached()
 
 
-def _without_compute(seam: Device, link: LinkSpeed, parameters_per_s: float) -> Machine:
+def _without_compute(device: Device, link: LinkSpeed, parameters_per_s: float) -> Machine:
     return Machine(
         name="here",
         flops_per_s=math.inf,
@@ -90,14 +91,14 @@ def _without_compute(seam: Device, link: LinkSpeed, parameters_per_s: float) -> 
         down_bytes_per_s=link.down_bytes_per_s,
         duplex=link.duplex,
         dram_bytes_per_s=parameters_per_s,
-        device_nbytes=seam.memory()[1],
+        device_nbytes=device.memory()[1],
         host_nbytes=host_memory().total,
         optimizer_bytes_per_parameter=1,
     )
 
 
 def measure_flops(device: Device, dtype: torch.dtype, effort: Effort = QUICK) -> float:
-    """Floating-point operations per second of a transformer's MLP, forward and backward, with what surrounds it."""
+    """Measure the FLOP/s of a transformer's MLP, forward and backward, with its norm and residual sum."""
     largest = _largest(device.memory()[0], effort)
     work, width = _mlp(device, dtype, 128), 128
     while _probed(device, work) < effort.shortest_s and 64 * (2 * width) ** 2 <= largest:
@@ -106,35 +107,37 @@ def measure_flops(device: Device, dtype: torch.dtype, effort: Effort = QUICK) ->
 
 
 def measure_link(device: Device, effort: Effort = QUICK) -> LinkSpeed:
-    """Bytes per second to and from the device, from page-locked memory where there is any; and both at once."""
+    """Measure bytes per second up, down and both ways at once, with page-locked memory where the device has it."""
     limit = min(_largest(device.memory()[0], effort), _largest(host_memory().free, effort))
-    ways = _Ways(device, max(LEAST_COPY, min(FIRST_COPY, limit)))
-    while min(_probed(device, ways.up), _probed(device, ways.down)) < effort.shortest_s and 4 * ways.nbytes <= limit:
-        ways = _Ways(device, 4 * ways.nbytes)
-    up, down = _seconds(device, ways.up, effort), _seconds(device, ways.down, effort)
+    copies = _Copies(device, max(LEAST_COPY, min(FIRST_COPY, limit)))
+    while (
+        min(_probed(device, copies.up), _probed(device, copies.down)) < effort.shortest_s and 4 * copies.nbytes <= limit
+    ):
+        copies = _Copies(device, 4 * copies.nbytes)
+    up, down = _seconds(device, copies.up, effort), _seconds(device, copies.down, effort)
     shorter = min(up, down)
-    ups, downs = round(4 * down / shorter), round(4 * up / shorter)  # which take equally long alone
+    ups, downs = round(4 * down / shorter), round(4 * up / shorter)  # numbers of copies that take equally long alone
 
     def both() -> None:
         for index in range(max(ups, downs)):
-            for way, count in ((ways.up, ups), (ways.down, downs)):
+            for copy, count in ((copies.up, ups), (copies.down, downs)):
                 if (index + 1) * count // max(ups, downs) > index * count // max(ups, downs):
-                    way()
+                    copy()
 
     alone = max(ups * up, downs * down)
     together = _seconds(device, both, effort)
-    return LinkSpeed(ways.nbytes / up, ways.nbytes / down, min(1.0, alone / together))
+    return LinkSpeed(copies.nbytes / up, copies.nbytes / down, min(1.0, alone / together))
 
 
 def measure_dram(effort: Effort = QUICK) -> float:
-    """Bytes per second that torch's threads read and write in host memory."""
+    """Measure the bytes per second that torch's threads read and write in host memory."""
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
     values = torch.zeros(nbytes // 4, device="cpu")
     return 2 * nbytes / _seconds(Device("cpu"), lambda: values.add_(1), effort)
 
 
 def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:
-    """Parameters per second of an FP32 AdamW step on the host, as the library runs it."""
+    """Measure the parameters per second of an FP32 AdamW step on the host, as the library runs it."""
     numel = max(effort.largest_nbytes // 8, FEWEST_PIECES * PIECE * torch.get_num_threads())
     numel = min(numel, host_memory().free // MEMORY_SHARE // 16)
     weight = torch.nn.Parameter(torch.ones(numel, device="cpu"))
@@ -151,8 +154,8 @@ def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:
 # ---- work
 
 
-class _Ways:
-    """Copies of so many bytes, each on its stream."""
+class _Copies:
+    """A copy of so many bytes up, and one down, each on its stream."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -173,7 +176,7 @@ class _Ways:
 
 
 def _mlp(device: Device, dtype: torch.dtype, width: int) -> Callable[[], None]:
-    """Norm, two products of 4 * width * width with GELU between, and the sum with what came in; for `width` tokens."""
+    """Make the work of an MLP for `width` tokens: norm, two products of 4 * width * width around GELU, residual sum."""
     with torch.inference_mode(False), torch.enable_grad():
         up, down, tokens = (
             _noise(shape, device, dtype).requires_grad_()
@@ -191,7 +194,7 @@ def _mlp(device: Device, dtype: torch.dtype, width: int) -> Callable[[], None]:
 
 
 def _noise(shape: tuple[int, int], device: Device, dtype: torch.dtype) -> Tensor:
-    """Not zeros: some devices run faster on those."""
+    """Make a tensor of random numbers: some devices compute faster with zeros."""
     line = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)) / shape[1] ** 0.5
     return torch.ones(shape[0], 1, device=device.torch_device, dtype=dtype).mul(line.to(device.torch_device, dtype))
 
@@ -200,7 +203,7 @@ def _noise(shape: tuple[int, int], device: Device, dtype: torch.dtype) -> Tensor
 
 
 def _seconds(device: Device, work: Callable[[], Any], effort: Effort) -> float:
-    """Of one call (Rule 1)."""
+    """Measure the seconds of one call (Rule 1)."""
     best = _probed(device, work)
     deadline = time.perf_counter() + effort.patience_s
     while time.perf_counter() < deadline:
@@ -209,7 +212,7 @@ def _seconds(device: Device, work: Callable[[], Any], effort: Effort) -> float:
 
 
 def _probed(device: Device, work: Callable[[], Any]) -> float:
-    """Of one call, roughly."""
+    """Measure the seconds of one call roughly, from three calls."""
     work()
     return min(_timed(device, work, 1) for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""A module tree, and what of it has to be so while it is streamed."""
+"""A module's tree while it is streamed: whether it changed, where its buffers are, whether it has memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from ..errors import PartitionError
 from ..memory.partition import forward_of
 
-SUBSTITUTE = "a tensor that is no parameter"  # stands where one is registered
+SUBSTITUTE = "a tensor that is no parameter"  # the mark of a slot where something else stands for a parameter
 
 
 class ModuleFingerprint:
-    """A module's parameters and forwards, as they are now."""
+    """The parameters and forwards that a module has when the fingerprint is made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -23,8 +23,11 @@ class ModuleFingerprint:
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
 
     def has_changed(self, any_replaced: bool) -> bool:
-        """Whether parameters were replaced, swapped, added, removed or retyped since (not by ``functional_call`` for a
-        call), or a class was given another forward; ``any_moved``: one has other memory."""
+        """Return whether parameters were replaced, swapped, added, removed or retyped, or a class has another forward.
+
+        Tensors that ``functional_call`` puts in their places for a call do not count. ``any_replaced`` says that the
+        data of some parameter was replaced.
+        """
         if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
             return True
         if not any_replaced and self._identities == _identities(self._module):
@@ -34,7 +37,7 @@ class ModuleFingerprint:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers live on the device; one that is registered twice becomes two, as by ``module.to()``."""
+    """Move a module's buffers to this device; one that is registered twice becomes two, as in ``module.to()``."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -43,22 +46,22 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _identities(module: nn.Module) -> list[Any]:
-    """Which parameters stand where: nearly always the same ones, so this is asked first."""
+    """List which parameters are registered where: a quick check, since they are nearly always the same."""
     found: list[Any] = []
     children: list[nn.Module | None] = [module]
-    for child in children:  # which grows meanwhile
+    for child in children:  # the list grows during the loop
         if child is not None:
             own = child.__dict__
             if own["_parameters"]:
                 found += own["_parameters"]
                 found += map(id, own["_parameters"].values())
-                found += map(type, own["_parameters"].values())  # which torch exchanges where it swaps two tensors
+                found += map(type, own["_parameters"].values())  # exchanged when torch swaps two tensors
             children += own["_modules"].values()
     return found
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """What tells whether the table of slots still holds."""
+    """Describe all registered parameters, to tell whether the table of slots is still right."""
 
     def described(name: str, p: Any) -> Any:
         if p is None:
@@ -69,9 +72,9 @@ def _structure(module: nn.Module) -> list[Any]:
 
 
 def materialize(module: nn.Module) -> None:
-    """Gives parameters on the meta device their memory, on the host, and their modules' own initial values.
+    """Give parameters and buffers on the meta device host memory and their modules' own initial values.
 
-    They stay the objects they are, so what is tied stays tied.
+    They stay the same objects, so tied parameters stay tied.
     """
     for name, child in module.named_modules():
         own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]

@@ -1,12 +1,12 @@
-"""The steps of optimizers, by whoever calls them, as the options say.
+"""Steps of optimizers, by whatever code calls them, as the options say.
 
-1. An optimizer that has parameters of ours steps them in pieces, or fused (pieces.py), from its first step on.
-2. While it steps, what it reads and writes is on the host; it begins when the copies are done which the caller's
-   stream makes from and to there (``non_blocking=True``). What is resident is stale afterwards.
-3. Within ``ahead`` units are stepped while backward runs (step_in_backward.py), within ``held`` beside the next forward
-   (deferred_step.py). An optimizer that does not step each parameter by itself steps as ever, and so does one that
-   makes tensors of torch's default type, which a forward or backward beside it may set, and any where the CPU computes
-   with several threads (step_in_backward.py, Rule 7).
+1. An optimizer that has streamed parameters steps them in pieces, or fused (pieces.py), from its first step on.
+2. An optimizer reads and writes on the host. Its step begins once the copies that the caller's stream makes from and to
+   the host (``non_blocking=True``) are done, and leaves resident units stale.
+3. Inside ``ahead`` units are stepped while backward runs (step_in_backward.py), inside ``held`` beside the next forward
+   (deferred_step.py). Three kinds of step run as a whole, after backward: of an optimizer that does not step each
+   parameter by itself; of one that makes tensors of torch's default type, which a forward or backward beside it may
+   set; and of any where the CPU computes with several threads (step_in_backward.py, Rule 7).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 
 
 class OptimizerSteps:
-    """Those of all optimizers, while a module is streamed."""
+    """The steps of all optimizers in the process, while a module is streamed."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine  # another one when the module's parameters changed
+        self.engine = engine  # replaced when the module's parameters change
         self._counters = engine.counters
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
         self._closed = False
-        self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # why, of what does not run beside
+        self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
         grad_scaler.begin()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
@@ -60,7 +60,7 @@ class OptimizerSteps:
         ]
 
     def close(self) -> None:
-        """Optimizers step as they ever did."""
+        """Let optimizers step as they do without streaming."""
         self._closed = True
         malloc.as_ever()
         grad_scaler.end()
@@ -73,20 +73,20 @@ class OptimizerSteps:
             hook.remove()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step; if it has parameters of ours, it steps as the options say."""
+        """Prepare an optimizer's step; if it has streamed parameters, they are stepped as the options say."""
         self._counters.listener.step_may_begin()
         managed = self._managed_by(optimizer)
         if managed:
-            self._prepare(optimizer)  # its own hooks run after this one, already in this step
+            self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
         self.engine.optimizing = True
-        # A closure may come first, with a forward beside which the last step runs on.
+        # The optimizer may call a closure first, whose forward runs beside a deferred step.
         if not self.engine.current_step.is_under_way:
             weight_reads.pause()
         self.engine.collect_writes()
-        if self._shadows.get(optimizer) is None:  # else once the closure ran
+        if self._shadows.get(optimizer) is None:  # a shadow step waits after the closure
             self._wait_for_copies()
-        self.engine.settle()  # what is resident stays good for a closure that runs before the optimizer writes
+        self.engine.settle()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
 
     def _prepare(self, optimizer: Optimizer) -> None:
         if optimizer not in self._shadows:
@@ -94,14 +94,14 @@ class OptimizerSteps:
             if shadow is not None:
                 shadow.rest = self._all_of
             if not optimizer.state:
-                malloc.by_themselves()  # its first step makes it
+                malloc.by_themselves()  # the first step makes the state
 
     def _all_of(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         self._wait_for_copies()
         return all_of(optimizer)
 
     def _wait_for_copies(self) -> None:
-        """The user's (Rule 2): his are on the caller's stream, where nothing else is left by now."""
+        """Wait for the copies of the user's code (Rule 2): by now they are all that the caller's stream has queued."""
         self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -112,12 +112,12 @@ class OptimizerSteps:
         ahead = self.engine.gradient_return.ahead
         stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.current_step.params}
         self.engine.mark_stale(self._managed_by(optimizer), stepped)
-        self.engine.follow()
+        self.engine.refresh_referenced()
 
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
-        """Whether somebody but us wants to be called before this optimizer steps, or after it."""
+        """Return whether other hooks than the library's run before this optimizer steps, or after it."""
         self._prepare(optimizer)
-        # One that wraps another, and never called the base class to construct itself, has none.
+        # A wrapper of another optimizer has no such attribute if it never called the base class's constructor.
         own = getattr(optimizer, "_optimizer_step_post_hooks" if after else "_optimizer_step_pre_hooks", ())
         of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
         ours = 0 if self._shadows[optimizer] is None else 1
@@ -125,29 +125,31 @@ class OptimizerSteps:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether units compute where optimizers step, on all cores (step_in_backward.py, Rule 7)."""
+        """Whether units compute on the cores that optimizers step on (step_in_backward.py, Rule 7)."""
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
-        """What steps units of this optimizer beside other work; None if nothing may (Rule 3), or nothing streams."""
+        """Return the shadow that steps this optimizer's units beside other work; None if it may not (Rule 3)."""
         if self._closed:
             return None
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
-            self.say(AFTER_BACKWARD, "ASGD makes tensors of the default type, which forward may set")
+            self.say(AFTER_BACKWARD, "ASGD makes tensors of torch's default type, which forward may set")
             return None
         return None if self.shares_cores else self._shadows[optimizer]
 
     @contextlib.contextmanager
     def ahead(self, optimizer: Optimizer, may_hold: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Within, one backward and then this optimizer's step, with nothing between that looks at gradients or weights:
-        units are stepped while backward still runs, and what is left then as by ``held``. Where the optimizer does
-        not step each parameter by itself, nothing is different."""
+        """Have units stepped while backward runs, inside a context of one backward and then this optimizer's step.
+
+        Between the two no code may read gradients or weights. What backward's end leaves is stepped as by ``held``. An
+        optimizer that does not step each parameter by itself steps as without this context.
+        """
         step = self._beside(optimizer)
         if step is None:
             yield
             return
-        self.engine.gradient_return.marks.clear()  # of a backward before
+        self.engine.gradient_return.marks.clear()  # they are of an earlier backward
         self.engine.gradient_return.ahead = ahead = StepInBackward(optimizer, step, self._thread, may_hold)
 
         def rest(_: Optimizer) -> tuple[list[Group], Any]:
@@ -170,9 +172,11 @@ class OptimizerSteps:
 
     @contextlib.contextmanager
     def held(self, optimizer: Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
-        """Have this optimizer's step, within, return at once and run on beside the next forward (deferred_step.py).
+        """Have this optimizer's step, inside the context, return at once and run beside the next forward.
 
-        It does so where ``may_hold`` allows it by then, and where no code could see that it is not done."""
+        The step is deferred (deferred_step.py) if ``may_hold`` allows it when it begins, and no code could read its
+        results unseen.
+        """
         step = self._beside(optimizer)
         if step is None:
             yield
@@ -191,7 +195,7 @@ class OptimizerSteps:
         stepped: Collection[int],
         may_hold: Callable[[], bool],
     ) -> tuple[list[Group], dict[Any, Any]]:
-        """Groups and state of what the optimizer's own step has to do, of these groups: all that is not held."""
+        """Defer the step of these groups if possible; return the groups and state for the optimizer's own step."""
         self._wait_for_copies()
         self.engine.current_step.finish()
         if self._any_left(groups) and may_hold():
@@ -202,7 +206,7 @@ class OptimizerSteps:
         return groups, optimizer.state
 
     def _any_left(self, groups: list[Group]) -> bool:
-        """Whether any parameter of ours is to be stepped."""
+        """Return whether any streamed parameter in these groups has a gradient."""
         with quietly():
             params = (param for group in groups for param in group["params"])
             return any(self.engine.unit_of(param) is not None and true_grad(param) is not None for param in params)
@@ -210,12 +214,12 @@ class OptimizerSteps:
     def _hold(
         self, step: DeferredStep, groups: list[Group], stepped: Collection[int]
     ) -> tuple[list[Group], dict[Any, Any]]:
-        """This step runs on; gives groups and state of what has to be stepped at once."""
+        """Begin a deferred step; return the groups and state of what has to be stepped at once."""
         stores = self.engine.next_needed()
         with quietly():
             rest = step.prepare(groups, stores, self._store_of, self.engine.gradient_return.is_own)
             for store in stores:
-                store.mark_stale(stepped)  # no fill reads it: all have ended since the last backward and scope
+                store.mark_stale(stepped)  # no fill reads these bytes: backward and scope ended after all of them
             return rest, self.engine.current_step.begin(step)
 
     def _store_of(self, parameter: torch.Tensor) -> UnitStore | None:
@@ -223,19 +227,19 @@ class OptimizerSteps:
         return None if unit is None else unit.store
 
     def say(self, what: str, reason: str | None) -> None:
-        """In the log, once for each reason."""
-        if reason and not any(reason in said for said in self.said.values()):
+        """Log what does not run beside other work, once for each reason."""
+        if reason and not any(reason in reasons for reasons in self.said.values()):
             self.said[what].append(reason)
             log.info("superpipeline: %s, as %s", what, reason)
 
     def _say_partly_stepped(self, ahead: StepInBackward) -> None:
-        """A failure in the middle: weights are not those of one step."""
-        with contextlib.suppress(Exception):  # it is being raised, or is what is raised
+        """Log that a failed step changed some weights: they are not those of one step."""
+        with contextlib.suppress(Exception):  # the caller raises the first error
             ahead.finish()
         if ahead.stepped:
             log.error(
                 "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
-                "optimizer_overlap=False keeps a failed step from changing any",
+                "optimizer_overlap=False keeps a failed step from changing any parameter",
                 len(ahead.stepped),
                 sum(len(unit.store.params) for unit in self.engine.units),
             )

@@ -1,11 +1,11 @@
-"""Which units are on the device: what comes and goes when one is visited.
+"""Which units are on the device: what is loaded and evicted when a unit is visited.
 
-1. A *pass* is all visits from the opening of the outermost scope (a forward of the root, a Lightning step) to the
-   opening of the next one, backward included. The order of a pass is recorded and predicts the next of its kind:
-   learned, never trusted. A unit that is not there when it is visited is fetched.
-2. Nothing is freed by leaving a unit: the schedule says at later visits what has to go. What somebody still uses stays.
-3. Without room for a unit or its gradients an "auto" window shrinks: what can go, goes. How large it should be is the
-   tuner's to say (tuner.py).
+1. A *pass* is all visits from the opening of one outermost scope (a forward of the root, a Lightning step) to the
+   opening of the next, backward included. The order of a pass is recorded and predicts the next pass of its kind, but
+   is never relied on: a unit that is absent when it is visited is fetched then.
+2. Leaving a unit frees nothing: the schedule says at later visits which units go. A unit in use stays.
+3. Where the device has no memory for a unit or its gradients, an "auto" window shrinks: each unit that can go is
+   evicted. The tuner decides how large the window should be (tuner.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tuner import Tuner
 
 
 class _InUse:
-    """The units that can not leave the device now, asked one by one."""
+    """The indices of the units that cannot leave the device now, looked up one by one."""
 
     def __init__(self, units: list[StreamedUnit]) -> None:
         self._units = units
@@ -36,7 +36,7 @@ class _InUse:
 
 
 class Window:
-    """The units on the device, and those on their way up."""
+    """The window: the units on the device and on their way up."""
 
     def __init__(self, units: list[StreamedUnit], device: Device, options: Options, counters: Counters) -> None:
         self.units = units
@@ -48,7 +48,7 @@ class Window:
         self.schedule = Schedule([unit.store.nbytes for unit in units], self.tuner.window, self.tuner.transfer)
         self.tuner.begin()
         device.make_room = self._make_room
-        self._orders: dict[Any, list[int]] = {}  # of the last pass of each kind (Rule 1)
+        self._orders: dict[Any, list[int]] = {}  # visits of the last pass of each kind (Rule 1)
         self._kind: Any = None
         self._recorded: list[int] = []
         self._last: StreamedUnit | None = None  # the unit required last
@@ -56,7 +56,7 @@ class Window:
     # ---- passes
 
     def begin_pass(self, kind: Any) -> None:
-        """The pass so far ends, and one of this kind begins (Rule 1)."""
+        """End the pass so far and begin one of this kind (Rule 1)."""
         shows_all = self._kind is not None and (self._kind[1] or self.only_inference)
         self._orders[self._kind] = self._recorded
         self._recorded = []
@@ -73,16 +73,16 @@ class Window:
         return list(self._recorded)
 
     def interrupt(self) -> None:
-        """What was visited last is no more: its visit was broken off."""
+        """Forget the last visit, which an exception broke off."""
         self._last = None
 
     def resume(self, state: dict[str, int], why: str) -> None:
-        """Begins with the sizes that an earlier run chose, or a plan."""
+        """Begin with the sizes that an earlier run or a plan chose."""
         self.tuner.resume(state, why)
         self._follow_tuner()
 
     def ran_out(self) -> None:
-        """The model's own code found no room on the device."""
+        """Shrink the window after the model's own code ran out of device memory."""
         self.tuner.ran_out()
         self._follow_tuner()
 
@@ -91,11 +91,11 @@ class Window:
             self.schedule.resize(self.tuner.window, self.tuner.transfer)
 
     def _drop_stale(self) -> None:
-        """Units whose host bytes changed have to come up again: better planned than at their visit."""
+        """Evict stale units, so that the schedule plans their loads instead of meeting them at their visits."""
         stale = {unit.index: unit for unit in self.units if unit.store.stale()}
         if stale:
-            self.device.compute.synchronize()  # which may be what changes them (``non_blocking=True``)
-        self.follow()
+            self.device.compute.synchronize()  # a copy down with ``non_blocking=True`` may still change host bytes
+        self.refresh_referenced()
         for index in self.schedule.resident:
             if index in stale and stale[index].movable:
                 self.schedule.invalidate([index])
@@ -104,7 +104,7 @@ class Window:
     # ---- visits
 
     def require(self, unit: StreamedUnit) -> None:
-        """The unit is resident, and the caller's stream is ordered after its bytes."""
+        """Make the unit resident and order the caller's stream after its bytes."""
         store = unit.store
         if unit.unit.resident:
             if store.residency is Residency.HOST:
@@ -114,7 +114,7 @@ class Window:
         store.wait_load()
 
     def _visit(self, unit: StreamedUnit) -> None:
-        """Does what the schedule says."""
+        """Load and evict what the schedule says for a visit of this unit."""
         self.tuner.visiting(self.schedule.resident_nbytes)
         self._follow_tuner()
         has_room = len(self.schedule.resident) < self.schedule.window
@@ -123,20 +123,20 @@ class Window:
         self.counters.surprises += decision.surprise
         self.counters.extra_held += len(self.schedule.resident) > self.schedule.window
         if has_room and unit.index in decision.load:
-            self._load(unit, unit)  # before the way up waits for the last readers of what goes to make room for others
+            self._load(unit, unit)  # first: an eviction makes the up stream wait for the evicted unit's last readers
         for index in decision.evict:
             self._evict(self.units[index])
         for index in decision.load:
             ahead = self.units[index]
             if ahead is not unit and ahead.store.stepping:
-                self.schedule.invalidate([index])  # what is visited goes on; a later visit has it fetched
+                self.schedule.invalidate([index])  # no waiting for its step here: a later visit has it fetched
             elif ahead.store.residency is Residency.HOST:
                 self._load(ahead, unit)
         self._last = unit
         self._recorded.append(unit.index)
 
     def _load(self, unit: StreamedUnit, visited: StreamedUnit) -> None:
-        """Starts a unit's way up (Rule 3)."""
+        """Start the load of a unit, with a smaller window where memory is short (Rule 3)."""
         try:
             unit.store.load()
         except torch.OutOfMemoryError:
@@ -149,7 +149,7 @@ class Window:
                 self.schedule.keep(unit.index)
 
     def _make_room(self) -> bool:
-        """For something else than a unit; whether there may be some now."""
+        """Evict units for an allocation that is not a unit's; return whether any of them went."""
         before = self.schedule.resident_nbytes
         if self.tuner.may_shrink:
             self._shrink(self._last)
@@ -170,8 +170,8 @@ class Window:
         unit.store.free()
 
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
-        """A movable unit's weights travel in these types from its next load on."""
-        unit.store.wait_step()  # whose thread converts into the buffer that is made anew
+        """Have a movable unit's weights travel in these types from its next load on."""
+        unit.store.wait_step()  # the host thread converts into the wire copy, which is made anew here
         if unit.store.residency is Residency.DEVICE:
             self.schedule.invalidate([unit.index])
             self._evict(unit)
@@ -180,22 +180,22 @@ class Window:
         self.schedule.weigh(unit.index, unit.store.nbytes)
         self.tuner.resized([each.sizes() for each in self.units])
 
-    # ---- what the user keeps
+    # ---- units that user code refers to
 
-    def kept(self) -> Iterator[StreamedUnit]:
-        """Units whose stand-ins outlive their visit."""
+    def referenced_elsewhere(self) -> Iterator[StreamedUnit]:
+        """Yield the units outside of their visits whose stand-ins or device bytes user code refers to."""
         for unit in self.units:
             if unit.store.residency is Residency.DEVICE and not unit.visits and unit.stand_ins.in_use():
                 yield unit
 
-    def follow(self) -> None:
-        """Device bytes that the user keeps a reference to become what the host's are now."""
-        for unit in self.kept():
+    def refresh_referenced(self) -> None:
+        """Update the device bytes that user code refers to from the host's."""
+        for unit in self.referenced_elsewhere():
             if unit.store.stale():
                 self.refill(unit)
 
     def refill(self, unit: StreamedUnit) -> None:
-        """In place: whoever refers to the bytes sees the new ones, as in a plain run."""
+        """Fill a unit's device bytes again in place: all references to them see the new values, as in a plain run."""
         unit.store.wait_step()
         unit.stand_ins.collect_writes()
         written = unit.store.written()
@@ -205,7 +205,7 @@ class Window:
         unit.stand_ins.overwritten(written)
 
     def settle(self) -> None:
-        """No fill reads host bytes any more: they may be written from here on."""
+        """Wait until no fill reads host bytes: they may be written from here on."""
         for unit in self.units:
             if unit.store.residency is Residency.DEVICE:
                 unit.store.settle()
