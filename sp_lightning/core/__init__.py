@@ -1,1 +1,1 @@
-"""What to hold, how long it takes and what happened: numbers only, no tensors."""
+"""Decisions, predictions and measurements as plain numbers, without tensors."""

@@ -1,8 +1,8 @@
-"""What the host has: memory that is free and memory that is allowed, page locks, cores. No tensors needed.
+"""Facts about the host: its free and total memory, page locks, cores and GPUs. No tensors needed.
 
-1. The memory of a process is the machine's or its cgroup's, whichever is smaller; in a cgroup, pages of files count as
-   free, because the kernel gives them up before it kills.
-2. What the system does not say is None, never a guess.
+1. The memory of a process is the machine's or its cgroup's, whichever is smaller. In a cgroup, file pages count as
+   free, because the kernel reclaims them before it kills a process.
+2. A limit that the system does not report is None, never a guess.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class HostMemory:
     total: int
     free: int
     limited_by: str  # "machine" or "cgroup"
-    machine: int  # what the machine has, whatever this process may take
+    machine: int  # total of the machine, including what this process may not use
 
 
 def _psutil() -> Any:
-    import psutil  # type: ignore[import-untyped]  # slow to import, and most runs never ask
+    import psutil  # type: ignore[import-untyped]  # slow to import, and most runs never need it
 
     return psutil
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """What this process may take at most, and what of that is free now (Rule 1)."""
+    """Return how much memory this process may use at most, and how much of that is free now (Rule 1)."""
     machine = _psutil().virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in _cgroup_limits(root):
@@ -45,8 +45,8 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 
 def peak_memory() -> int:
-    """Most bytes of memory that this process ever had in use; where the system does not keep that, what it has now."""
-    with contextlib.suppress(OSError):  # not on Linux, whose rusage has the peak of who started the process, too
+    """Return this process's peak memory in bytes; where the system does not record one, its memory now."""
+    with contextlib.suppress(OSError):  # Linux only, where rusage would include the parent process's peak
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -59,7 +59,7 @@ def peak_memory() -> int:
 
 
 def lock_limit() -> int | None:
-    """Bytes that an unprivileged process may lock (``ulimit -l``); None without a limit, or where there is none."""
+    """Return how many bytes an unprivileged process may page-lock (``ulimit -l``); None if there is no limit."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -69,7 +69,7 @@ def lock_limit() -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, each counted once whatever its hardware threads, within its CPU quota."""
+    """Count the physical cores that this process may run on, within its CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     logical, physical = _psutil().cpu_count() or allowed, _psutil().cpu_count(logical=False) or allowed
     cores = max(1, round(allowed * physical / logical))
@@ -78,7 +78,7 @@ def usable_cores() -> int:
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Memory nodes on whose cores this process may run; 1 where the system does not say."""
+    """Count the NUMA nodes on whose cores this process may run; 1 where the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return 1
     allowed = os.sched_getaffinity(0)
@@ -87,7 +87,7 @@ def numa_nodes(root: Path = ROOT) -> int:
 
 
 def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
-    """GPUs that their kernel drivers show, whether torch can use them or not."""
+    """Count the GPUs that kernel drivers report, by vendor, whether torch can use them or not."""
     nvidia = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     nvidia = nvidia or len(list((root / "dev").glob("nvidia[0-9]*")))
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
@@ -96,7 +96,7 @@ def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used without pages of files) of this process's memory cgroup and of each above it that has a limit."""
+    """Yield (limit, use without file pages) of this process's memory cgroup and of each parent that has a limit."""
     for folder, limit_file, used_file in _memory_cgroups(root):
         limit = _number(folder / limit_file)
         if limit is None or limit >= NO_LIMIT:
@@ -118,13 +118,13 @@ def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:
-    """A cgroup's folder and those above it. Inside a container the path may be the host's: then only the base is."""
+    """Yield a cgroup's folder and its parents. In a container the path may be the host's: then only the base exists."""
     folder = base / path.strip("/")
     yield from (found for found in (folder, *folder.parents) if found.is_relative_to(base) and found.is_dir())
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """CPUs' worth of time that the cgroup gives."""
+    """Return how many CPUs' worth of time the cgroup allows; None without a quota."""
     for line in _lines(root / "sys/fs/cgroup/cpu.max"):
         quota, _, period = line.partition(" ")
         if quota.isdigit() and period.isdigit():
@@ -133,7 +133,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _cores(text: str) -> set[int]:
-    """Of a list such as "0-3,8"."""
+    """Parse a list of cores such as "0-3,8"."""
     ends = [part.split("-") for part in text.strip().split(",") if part]
     return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
 

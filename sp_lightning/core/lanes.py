@@ -1,4 +1,4 @@
-"""Lanes of work side by side: when each piece begins and ends, if it is known what it waits for (simulation.py)."""
+"""Discrete-event loop of the simulation: when each task of each lane starts and ends (simulation.py)."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ LaneName = Literal["up", "compute", "down", "optimizer"]
 
 @dataclass(eq=False)
 class Task:
-    """Work for a lane."""
+    """A piece of work for one lane."""
 
     lane: LaneName
     unit: int
     work: float  # seconds, if nothing slows it down
     number: int  # in the order of issue
-    waits: int = 0  # for so many others
-    then: list[Task] = field(default_factory=list)  # wait for this one
-    blocker: Task | None = None  # whose end let it start
-    left: float = 0.0
+    waits: int = 0  # how many tasks it still waits for
+    then: list[Task] = field(default_factory=list)  # the tasks that wait for this one
+    blocker: Task | None = None  # the task whose end let this one start
+    left: float = 0.0  # seconds of `work` still to do
     start: float = 0.0
     end: float = 0.0
 
 
 class InOrder:
-    """A lane that works in the order of issue."""
+    """A lane that runs its tasks in the order of issue."""
 
     def __init__(self) -> None:
         self._queue: deque[Task] = deque()
         self.last: Task | None = None
 
     def add(self, task: Task) -> None:
-        """It is issued."""
+        """Add a task that is issued now."""
         self._queue.append(task)
 
     def may_start(self, task: Task) -> None:
-        """Nothing it waits for is left."""
+        """Note that this task waits for nothing any more."""
 
     def take(self) -> Task | None:
-        """The work to start now."""
+        """Remove and return the task to start now, if there is one."""
         return self._queue.popleft() if self._queue and not self._queue[0].waits else None
 
 
 class NewestFirst(InOrder):
-    """A lane that does, of what may start, what was issued last."""
+    """A lane that runs, of the tasks that may start, the one that was issued last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class NewestFirst(InOrder):
 
 
 def run(lanes: dict[LaneName, InOrder], duplex: float) -> None:
-    """Gives every task its start and end."""
+    """Compute every task's start and end."""
     now = 0.0
     running: dict[LaneName, Task] = {}
     while True:

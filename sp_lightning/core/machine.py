@@ -1,7 +1,7 @@
-"""What a machine can do, in the numbers that planning needs; and the machines whose numbers are known beforehand.
+"""The speeds and sizes of a machine that planning needs, and profiles of well-known machines.
 
-Profiles are datasheet peaks times the fraction that long-running work is assumed to reach, stated once below. They are
-where planning starts on a machine that is not at hand. Of one that is, measure: hosts differ more than devices do.
+Profiles are datasheet peaks times the fraction that long-running work is assumed to reach, stated once below. Use them
+to plan for a machine that is not at hand. Measure a machine that is: hosts differ more than devices do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GIB = 2**30
 # Assumed shares of the peaks.
 SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix products and what surrounds them
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
-DUPLEX = 0.85  # of its own bandwidth that each direction keeps while both run; some hosts give 0.5
+DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
 # Page-locked copies over 16 lanes, of 31.5 and 63.0 GB/s per direction on the wire (16 and 32 GT/s, 128b/130b).
 GEN4 = 25e9
@@ -22,19 +22,19 @@ GEN5 = 55e9
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, its link to the host, and the host memory that its optimizer works in."""
+    """One device, its link to the host, and the host memory in which its optimizer works."""
 
     name: str
     flops_per_s: float  # sustained
     up_bytes_per_s: float  # host to device, alone
     down_bytes_per_s: float  # device to host, alone
-    duplex: float  # what each direction keeps of that while both run: 1 is full duplex, 0.5 a shared wire
+    duplex: float  # the share of that in each direction while both run: 1 is full duplex, 0.5 a shared wire
     dram_bytes_per_s: float  # for the optimizer
     device_nbytes: int
     host_nbytes: int
     # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
     optimizer_bytes_per_parameter: float = 28
-    fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: as in half precision
+    fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
 
 
 def _profile(
@@ -60,13 +60,13 @@ def _profile(
 
 
 # Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity; then FP32 outside of
-# tensor cores, as torch multiplies it unless told otherwise. Hosts are typical ones, with one device at work on a
-# socket of its own: what eight devices share is to be divided.
+# tensor cores, as torch multiplies it by default. Hosts are typical ones, with one active device on a socket of its
+# own: divide what several devices share.
 MACHINES = {
     machine.name: machine
     for machine in (
-        # NVIDIA Ampere GA102 GPU architecture whitepaper: 128 FLOP of a tensor core in a clock. 112 of them, 3584 CUDA
-        # cores, 1.777 GHz, 12 GB. Two channels of DDR4-3200: 51.2 GB/s.
+        # NVIDIA Ampere GA102 GPU architecture whitepaper: 128 FLOP per tensor core and clock. 112 tensor cores, 3584
+        # CUDA cores, 1.777 GHz, 12 GB. Two channels of DDR4-3200: 51.2 GB/s.
         _profile("rtx3060", 25.5e12, 12.7e12, GEN4, 51.2e9, 12 * GIB, 64 * GIB),
         # NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOP/s, 24 GB. Two channels of DDR5-5600: 89.6 GB/s.
         _profile("rtx4090", 165.2e12, 82.6e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),

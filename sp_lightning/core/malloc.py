@@ -1,14 +1,14 @@
-"""What the C library keeps of memory that was given back to it, and how it is made to keep less.
+"""Freed memory that glibc's malloc keeps resident, and how to make it keep less.
 
-1. glibc takes large blocks from the system one by one, and small ones from a heap that only shrinks at its end. What
-   counts as large grows with the largest block that was ever freed, up to 32 MiB: most of a model's tensors are small
-   then. A block that is freed in the middle of the heap stays resident, and an aligned allocation, as all of torch's
-   are, can not even be made in the hole that one of its own size left.
-2. Weights that move into slabs leave such holes: `freed` gives the pages of holes back to the system.
-3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes: in a heap, the
-   holes between what stays took a fifth as much memory as the state. `by_themselves` makes large what has at least
-   1 MiB, until `as_ever`: state is exact then, and what is freed is gone.
-4. Nothing is done where the user set malloc's thresholds, or where there is another C library.
+1. glibc maps large blocks from the system one by one, and takes small ones from a heap that only shrinks at its end.
+   The threshold between them grows with the largest block ever freed, up to 32 MiB: most of a model's tensors are
+   small then. A block freed in the middle of the heap stays resident. An aligned allocation, as all of torch's are,
+   cannot even reuse the hole that a block of its own size left.
+2. Weights that move into slabs leave such holes: `freed` returns their pages to the system.
+3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes. From a heap,
+   the holes between the tensors that stay took a fifth as much memory as the state. From `by_themselves` until
+   `as_ever`, blocks of at least 1 MiB are mapped: state takes its exact size, and freed temporaries leave nothing.
+4. Nothing is changed if the user set malloc's thresholds, or if this is another C library.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import os
 from typing import Any
 
 MIB = 1 << 20
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt
-ENOUGH = 64 * MIB  # freed between two looks at the heap
-LARGEST = 32 * MIB  # threshold, to which glibc's own grows
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers of these parameters
+ENOUGH = 64 * MIB  # freed between two trims of the heap
+LARGEST = 32 * MIB  # up to which glibc's own threshold grows
 
 
 def _library() -> Any:
@@ -32,7 +32,7 @@ def _library() -> Any:
 
 
 class _State:
-    """Of the process, as malloc's is."""
+    """State of the whole process, as malloc's is."""
 
     freed = 0
     by_themselves = False
@@ -43,8 +43,10 @@ _state = _State()
 
 
 def freed(nbytes: int) -> None:
-    """So much was given back in many pieces. Free pages inside the heap go back to the system now and then (Rule 2):
-    that takes milliseconds."""
+    """Count bytes that were freed in many pieces; every 64 MiB return the heap's free pages to the system (Rule 2).
+
+    Returning them takes milliseconds.
+    """
     _state.freed += nbytes
     if _glibc is not None and _state.freed >= ENOUGH:
         _state.freed = 0
@@ -52,15 +54,17 @@ def freed(nbytes: int) -> None:
 
 
 def by_themselves() -> None:
-    """Blocks of at least 1 MiB are taken from the system, and given back to it, one by one (Rule 3)."""
+    """Make malloc map blocks of at least 1 MiB one by one, so that freeing one returns it to the system (Rule 3)."""
     if _glibc is not None:
         _state.by_themselves = True
         _glibc.mallopt(MMAP_THRESHOLD, MIB)
 
 
 def as_ever() -> None:
-    """Only those of at least 32 MiB, as in any process that once freed one; the heap's end is given back by twice as
-    much, as glibc does then. Nothing where that is so."""
+    """Undo `by_themselves`, if it is in effect: map only blocks of at least 32 MiB one by one.
+
+    A process that once freed such a block has the same thresholds: glibc then trims the heap's end from 64 MiB on.
+    """
     if _glibc is not None and _state.by_themselves:
         _state.by_themselves = False
         _glibc.mallopt(MMAP_THRESHOLD, LARGEST)

@@ -1,16 +1,16 @@
-"""What a step did and when, lane by lane, without making anything wait for being watched.
+"""Record what each step did and when, lane by lane, without making any of its work wait.
 
 1. Work on the device is marked by timed events on the streams that do it, work of the host by its clock. Recording
    an event costs microseconds of the launching thread; nothing is synchronised while steps run.
-2. Events are read once two later passes have begun: all they mark has happened by then, or is left for later. At the
-   end ``flush`` waits for the rest.
-3. Each pass begins with the same moment on both clocks, from an event on a stream that is always idle. The clocks
-   drift apart between passes, not within one.
+2. The events of a pass are read once two later passes have begun and all of the events have happened. At the end
+   ``flush`` waits for those that are left.
+3. At the begin of each pass both clocks are read at the same moment, by an event on a stream that is always idle. The
+   clocks drift apart between passes, not within one.
 4. The compute stream belongs to one unit at a time: from the moment its bytes are there to the next wait or the end of
-   its visit, and in backward to the begin of the next unit's. That it had to wait is seen between the events before and
-   after the wait; that the host launched too late is not, and counts as the unit's.
-5. A pass that is not wanted costs nothing but the question. Of those that are, neighbours are best: what comes every
-   few passes, such as an optimizer's step, is then seen as often as it happens.
+   its visit, and in backward to the begin of the next unit. A wait of the stream is the time between the events before
+   and after it. Time lost because the host launched too late is not seen, and counts as the unit's.
+5. A pass that is not wanted costs only the check. Wanted passes should be consecutive: work that happens every few
+   passes, such as an optimizer's step, is then seen as often as it happens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any, Protocol
 from .spans import Lane, Span, causes
 from .telemetry import _NOTHING, StepListener
 
-LAG = 2  # passes that begin before one is read (Rule 2)
-KEPT = 16  # passes of which figures are made
+LAG = 2  # passes that begin after a pass before it is read (Rule 2)
+KEPT = 16  # recorded passes from which figures are made
 
 
 class Clock(Protocol):
-    """What the recorder needs of a device."""
+    """The streams, events and clocks that the recorder needs of a device."""
 
     up: Any
     down: Any
@@ -49,63 +49,63 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """What a unit takes in a step, in seconds: medians over the recorded steps; 0 for what did not happen."""
+    """Seconds that one unit takes in a step: medians over the recorded steps; 0 for what did not happen."""
 
     unit: str
-    up_s: float = 0.0  # each time it is brought up
-    forward_s: float = 0.0  # all its visits
+    up_s: float = 0.0  # of each load
+    forward_s: float = 0.0  # of all its visits
     backward_s: float = 0.0  # with the forward that "recompute" repeats
-    down_s: float = 0.0  # its gradients
-    step_s: float = 0.0  # of the optimizer; its share by gradient bytes where the optimizer stepped all at once
+    down_s: float = 0.0  # of its gradients
+    step_s: float = 0.0  # of the optimizer; its share by gradient bytes where the optimizer stepped all units at once
     up_nbytes: int = 0
     down_nbytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A pass over the units, from its begin to the next one's; times are ``time.perf_counter``'s."""
+    """One pass over the units, from its begin to the next one's; times are ``time.perf_counter``'s."""
 
     number: int
     kind: str  # "train", "validate", "forward", ...
     trains: bool  # whether autograd recorded
-    batch: int = 0  # passes before it that trained, or did not, as it did
+    batch: int = 0  # how many earlier passes had the same `trains`
     start: float
     end: float
     spans: tuple[Span, ...]  # in the order of their starts
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The pass's duration."""
         return self.end - self.start
 
     def of(self, lane: Lane) -> list[Span]:
-        """The work of one lane."""
+        """Return the work of one lane, without stalls."""
         return [span for span in self.spans if span.lane == lane and not span.stall]
 
     def busy(self, lane: Lane) -> float:
-        """Seconds in which the lane worked."""
+        """Return how many seconds the lane worked."""
         return sum(span.seconds for span in self.of(lane))
 
     def nbytes(self, lane: Lane) -> int:
-        """Bytes that the lane moved."""
+        """Return how many bytes the lane moved."""
         return sum(span.nbytes for span in self.of(lane))
 
     def causes(self) -> dict[str, float]:
-        """Its seconds by what they went to."""
+        """Split the pass's seconds by cause (`spans.causes`)."""
         return self._causes
 
-    @functools.cached_property  # a step is asked as long as it is one of the last
+    @functools.cached_property  # read again and again while the step is one of the last
     def _causes(self) -> dict[str, float]:
         return causes(self.spans, self.start, self.end)
 
     @functools.cached_property
     def of_units(self) -> dict[str, dict[str, float]]:
-        """What it spent on each unit."""
+        """Seconds and bytes that the pass spent on each unit."""
         return _sums(self)
 
 
 class _Entry:
-    """A span whose ends are moments, not times yet: events of the device, or seconds of the host."""
+    """A span whose ends are not times yet, but events of the device or seconds of the host."""
 
     __slots__ = ("end", "lane", "nbytes", "phase", "stall", "start", "unit")
 
@@ -127,18 +127,18 @@ class _Pass:
     kind: str
     trains: bool
     batch: int
-    reference: Any  # the moment of its begin on the device's clock
-    start: float  # and on the host's
+    reference: Any  # its begin, on the device's clock
+    start: float  # the same moment on the host's
     end: float = 0.0
     entries: list[_Entry] = field(default_factory=list)
 
     def happened(self) -> bool:
-        """Whether all its events have; streams keep their order, but lanes use more than one; the clock is one."""
+        """Whether all events of the pass have happened. Each stream keeps its order, but there are several."""
         ends = (entry.end for entry in reversed(self.entries))
         return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
 
     def read(self) -> RecordedStep:
-        """With times."""
+        """Convert the events to times."""
         spans = [
             Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
         ]
@@ -160,7 +160,7 @@ class _Pass:
 
 
 class _Work:
-    """Marks both ends of a piece of work."""
+    """A piece of work: marks both of its ends."""
 
     def __init__(self, entry: _Entry, entries: list[_Entry], now: Callable[[], Any]) -> None:
         self._entry = entry
@@ -176,7 +176,7 @@ class _Work:
 
 
 class _Wait:
-    """Marks both ends of a wait of the compute stream; it computes before and after (Rule 4)."""
+    """A wait of the compute stream: ends the compute before it and begins the compute after it (Rule 4)."""
 
     def __init__(self, recorder: Recorder, stall: _Entry, unit: str, phase: str) -> None:
         self._recorder = recorder
@@ -192,20 +192,20 @@ class _Wait:
 
 
 class Recorder(StepListener):
-    """Listens to the phases of passes and keeps the last ones; ``wanted`` tells of which, by `RecordedStep.batch`."""
+    """Listener that records passes and keeps the last ``keep``; ``wanted`` selects them by `RecordedStep.batch`."""
 
     def __init__(self, clock: Clock, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
         self._clock = clock
         self._wanted = wanted
         self._passes: deque[_Pass] = deque()  # not read yet
         self._now: _Pass | None = None  # the last of them, if it is under way
-        self._count = 0
-        self._batches = {True: 0, False: 0}  # begun, by whether they train
+        self._count = 0  # passes begun, recorded or not
+        self._batches = {True: 0, False: 0}  # the same, by whether they train
         self._computing: _Entry | None = None
-        self._host_free = 0.0  # since when the calling thread could step
+        self._host_free = 0.0  # when the calling thread became free for the optimizer's own step
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
 
-    # ---- what is reported
+    # ---- listening
 
     def begin_pass(self, kind: str, trains: bool) -> None:
         self._end_pass()
@@ -260,21 +260,21 @@ class Recorder(StepListener):
         entry.start, entry.end = self._host_free, time.perf_counter()
         self._add(entry)
 
-    # ---- what is known
+    # ---- reading
 
     def flush(self) -> None:
-        """Ends the pass under way and waits for all that is queued (Rule 2)."""
+        """End the pass under way, wait for all queued work and read every pass (Rule 2)."""
         self._end_pass()
         self._clock.synchronize()
         self._read(0)
         self._passes.clear()
 
     def trained(self, since: int = 0) -> list[RecordedStep]:
-        """The recorded passes that made gradients, from that number on."""
+        """Return the recorded passes that train, from the number ``since`` on."""
         return [step for step in self.steps if step.trains and step.number >= since]
 
     def times(self) -> dict[str, UnitTimes]:
-        """Of each unit that was seen, in the order of forward; of passes that train, if there are any."""
+        """Return each unit's times in the order of forward: over passes that train, if there are any."""
         return unit_times(self.trained() or list(self.steps))
 
     # ---- details
@@ -313,7 +313,7 @@ class Recorder(StepListener):
 
 
 def unit_times(steps: Sequence[RecordedStep]) -> dict[str, UnitTimes]:
-    """Medians over these passes, by unit in the order in which they compute."""
+    """Compute each unit's median times over these passes, in the order in which the units compute."""
     names = dict.fromkeys(s.unit for step in steps for s in step.spans if s.unit and s.phase != "activations")
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
     for step in steps:
@@ -335,7 +335,7 @@ def _median_times(name: str, samples: dict[str, list[float]]) -> UnitTimes:
 
 
 def _sums(step: RecordedStep) -> dict[str, dict[str, float]]:
-    """What one pass spent on each unit."""
+    """Sum the seconds and bytes that one pass spent on each unit."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     at_once = 0.0
     for span in step.spans:

@@ -1,21 +1,21 @@
-"""Which unit is on the device when: integers in, integers out, shared by the planner and the runtime.
+"""Decide which unit is on the device when: integers in, integers out, shared by the planner and the runtime.
 
-A *pass* is a predicted order of visits. At each visit the schedule says what to evict and what to load.
+A *pass* is a predicted order of visits. At each visit the schedule says which units to evict and which to load.
 
-Rule 1  A visited unit is resident after the decision, and at most `window` units are, held ones aside.
+Rule 1  After a visit's decision the visited unit is resident, and at most `window` units are, pinned ones aside.
 Rule 2  The unit to evict is the one whose next predicted visit is farthest away, or that has none (Belady); among
-        several of those, the one least recently visited.
+        several without one, the least recently visited.
 Rule 3  *Due*: the next visit to another unit is predicted and that unit is missing. The next `transfer` missing units
-        are loaded now, while the visited one computes: nothing is waited for that could have been on its way.
+        are loaded now, while the visited one computes: no visit waits for a load that could have begun earlier.
         Only units among the next `window` to be visited are loaded, and only in place of later ones.
-Rule 4  *Free*: a missing unit may come earlier than due if that costs no load: there is an empty place, or the unit
+Rule 4  *Free*: a missing unit may be loaded before it is due if that costs no extra load: a place is empty, or the unit
         that Rule 2 would evict when it is due is already idle. Free loads start when there are `transfer` of them.
-Rule 5  A visit that was not the predicted one moves the prediction to the next occurrence of that unit; if there is
-        none, the unit is loaded on demand and the prediction stays where it was.
+Rule 5  A visit that was not predicted moves the prediction to the next occurrence of that unit; if there is none, the
+        unit is loaded on demand and the prediction stays where it was.
 Rule 6  Consecutive visits of one unit are one visit, as at the turn of a forward-backward sweep.
-Rule 7  A held unit (somebody uses it) is not evicted and, if it is not the visited one, not counted. What is over the
-        window is evicted at the first visit at which it is no longer held.
-Rule 8  Evictions only make room: what may be used again stays.
+Rule 7  A pinned unit (one that is in use) is not evicted and, unless it is the visited one, not counted. Excess units
+        are evicted at the first visit at which they are no longer pinned.
+Rule 8  Evictions only make room: a unit that may be used again stays.
 
 From an empty window, a forward-backward sweep over n units loads 2n - window of them, whatever `transfer` is: the last
 units of forward stay for the start of backward. With `transfer` 1 and any known order (without `wrap`), no schedule
@@ -35,16 +35,18 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do at a visit: evict, then load. If the visited unit was absent it is the first load; the rest is
-    prefetch, in order of next use."""
+    """Evictions and then loads for one visit. If the visited unit was absent it is the first load.
+
+    The other loads are prefetch, in order of next use.
+    """
 
     evict: tuple[int, ...]
     load: tuple[int, ...]
-    surprise: bool  # the visit was not the predicted one; never so in a pass without a prediction
+    surprise: bool  # whether the visit was not the predicted one; False in a pass without a prediction
 
 
 class Schedule:
-    """Says what to load and evict at each visit of a pass. Units are indices into `nbytes`."""
+    """Decides which units to load and evict at each visit of a pass. Units are indices into `nbytes`."""
 
     def __init__(self, nbytes: Sequence[int], window: int, transfer: int = 1) -> None:
         self._nbytes = tuple(nbytes)
@@ -74,9 +76,9 @@ class Schedule:
         return self._resident_nbytes
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
-        """Start a pass with the visits predicted from here on; residents stay.
+        """Start a pass with these predicted visits; resident units stay.
 
-        With `wrap` the order starts again after its last visit, otherwise nothing is predicted beyond it.
+        With `wrap` the order starts again after its last visit, otherwise no visit is predicted beyond it.
         """
         self._order = _without_repeats(order, wrap)
         self._wrap = wrap and bool(self._order)
@@ -84,42 +86,45 @@ class Schedule:
         for index, unit in enumerate(self._order):
             self._places.setdefault(unit, []).append(index)
         self._current: int | None = None
-        self._at = -1  # position of the last predicted visit; with `wrap` it goes on counting over the end
+        self._at = -1  # position of the last predicted visit; with `wrap` it keeps counting past the end
         self._forget_ahead()
 
     def resize(self, window: int, transfer: int) -> None:
-        """Change both sizes; what is over the new window is evicted at the next visit."""
+        """Change window and transfer; excess units are evicted at the next visit."""
         self._window = window
         self._transfer = transfer
         self._forget_ahead()
 
     def weigh(self, unit: int, nbytes: int) -> None:
-        """This unit has another size from now on; it is not resident."""
+        """Change the size of a unit that is not resident."""
         self._nbytes = (*self._nbytes[:unit], nbytes, *self._nbytes[unit + 1 :])
 
     def invalidate(self, units: Iterable[int] | None = None) -> tuple[int, ...]:
-        """These units (default: all) are stale and no longer resident; returns those that were."""
-        asked = self.resident if units is None else units
-        were = tuple(unit for unit in dict.fromkeys(asked) if unit in self._resident)
+        """Mark these units (default: all) as not resident, because they are stale; return those that were."""
+        stale = self.resident if units is None else units
+        were = tuple(unit for unit in dict.fromkeys(stale) if unit in self._resident)
         self._move(were, ())
         return were
 
     def keep(self, unit: int) -> None:
-        """This unit is resident after all, although it was said not to be."""
+        """Mark this unit as resident again, after it was invalidated."""
         self._move((), (unit,))
 
-    def visit(self, unit: int, held: Container[int] = ()) -> Decision:
-        """`unit` must be resident now; the units in `held` may not be evicted. It is asked only where that matters."""
+    def visit(self, unit: int, pinned: Container[int] = ()) -> Decision:
+        """Decide what to evict and load so that `unit` is resident now; units in `pinned` may not be evicted.
+
+        `pinned` is looked into only when something has to be evicted or could be prefetched.
+        """
         surprise = self._arrive(unit)
-        evict, load = self._demand(unit, held)
-        ahead_evict, ahead_load = self._prefetch(unit, held)
+        evict, load = self._demand(unit, pinned)
+        ahead_evict, ahead_load = self._prefetch(unit, pinned)
         self._resident[unit] = self._tick()
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
     # Where we are in the order
 
     def _arrive(self, unit: int) -> bool:
-        """Move the prediction to this visit (Rules 5 and 6); returns whether it was a surprise."""
+        """Move the prediction to this visit (Rules 5 and 6); return whether it was a surprise."""
         if unit == self._current or not self._order:
             return False
         self._current = unit
@@ -129,7 +134,7 @@ class Schedule:
         return position != predicted
 
     def _next_use(self, unit: int, position: int) -> int:
-        """The first position after `position` at which the unit is predicted."""
+        """Return the first position after `position` at which the unit is predicted, or NEVER."""
         places = self._places.get(unit)
         if places is None:
             return NEVER
@@ -142,8 +147,8 @@ class Schedule:
     def _unit_at(self, position: int) -> int:
         return self._order[position % len(self._order)]
 
-    # The next distinct units, kept as a sorted list of the position of each one's next visit. Both ends only move
-    # forward, so that a pass costs its length however often its units repeat.
+    # The next distinct units, as a sorted list of the position of each one's next visit. Both ends only move forward,
+    # so that a pass costs time in proportion to its length however often its units repeat.
 
     def _forget_ahead(self) -> None:
         self._ahead: list[int] = []
@@ -174,19 +179,19 @@ class Schedule:
 
     # What to move
 
-    def _demand(self, unit: int, held: Container[int]) -> tuple[list[int], list[int]]:
-        """Make the visited unit resident, and the window no larger than it may be (Rules 1 and 7)."""
+    def _demand(self, unit: int, pinned: Container[int]) -> tuple[list[int], list[int]]:
+        """Make the visited unit resident, and evict excess units (Rules 1 and 7)."""
         load = [] if unit in self._resident else [unit]
         evict: list[int] = []
         if len(self._resident) + len(load) > self._window:
-            evictable = self._evictable(unit, held)
+            evictable = self._evictable(unit, pinned)
             excess = len(evictable) + 1 - self._window
             evict = evictable[: max(excess, 0)]
         self._move(evict, load)
         return evict, load
 
-    def _prefetch(self, unit: int, held: Container[int]) -> tuple[list[int], list[int]]:
-        """Bring what is due, and what is free (Rules 3 and 4)."""
+    def _prefetch(self, unit: int, pinned: Container[int]) -> tuple[list[int], list[int]]:
+        """Load the units that are due or free (Rules 3 and 4)."""
         if self._resident.keys() >= self._ahead_units:
             return [], []
         wanted = [position for position in self._ahead if self._unit_at(position) != unit][: self._window - 1]
@@ -194,7 +199,7 @@ class Schedule:
         if not missing:
             return [], []
         due = self._transfer if missing[0] == wanted[0] else 0
-        evictable = self._evictable(unit, held)
+        evictable = self._evictable(unit, pinned)
         room = self._window - 1 - len(evictable)
         evict: list[int] = []
         load: list[int] = []
@@ -216,10 +221,10 @@ class Schedule:
         return evict, load
 
     def _is_free(self, victim_use: int, position: int, unit: int, wanted: list[int]) -> bool:
-        """Whether the idle unit is the one that would be evicted anyway when the unit at `position` is due.
+        """Whether the idle unit would be evicted anyway when the unit at `position` is due.
 
-        Everything visited before then is resident by then, and competes with the idle unit, except for the unit
-        that will be computing at that moment.
+        Every unit visited before then is resident by then, and competes with the idle one, except for the unit that
+        will be computing at that moment.
         """
         if victim_use == NEVER:
             return True
@@ -227,9 +232,9 @@ class Schedule:
         busy.discard(self._unit_at(position - 1))
         return all(self._next_use(other, position) < victim_use for other in busy)
 
-    def _evictable(self, unit: int, held: Container[int]) -> list[int]:
-        """What may go while `unit` is visited, in the order of Rule 2."""
-        idle = [other for other in self._resident if other != unit and other not in held]
+    def _evictable(self, unit: int, pinned: Container[int]) -> list[int]:
+        """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
+        idle = [other for other in self._resident if other != unit and other not in pinned]
         return sorted(idle, key=lambda other: (-self._next_use(other, self._at), self._resident[other]))
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
@@ -246,7 +251,7 @@ class Schedule:
 
 
 def sweep(n: int, recompute: bool = False) -> list[int]:
-    """The visits of a training step over n units: forward, then backward.
+    """Return the visits of a training step over n units: forward, then backward.
 
     With `recompute` each unit is visited twice in backward: for its forward again, and for its gradients.
     """
@@ -255,7 +260,7 @@ def sweep(n: int, recompute: bool = False) -> list[int]:
 
 
 def loads(nbytes: Sequence[int], order: Sequence[int], window: int, transfer: int = 1, wrap: bool = False) -> list[int]:
-    """The units loaded over a whole pass that starts with an empty window."""
+    """Return the units loaded over a whole pass that starts with an empty window."""
     schedule = Schedule(nbytes, window, transfer)
     schedule.begin(order, wrap)
     return [loaded for unit in order for loaded in schedule.visit(unit).load]

@@ -1,22 +1,23 @@
-"""How long a step will take, before there is a device: the runtime's own schedule against a model of a machine.
+"""Predict how long a step takes, without a device: the runtime's own schedule against a model of a machine.
 
-1. Work is issued in the order in which the runtime's calling thread issues it, by the same ``Schedule``. As there, no
-   decision depends on time, so all work of several steps is issued first and timed afterwards.
-2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer. A piece
-   of work starts as soon as what it waits for has ended and its lane is free; lanes keep the order of issue.
-3. Up: after a unit was evicted, everything that follows waits for what compute was given before (unit_store.py, Rule
-   3).
+1. Work is issued in the order in which the runtime's calling thread issues it, by the same ``Schedule``. As in the
+   runtime, no decision depends on time, so all work of several steps is issued first and timed afterwards.
+2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer. A task
+   starts as soon as everything it waits for has ended and its lane is free; lanes keep the order of issue.
+3. Up: after a unit was evicted, every later load waits for the compute issued before it (unit_store.py, Rule 3).
 4. Compute: a visit waits for its unit's bytes. Packing a unit's gradients waits until the ones packed before are down
-   (gradients.py, Rule 3); the copy down of the packed ones follows, and then the unit's step.
-5. The next step begins when the whole optimizer is through. With ``steps_into_forward`` only a unit's way up waits, for
-   that unit's own step; then the host steps what arrived last first, as forward needs it first, and turns to what is
-   more urgent between the pieces of a unit.
+   (gradients.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
+5. The next step begins when the whole optimizer step is done. With ``steps_into_forward`` only a unit's load waits, for
+   that unit's own step. The host then first steps the unit whose gradients arrived last, because forward needs it
+   first, and turns to a more urgent unit between the pieces of another one.
 6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs.
-7. Units that stay on the device come up on demand, at their first visit after a step changed them.
+7. Units that stay on the device are loaded on demand, at their first visit after a step changed them.
 
-What is measured is the time from the first forward's begin to the next step's, after steps that are not counted.
+The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
+not counted.
 
-Not modelled: launches, the optimizer's and the links' competition for host memory, what the device allocator wastes.
+Not modelled: launches, the optimizer's and the links' competition for host memory, memory that the device allocator
+wastes.
 """
 
 from __future__ import annotations
@@ -35,50 +36,50 @@ from .spans import Span
 
 Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
-WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # what waits for a lane
+WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # stalls, by lane
 
-PARTS = 4  # of a unit's step, between which the host turns to what is more urgent
-STEPS = 4  # that are run: the first ones fill the pipeline, the time between the last two counts
+PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
+STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs in one step."""
+    """The costs of one unit in one step."""
 
     name: str
-    up_nbytes: int  # each time it is brought up
-    down_nbytes: int  # its gradients; 0 for a frozen unit
-    parameters: int  # that the optimizer steps
+    up_nbytes: int  # of each load
+    down_nbytes: int  # of its gradients; 0 for a frozen unit
+    parameters: int  # elements that the optimizer steps
     forward_flops: float
     backward_flops: float  # without the forward that "recompute" repeats
-    activation_nbytes: int = 0  # what autograd saves in it
-    input_nbytes: int = 0  # what "recompute" keeps of that
+    activation_nbytes: int = 0  # saved by autograd in its forward
+    input_nbytes: int = 0  # the part of that which "recompute" saves
     resident: bool = False  # stays on the device, outside the window
 
     @property
     def trained(self) -> bool:
-        """Whether a step changes it."""
+        """Whether a step changes the unit."""
         return self.down_nbytes > 0
 
 
 @dataclass(frozen=True)
 class SimulatedVisit:
-    """What compute does from one visit to the next, and what it sets going, for a step that is not a plain sweep."""
+    """The compute from one visit to the next and the copies it starts, for a step that is not a plain sweep."""
 
-    unit: int  # that is visited
+    unit: int  # the visited one
     flops: float
-    held: tuple[int, ...] = ()  # units that are being visited meanwhile
-    sends: tuple[int, ...] = ()  # units whose gradients are complete after it
-    stowed_nbytes: int = 0  # activations that go to the host after it
-    fetched_nbytes: int = 0  # and come back before it
+    pinned: tuple[int, ...] = ()  # units whose visits go on meanwhile
+    sends: tuple[int, ...] = ()  # units whose gradients are complete after this visit
+    stowed_nbytes: int = 0  # of activations that go to the host after this visit
+    fetched_nbytes: int = 0  # of activations that come back before this visit
     nbytes: int = 0  # on the device beside weights
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What a step has to do, in seconds of each lane.
+    """Lower bound of a step's time, from the seconds of each lane.
 
-    The first visited unit's gradient, step and way up are counted apart: nothing can run beside them.
+    The first visited unit's gradient, step and load are counted apart: nothing can run beside them.
     """
 
     compute_forward: float
@@ -91,31 +92,31 @@ class LowerBound:
     first_step: float
     first_up: float
     duplex: float
-    chain: float  # the longest one of work that the order of units puts one after the other; no step can be shorter
+    chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
 
     @property
     def forward(self) -> float:
-        """Forward's part."""
+        """Forward's part of the bound."""
         return max(self.compute_forward, self.up_forward)
 
     @property
     def link_backward(self) -> float:
-        """Both ways at once, at what each then has of the link, and what is left of the longer one alone."""
+        """The link's seconds in backward: both directions at once, slowed down, then the rest of the longer one."""
         return max(self.up_backward, self.down) + min(self.up_backward, self.down) * (1 / self.duplex - 1)
 
     @property
     def backward(self) -> float:
-        """Backward's part."""
+        """Backward's part of the bound."""
         return max(self.compute_backward, self.link_backward)
 
     @property
     def seconds(self) -> float:
-        """The floor, with as much of the optimizer carried into forward as helps."""
+        """The lower bound, with as much of the optimizer moved into forward as helps."""
         return max(self.forward + self.backward, self.optimizer) + self.first_down + self.first_step + self.first_up
 
     @property
     def bound(self) -> float:
-        """The whole-step bound, which cannot be reached: one lane busy all the time, the others beside it."""
+        """The busiest lane's seconds with all others beside it: a lower bound that cannot be reached."""
         return max(
             self.compute_forward + self.compute_backward,
             self.up_forward + self.up_backward + self.first_up,
@@ -125,7 +126,7 @@ class LowerBound:
 
     @property
     def binds(self) -> str:
-        """What makes the floor as long as it is: "compute", "link" or "optimizer"."""
+        """The lane that decides the lower bound: "compute", "link" or "optimizer"."""
         if self.optimizer > self.forward + self.backward:
             return "optimizer"
         compute = (self.compute_forward, self.compute_backward)
@@ -134,19 +135,19 @@ class LowerBound:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step among equal ones."""
+    """One simulated step among equal ones."""
 
     step_s: float
     compute_s: float
-    stall_s: dict[str, float]  # in which compute was idle, by the lane that it was waiting for
+    stall_s: dict[str, float]  # seconds in which compute was idle, by the lane for which it waited
     peak_nbytes: int  # on the device: weights, gradients and activations
-    timeline: list[Span]  # since the first forward's begin; negative where it was under way by then
+    timeline: list[Span]  # from the first forward's begin; starts are negative for work under way by then
     waits: list[Span]  # of compute
     floor: LowerBound
 
     @property
     def merit(self) -> float:
-        """floor / step."""
+        """The lower bound's share of the step's time."""
         return self.floor.seconds / self.step_s
 
 
@@ -160,17 +161,17 @@ def simulate(
     steps_into_forward: bool = False,
     works: Sequence[SimulatedVisit] = (),
 ) -> Simulation:
-    """How a training step over these units would go on that machine.
+    """Simulate a training step over these units on that machine.
 
     Args:
         units: In the order of forward.
-        schedule: Of these units' ``up_nbytes``; it is used up.
+        schedule: A schedule of these units' ``up_nbytes``, which the simulation uses up.
         machine: A profile (`machine.MACHINES`), or measured numbers.
-        activations: What becomes of what autograd saves.
+        activations: Whether activations are kept or recomputed.
         optimizer_overlap: Units are stepped while backward runs, otherwise after it.
         steps_into_forward: Units may be stepped while the next forward runs (Rule 5).
-        works: What a step does, visit by visit, with what ``activations`` costs; by default forward over all units and
-            backward the other way.
+        works: The step's visits, with the costs of ``activations`` included; by default forward over all units and
+            then backward in reverse.
     """
     if not units:
         raise OptionError(argument="units", found=len(units), allowed="at least one unit")
@@ -194,11 +195,11 @@ def simulate(
 
 
 def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool) -> LowerBound:
-    """What a step over these units has to do."""
+    """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
-    again = streamed[: max(0, len(streamed) - window)]  # the others stay for backward
-    stay = streamed[:window]  # from the last backward, unless they were stepped
+    again = streamed[: max(0, len(streamed) - window)]  # loaded again in backward; the others are still resident
+    stay = streamed[:window]  # still resident from the last backward, unless they were stepped
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
     forward = math.fsum(unit.forward_flops for unit in units)
     backward = math.fsum(unit.backward_flops for unit in units) + recompute * forward
@@ -218,8 +219,11 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
 
 
 def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> float:
-    """Of all units: backward from the last one to it, its way down, the step of it and of all before it, a way up,
-    forward from it to the last one."""
+    """Compute the longest chain of work through any unit, in seconds.
+
+    Such a chain is: backward from the last unit to this one, the copy of its gradients, the steps of all units up to
+    it, the shortest of their loads, forward from this unit to the last.
+    """
     flops = [(1 + recompute) * unit.forward_flops + unit.backward_flops for unit in units]
     longest = left = math.fsum(flops) / machine.flops_per_s
     steps, up = 0.0, math.inf
@@ -240,7 +244,7 @@ def _step_s(unit: UnitCost, machine: Machine) -> float:
 
 
 class _Host:
-    """Issues the work of consecutive steps as the runtime's calling thread does (Rule 1)."""
+    """The calling thread, which issues the work of consecutive steps as it does in the runtime (Rule 1)."""
 
     def __init__(
         self,
@@ -265,14 +269,14 @@ class _Host:
         self._into_forward = into_forward
         self._order: list[int] = []
         self._last: int | None = None  # the unit visited last
-        self._ready: dict[int, Task] = {}  # the way up of what is on the device
-        self._stepped: dict[int, Task] = {}  # what wrote the host bytes
-        self._arrived: list[tuple[int, Task]] = []  # gradients that are to be stepped after backward
+        self._ready: dict[int, Task] = {}  # the last load of each unit
+        self._stepped: dict[int, Task] = {}  # the last step of each unit, or of its last piece
+        self._arrived: list[tuple[int, Task]] = []  # gradients of units to step after backward
         self._begin: Task | None = None  # for which all work of the step waits (Rule 5)
-        self._reader: Task | None = None  # the compute after which the next way up may start (Rule 3)
-        self._computing: Task | None = None
-        self._landing: Task | None = None  # whose packed buffer is held
-        self._leaving: Task | None = None  # activations on their way down
+        self._reader: Task | None = None  # the compute after which the next load may start (Rule 3)
+        self._computing: Task | None = None  # issued last
+        self._sending: Task | None = None  # the copy of gradients whose packed buffer still takes memory
+        self._stowing: Task | None = None  # the copy of activations to the host under way
         self._resident_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self._saved_nbytes = 0
         self._packed_nbytes = 0
@@ -280,7 +284,7 @@ class _Host:
         schedule.invalidate()
 
     def step(self) -> Task:
-        """One step; returns its first compute."""
+        """Issue one step; return its first compute."""
         self._open()
         if self._works:
             first, *_ = [self._do(work) for work in self._works]
@@ -296,7 +300,7 @@ class _Host:
         for index, unit in enumerate(self._units):
             if unit.resident:
                 self._visit(index)
-        self._visit(work.unit, work.held)
+        self._visit(work.unit, work.pinned)
         back = None
         if work.fetched_nbytes:
             seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
@@ -309,13 +313,13 @@ class _Host:
         return task
 
     def _stow(self, work: SimulatedVisit) -> None:
-        """What a unit saved leaves; the memory is given back at the end of the next one (offload.py, Rule 2)."""
-        if self._leaving is not None:
-            self._computing = self._issue("compute", work.unit, 0.0, [self._leaving])
-            self._leaving = None
+        """Issue the offload of saved activations; their memory is freed after the next unit (offload.py, Rule 2)."""
+        if self._stowing is not None:
+            self._computing = self._issue("compute", work.unit, 0.0, [self._stowing])
+            self._stowing = None
         if work.stowed_nbytes:
             seconds = work.stowed_nbytes / self._machine.down_bytes_per_s
-            self._leaving = self._issue("down", work.unit, seconds, [self._computing])
+            self._stowing = self._issue("down", work.unit, seconds, [self._computing])
 
     def _open(self) -> None:
         stale = [unit for unit in self._schedule.resident if self._is_stale(unit)]
@@ -325,9 +329,9 @@ class _Host:
         self._order, self._last = [], None
 
     def _close(self) -> None:
-        self._let_go()
-        for unit, landing in self._arrived:
-            self._step(unit, [landing, self._computing])
+        self._free_packed()
+        for unit, sent in self._arrived:
+            self._step(unit, [sent, self._computing])
         self._arrived = []
         if not self._into_forward and self._stepped:
             self._begin = max(self._stepped.values(), key=lambda task: task.number)
@@ -347,17 +351,17 @@ class _Host:
         self._observe(unit.down_nbytes + self._recompute * unit.activation_nbytes)
         self._saved_nbytes -= unit.input_nbytes if self._recompute else unit.activation_nbytes
         if unit.trained:
-            self._let_go()
+            self._free_packed()
             self._observe(2 * unit.down_nbytes)  # as autograd made them, and packed
             self._send(index)
 
-    def _visit(self, index: int, held: tuple[int, ...] = ()) -> None:
+    def _visit(self, index: int, pinned: tuple[int, ...] = ()) -> None:
         if self._units[index].resident:
             if self._is_stale(index):
                 self._reader = self._computing
                 self._load(index)
         elif index != self._last:
-            decision = self._schedule.visit(index, held)
+            decision = self._schedule.visit(index, pinned)
             if decision.evict:
                 self._reader = self._computing
             for unit in decision.load:
@@ -380,19 +384,19 @@ class _Host:
         return self._computing
 
     def _send(self, index: int) -> None:
-        self._let_go()
+        self._free_packed()
         nbytes = self._units[index].down_nbytes
-        self._landing = self._issue("down", index, nbytes / self._machine.down_bytes_per_s, [self._computing])
+        self._sending = self._issue("down", index, nbytes / self._machine.down_bytes_per_s, [self._computing])
         self._packed_nbytes = nbytes
         if self._overlap:
-            self._step(index, [self._landing])
+            self._step(index, [self._sending])
         else:
-            self._arrived.append((index, self._landing))
+            self._arrived.append((index, self._sending))
 
-    def _let_go(self) -> None:
-        if self._landing is not None:
-            self._computing = self._issue("compute", self._landing.unit, 0.0, [self._landing])
-            self._landing, self._packed_nbytes = None, 0
+    def _free_packed(self) -> None:
+        if self._sending is not None:
+            self._computing = self._issue("compute", self._sending.unit, 0.0, [self._sending])
+            self._sending, self._packed_nbytes = None, 0
 
     def _step(self, index: int, after: list[Task | None]) -> None:
         parts = PARTS if self._into_forward else 1
@@ -411,16 +415,16 @@ class _Host:
         return task
 
     def _observe(self, nbytes: int) -> None:
-        """These bytes are on the device too, for a moment."""
-        held = self._resident_nbytes + self._schedule.resident_nbytes + self._saved_nbytes + self._packed_nbytes
-        self.peak = max(self.peak, held + nbytes)
+        """Note that so many more bytes are on the device for a moment."""
+        used = self._resident_nbytes + self._schedule.resident_nbytes + self._saved_nbytes + self._packed_nbytes
+        self.peak = max(self.peak, used + nbytes)
 
 
 # ---- reading
 
 
 def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
-    """Compute's idle times by the lane that was busy with what it waited for."""
+    """List compute's idle times, each with the lane whose work it waited for."""
     waits = []
     for before, task in itertools.pairwise(computes):
         if begin < task.start <= end:
@@ -435,7 +439,7 @@ def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: f
 
 
 def _timeline(tasks: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
-    """The work that ended within the step; pieces that follow each other are one."""
+    """List the work that ended within the step; consecutive pieces of one unit's step are one span."""
     spans: dict[LaneName, list[Span]] = {}
     for task in sorted(tasks, key=lambda task: (task.start, task.number)):
         if begin < task.end <= end and task.end > task.start:

@@ -1,15 +1,14 @@
-"""How many units to hold, and to exchange at a time: pure decisions from bytes and times, each of which says its reason
-in one line with all the numbers that it was made from.
+"""Choose the window and the transfer: pure decisions from bytes and times.
 
-1. With a budget, the window is at most the one whose bytes fit into it: the resident root, two gradient buffers of the
-   largest unit, and the window's units, the largest ones if need be.
-2. Without one, it is at most what the device holds beside the most that anything else ever took there, and a reserve
-   for what varies from step to step.
-3. Of those windows the smallest is chosen that comes as close as 2 % to the fastest: steps are simulated
-   (simulation.py) with measured times. Units of equal sizes count as equals, with the median of their times, rounded
-   as it is printed.
-4. A choice that the user made is not changed. On the CPU there is nothing to gain from more than two units: device
-   memory is host memory.
+Each decision gives its reason in one line, with all the numbers from which it was made.
+
+1. With a budget, the window is at most the largest whose bytes always fit into it: the resident root, two gradient
+   buffers of the largest unit, and as many of the largest units as the window has places.
+2. Without a budget, it is at most what fits on the device beside the most that anything else ever took there, and a
+   reserve for what varies from step to step.
+3. Of those windows the smallest is chosen that comes within 2 % of the fastest: steps are simulated (simulation.py)
+   with measured times. Units of equal sizes count as equals, with the median of their times, rounded as it is printed.
+4. A value that the user set is not changed. On the CPU more than two units gain nothing: device memory is host memory.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from .machine import Machine
 from .schedule import Schedule
 from .simulation import UnitCost, simulate
 
-FIRST_WINDOW = 2  # one computes while the next one comes
+FIRST_WINDOW = 2  # one unit computes while the next one is loaded
 RESERVE_SHARE = 0.05  # of the device's memory
-GROWTH = 4  # times what it was: what was never seen is approached in steps, each of which is measured
-WORTH = 0.02  # of a step
+GROWTH = 4  # factor by which a window grows at most at a time: larger ones are approached in measured steps
+WORTH = 0.02  # the share of a step's time for which a larger window is worth its memory
 
-# Costs in simulations are times, so the machine does one of everything in a nanosecond.
+# Costs in these simulations are times, so the machine does one of everything in a nanosecond.
 _CLOCK = Machine(
     name="clock",
     flops_per_s=1e9,
     up_bytes_per_s=1e9,
     down_bytes_per_s=1e9,
-    duplex=1,  # times were measured with both ways in use
+    duplex=1,  # times were measured with both directions in use
     dram_bytes_per_s=1e9,
     device_nbytes=0,
     host_nbytes=0,
@@ -48,7 +47,7 @@ _CLOCK = Machine(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What planning has to know about a unit."""
+    """The sizes of one unit, as planning needs them."""
 
     name: str
     nbytes: int
@@ -62,23 +61,23 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """Device bytes."""
+    """Device memory of this process and what it is for, in bytes."""
 
     capacity: int  # that this process can have
     others: int  # the most that anything but the window's units took
 
     @property
     def reserve(self) -> int:
-        """What is left alone."""
+        """Bytes left free for what varies from step to step."""
         return int(self.capacity * RESERVE_SHARE)
 
     @property
     def spare(self) -> int:
-        """What is left."""
+        """Bytes for the window's units."""
         return max(0, self.capacity - self.reserve - self.others)
 
     def most(self, units: Sequence[UnitBytes]) -> int:
-        """The largest window (Rule 2)."""
+        """Return the largest window that fits, at least 1 (Rule 2)."""
         return max(1, largest_window(units, self.spare))
 
     def __str__(self) -> str:
@@ -86,13 +85,13 @@ class DeviceBudget:
 
 
 def sizes_of(units: Sequence[UnitBytes]) -> str:
-    """Their bytes, largest first: "1 x 2048, 12 x 1024"."""
+    """Format the units' bytes, largest first: "1 x 2048, 12 x 1024"."""
     sizes = sorted((unit.nbytes for unit in units), reverse=True)
     return ", ".join(f"{len(list(run))} x {nbytes}" for nbytes, run in itertools.groupby(sizes))
 
 
 def largest_window(units: Sequence[UnitBytes], budget: int) -> int:
-    """How many of these units fit into a budget at once, whichever they are; 0 if not every single one does."""
+    """Return how many of these units fit into a budget at once, whichever they are; 0 if one alone does not."""
     total = 0
     for count, nbytes in enumerate(sorted((unit.nbytes for unit in units), reverse=True)):
         total += nbytes
@@ -102,7 +101,7 @@ def largest_window(units: Sequence[UnitBytes], budget: int) -> int:
 
 
 def first_window(options: Options, units: Sequence[UnitBytes], resident_nbytes: int, on_host: bool) -> int:
-    """The window to begin with; without a budget it is found out from there (Rules 1, 2 and 4)."""
+    """Return the window to begin with, from which it grows if there is no budget (Rules 1, 2 and 4)."""
     gradients = 2 * max((unit.gradient_nbytes for unit in units), default=0)
     count = max(1, len(units))
     if options.memory_budget is None:
@@ -121,7 +120,7 @@ def first_window(options: Options, units: Sequence[UnitBytes], resident_nbytes: 
 
 
 def _check_budget(budget: int, units: Sequence[UnitBytes], resident_nbytes: int) -> None:
-    """Every unit must fit with its own gradient and the resident root."""
+    """Check that every unit fits with its own gradient and the resident root."""
     if not units:
         return
     worst = max(units, key=lambda unit: unit.nbytes + unit.gradient_nbytes)
@@ -135,7 +134,7 @@ def _check_budget(budget: int, units: Sequence[UnitBytes], resident_nbytes: int)
 
 
 class MeasuredTimes(Protocol):
-    """What was measured of a unit, in seconds (recorder.py)."""
+    """Measured times of a unit, in seconds (recorder.py)."""
 
     @property
     def up_s(self) -> float: ...
@@ -150,7 +149,7 @@ class MeasuredTimes(Protocol):
 
 
 class UnitMs(NamedTuple):
-    """Milliseconds of a unit in a step, rounded as they are printed."""
+    """Milliseconds of one unit in a step, rounded as they are printed."""
 
     up: float
     forward: float
@@ -165,19 +164,19 @@ class UnitMs(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """What a step is made of: units in the order of forward."""
+    """Times of a step's units, in the order of forward."""
 
     units: tuple[UnitMs, ...]
     overlap: bool  # units are stepped while backward runs
-    runs_on: bool = False  # and while the next forward does
+    runs_on: bool = False  # units are stepped while the next forward runs
 
     @property
     def streamed(self) -> int:
-        """How many units pass through the window."""
+        """Number of units that pass through the window."""
         return sum(not unit.resident for unit in self.units)
 
     def step_ms(self, window: int, transfer: int) -> float:
-        """How long a step takes."""
+        """Simulate a step with these sizes and return its milliseconds."""
         schedule = Schedule([0] * len(self.units), window, min(transfer, window))
         simulated = simulate(
             self._costs(), schedule, _CLOCK, optimizer_overlap=self.overlap, steps_into_forward=self.runs_on
@@ -206,7 +205,7 @@ class Times:
 
 
 class WindowChoice(NamedTuple):
-    """Sizes, and how long a step should take with them."""
+    """A window, a transfer, and the predicted milliseconds of a step with them."""
 
     window: int
     transfer: int
@@ -216,7 +215,7 @@ class WindowChoice(NamedTuple):
 def times_of(
     units: Sequence[UnitBytes], measured: Mapping[str, MeasuredTimes], overlap: bool, runs_on: bool = False
 ) -> Times | None:
-    """Times of the units in the order in which they were measured; None if none was (Rule 3)."""
+    """Combine units and measured times, in the order of measurement; None if no streamed unit was measured (Rule 3)."""
     sizes = {unit.name: unit for unit in units}
     alike: dict[tuple[int, int, bool], list[MeasuredTimes]] = defaultdict(list)
     for name, times in measured.items():
@@ -229,12 +228,12 @@ def times_of(
 
 
 def choose(times: Times, most: int, window: int | None = None, transfer: int | None = None) -> WindowChoice:
-    """The smallest window that is worth it, of at most ``most``, and the transfer for it; or those that are given."""
+    """Choose the smallest window that is worth it, of at most ``most``, and its transfer; given values are used."""
     most = max(1, min(most, times.streamed))
     if window is None:
         enough = times.step_ms(most, transfer or 1) * (1 + WORTH)
         low, high = min(FIRST_WINDOW, most), most
-        while low < high:  # more is never slower
+        while low < high:  # a larger window is never slower
             middle = (low + high) // 2
             if times.step_ms(middle, transfer or 1) <= enough:
                 high = middle

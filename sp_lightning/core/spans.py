@@ -1,4 +1,4 @@
-"""Pieces of a step's work and of its waiting: what a timeline is made of, whether it was measured or simulated."""
+"""Spans: pieces of a step's work and of its waiting. A timeline, measured or simulated, is made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps
 
 
 class Span(NamedTuple):
-    """A piece of work in a lane, or of waiting, between two moments in seconds."""
+    """A piece of a lane's work, or of its waiting, between two moments in seconds."""
 
     lane: Lane
     unit: str
@@ -23,15 +23,15 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The span's duration."""
         return self.end - self.start
 
 
 def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """The seconds between two moments by what they went to: CAUSES, which sum to all of them.
+    """Split the seconds between two moments by cause: one sum for each of CAUSES, which add up to the whole.
 
-    Lanes overlap, causes do not. Each moment counts for the first that holds: compute, what the compute stream waits
-    for, what the host waits for, a step of the optimizer; or for none of them.
+    Lanes overlap, causes do not. Each moment counts for the first of these under way: compute, a stall of the compute
+    stream, a stall of the host, a step of the optimizer; or else for "other".
     """
     layers = [("compute", [span for span in spans if span.lane == "compute" and not span.stall])]
     for lane in ("compute", "host"):
@@ -42,7 +42,7 @@ def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
 
 
 def _first_cause(layers: Iterable[tuple[str, list[Span]]], start: float, end: float) -> dict[str, float]:
-    """The seconds between two moments, each counted for the first layer that covers it."""
+    """Split the seconds between two moments by layer, each moment counted for the first layer that covers it."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     covered: list[tuple[float, float]] = []
     before = 0.0

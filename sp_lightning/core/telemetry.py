@@ -1,4 +1,4 @@
-"""What happened, in numbers: counters that only grow, and the latest few of a measured quantity."""
+"""Counters that only grow, a listener for the phases of a step, and the latest values of a measured quantity."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ _NOTHING = contextlib.nullcontext()
 
 
 class StepListener:
-    """To whom the phases of a step report when they begin and end; this one does not listen (recorder.py does)."""
+    """Receiver of a step's phases as they begin and end; this base class ignores them, recorder.py records them."""
 
     def begin_pass(self, kind: str, trains: bool) -> None:
-        """All that follows belongs to a new pass."""
+        """Begin a new pass, to which everything that follows belongs."""
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """What is issued within is work of a lane."""
+        """Mark the work that is issued in this context as one lane's."""
         return _NOTHING
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """Within, the compute stream is made to wait; after it, it computes for that unit, or the one it was at."""
+        """Mark a wait of the compute stream in this context. Then it computes for ``unit``, or goes on as before."""
         return _NOTHING
 
     def left(self, around: str, in_backward: bool) -> None:
-        """A visit ended, within that of another unit if there is one; in backward its gradients are still to come."""
+        """Note that a visit ended, inside that of unit ``around`` if given. In backward its gradients still follow."""
 
     def idle(self) -> None:
-        """What the compute stream does next belongs to no unit."""
+        """Note that the compute stream's next work belongs to no unit."""
 
     def host_waited(self, cause: str, begin: float, end: float) -> None:
-        """The host did, between two readings of ``time.perf_counter``."""
+        """Note that the host waited between two readings of ``time.perf_counter``."""
 
     def step_may_begin(self) -> None:
-        """The calling thread has nothing to do any more before the optimizer's own step."""
+        """Note that the calling thread has nothing left to do before the optimizer's own step."""
 
     def stepped(self) -> None:
-        """The optimizer's own step ended."""
+        """Note that the optimizer's own step ended."""
 
 
 @dataclass
 class Counters:
-    """Everything counted since the start. Take a `snapshot` and ask `since` for what a step added."""
+    """Counts since the start. Take a `snapshot` and pass it to `since` for what a step added."""
 
-    fetches: int = 0  # units brought up
+    fetches: int = 0  # units loaded
     bytes_up: int = 0
     bytes_down: int = 0
-    bytes_offloaded: int = 0  # what autograd saved, on its way to the host
-    bytes_brought_back: int = 0
+    bytes_offloaded: int = 0  # of saved activations, to the host
+    bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device
     bytes_written_back: int = 0
     evictions: int = 0
-    extra_held: int = 0  # visits that held a unit beyond the window
+    extra_held: int = 0  # visits with more units resident than the window has places
     stepped_ahead: int = 0  # parameters stepped while backward ran
-    held_steps: int = 0  # steps that ran on beside the next forward
+    held_steps: int = 0  # deferred steps, which ran beside the next forward
     surprises: int = 0  # visits that were not the predicted one
     stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
-    listener: StepListener = field(default_factory=StepListener, repr=False, compare=False)  # is no figure
+    listener: StepListener = field(default_factory=StepListener, repr=False, compare=False)  # not a figure
 
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
-        """Times a wait of the host."""
+        """Measure a wait of the host and add it to its cause."""
         begin = time.perf_counter()
         try:
             yield
@@ -78,12 +78,12 @@ class Counters:
             self.listener.host_waited(cause, begin, end)
 
     def snapshot(self) -> dict[str, Any]:
-        """The values now, in a dictionary that later counting does not change."""
+        """Return the values now, in a dictionary that later counting does not change."""
         figures = {name: value for name, value in vars(self).items() if name != "listener"}
         return {**figures, "stall_ms": dict(self.stall_ms)}
 
     def since(self, previous: Mapping[str, Any]) -> dict[str, Any]:
-        """What was added after `previous`, an earlier snapshot of these counters."""
+        """Return what was added after `previous`, an earlier snapshot of these counters."""
         now = self.snapshot()
         stalls_before = previous["stall_ms"]
         added = {name: value - previous[name] for name, value in now.items() if name != "stall_ms"}
@@ -92,7 +92,7 @@ class Counters:
 
 
 class Rolling:
-    """The last `size` values of a measured quantity; NaN stands for "nothing measured yet"."""
+    """The last `size` values of a measured quantity; without any, their median and mean are NaN."""
 
     def __init__(self, size: int) -> None:
         self._values: deque[float] = deque(maxlen=size)

@@ -1,1 +1,1 @@
-"""Bytes: layouts, the device, page-locked and staged host memory, the two copies of a unit."""
+"""Memory: units and their layouts, the device, page-locked and staged host memory, the two copies of a unit."""

@@ -1,11 +1,11 @@
-"""The only place that knows an accelerator API exists: streams, events, page-locked memory, copies, memory figures.
+"""Streams, events, page-locked memory, copies and memory figures: the only file that knows an accelerator's API.
 
-1. Every backend that ``torch.accelerator`` serves is used through it; the CPU is a device whose streams are always
+1. Every backend that ``torch.accelerator`` serves is used through it. The CPU is a device whose streams are always
    idle, and which needs no page-locked memory.
-2. Host memory that stays (`slab`) is our own where the device can be told of it (pinned.py): exact, locked once. Other
-   devices' comes from torch, and so does what comes and goes (`passing`): torch keeps it for the next time.
-3. Once memory could not be locked no more is: it might be refused every time, and slowly. Copies from and to memory
-   that is not locked go through a ring of staging buffers (staging.py), whichever memory that is.
+2. Host memory that stays (`slab`) is our own if the device can register it (pinned.py): exact, locked once. For other
+   devices torch allocates it. Host memory that comes and goes (`passing`) is always torch's, which caches it.
+3. Once memory could not be locked, no more is: each attempt might be refused, and slowly. Every copy from or to memory
+   that is not locked goes through a ring of staging buffers (staging.py).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
 
 
 class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
-    """The device ran out of memory in the model's own code; torch's message, and what would make room."""
+    """The device ran out of memory in the model's own code: torch's message, with options that would fit."""
 
 
 class _IdleEvent:
-    """What an idle stream has recorded: always reached."""
+    """An event of an idle stream: it has always happened."""
 
     def wait(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def query(self) -> bool:
         return True
 
 
 class _HostMoment:
-    """A moment of an idle stream: now."""
+    """A timed event of an idle stream: it happens when it is made."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
@@ -64,20 +64,20 @@ class _HostMoment:
 
 
 class _IdleStream(contextlib.nullcontext[None]):
-    """The CPU's stream: work is done when it is issued, so every order holds by itself."""
+    """The CPU's stream: work is done when it is issued, so every order is kept without waiting."""
 
     def record_event(self) -> _IdleEvent:
         return _IdleEvent()
 
     def wait_event(self, event: _IdleEvent) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 def check_supported(device: torch.device) -> None:
-    """Refuses what holds no data of its own, and what is not here."""
+    """Refuse a device that has no memory of its own, or is not available here."""
     if device.type == "mps":
         raise UnsupportedError(
             "device 'mps' shares its memory with the host, so there is nothing to stream; "
@@ -90,14 +90,14 @@ def check_supported(device: torch.device) -> None:
 
 
 def available() -> list[str]:
-    """Names of the devices that can compute here, accelerators first."""
+    """List the names of the devices that can compute here, accelerators first."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None] + ["cpu"]
 
 
 def find(name: str | None = None) -> torch.device:
-    """The device of that name; without one the first accelerator, or the CPU where there is none."""
+    """Return the device of that name; without a name the first accelerator, or the CPU if there is none."""
     found = available()
     if name is None:
         return torch.device(found[0])
@@ -116,7 +116,7 @@ def _refused(name: str) -> OptionError:
 
 
 class CudaPageLock:
-    """Host memory that CUDA, or HIP, is told of."""
+    """Page locks by CUDA or HIP, which then copy from and to that host memory by themselves."""
 
     PORTABLE = 1  # locked for all devices
 
@@ -124,8 +124,8 @@ class CudaPageLock:
         self._device = device
 
     def lock(self, address: int, nbytes: int) -> None:
-        # On a thread of its own: CUDA keeps an error for the thread that made it, and torch would raise it there at the
-        # next kernel, whatever that is.
+        # On a thread of its own: CUDA stores an error for the thread that caused it, and torch would raise it there at
+        # the next kernel.
         with ThreadPoolExecutor(1, "superpipeline-lock") as thread:
             thread.submit(self._lock, address, nbytes).result()
 
@@ -136,10 +136,10 @@ class CudaPageLock:
 
     def unlock(self, address: int) -> None:
         try:
-            torch.cuda.synchronize(self._device)  # torch does not know of this memory, and lets it go under its copies
+            torch.cuda.synchronize(self._device)  # torch does not track this memory: its copies may still run
             cudart = _cudart()
             _check(cudart, cudart.cudaHostUnregister(address))
-        except Exception as error:  # the device is beyond use, and its process near its end
+        except Exception as error:  # the device is unusable, and the process about to end
             log.debug("superpipeline: host memory could not be unlocked: %s", error)
 
 
@@ -153,12 +153,12 @@ def _check(cudart: Any, error: Any) -> None:
 
 
 def page_lock(device: torch.device) -> PageLock | None:
-    """How this device is told of memory that torch did not lock; None where it can not be."""
+    """Return the page lock of this device; None if it cannot register memory that torch did not allocate."""
     return CudaPageLock(device) if device.type == "cuda" else None
 
 
 class _Rings(NamedTuple):
-    """One in each direction."""
+    """The staging rings of a device, one in each direction."""
 
     up: StagingRing
     down: StagingRing
@@ -166,7 +166,7 @@ class _Rings(NamedTuple):
 
 
 class Device:
-    """A compute device with a stream for copies up, one for copies down, and the caller's own for compute."""
+    """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
 
     def __init__(self, device: torch.device | str | int, host_memory: HostMemory = "auto") -> None:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
@@ -178,10 +178,10 @@ class Device:
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self._idle = _IdleStream()
-        self._clock: Any = None  # made when it is first needed: an idle stream
+        self._clock: Any = None  # an idle stream, made when it is first needed
         self._host_memory = host_memory
         self._can_pin = not self.is_host and host_memory != "pageable"
-        self._refusal = "host_memory='pageable'"  # why there are rings
+        self._refusal = "host_memory='pageable'"  # why memory is not locked
         self._slabs = HostAllocator()
         self._lock = page_lock(found)
         self._locked_nbytes = 0
@@ -189,7 +189,7 @@ class Device:
         self._rings: _Rings | None = None
         self._streamed_nbytes = 0
         self._streamed_peak = 0
-        self.make_room: Callable[[], bool] | None = None  # who streams can free what need not be here
+        self.make_room: Callable[[], bool] | None = None  # frees units that need not be resident; whether it freed any
 
     @property
     def compute(self) -> Any:
@@ -197,7 +197,7 @@ class Device:
         return self._idle if self.is_host else torch.accelerator.current_stream(self.torch_device)
 
     def moment(self, stream: Any) -> Any:
-        """An event that knows when the stream arrived there, once ``query()`` says that it has."""
+        """Record a timed event on the stream; it has its time once its ``query()`` is True."""
         if self.is_host:
             return _HostMoment()
         event = torch.Event(self.torch_device, enable_timing=True)
@@ -205,7 +205,7 @@ class Device:
         return event
 
     def both_clocks(self) -> tuple[Any, float]:
-        """The same moment as an event and in the host's seconds: nothing else is ever queued on its stream."""
+        """Read both clocks at one moment: an event, on a stream that is always idle, and the host's seconds."""
         if self.is_host:
             now = _HostMoment()
             return now, now.seconds
@@ -218,7 +218,7 @@ class Device:
     # ---- host memory
 
     def slab(self, nbytes: int) -> Tensor:
-        """A flat host buffer that stays, page-locked where the device copies from it by itself (Rule 2)."""
+        """Allocate a flat host buffer that stays, page-locked if that is possible (Rules 2 and 3)."""
         self._largest_slab = max(self._largest_slab, nbytes)
         if self._can_pin:
             try:
@@ -226,48 +226,48 @@ class Device:
                 self._locked_nbytes += nbytes
                 return flat
             except (RuntimeError, OSError) as error:
-                self._lock_no_more(nbytes, error)
+                self._stop_locking(nbytes, error)
         try:
             return self._slabs.plain(nbytes)
         except OSError as error:
             memory = host_memory()
             raise HostMemoryError(
-                f"{format_bytes(nbytes)} of host memory are not to be had ({error}): {format_bytes(memory.free)} of "
-                f"{format_bytes(memory.total)} are free; train fewer parameters, or close what else runs"
+                f"cannot allocate {format_bytes(nbytes)} of host memory ({error}): {format_bytes(memory.free)} of "
+                f"{format_bytes(memory.total)} are free; train fewer parameters, or close other programs"
             ) from error
 
     def passing(self, nbytes: int) -> Tensor:
-        """A flat host buffer that comes and goes, page-locked like a slab."""
+        """Allocate a flat host buffer that comes and goes, page-locked if that is possible (Rules 2 and 3)."""
         if self._can_pin:
             try:
                 return _locked_by_torch(nbytes)
             except RuntimeError as error:
-                self._lock_no_more(nbytes, error)
+                self._stop_locking(nbytes, error)
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def _lock_no_more(self, nbytes: int, error: Exception) -> None:
-        """Rule 3."""
+    def _stop_locking(self, nbytes: int, error: Exception) -> None:
+        """Lock no more memory (Rule 3), which is an error if the user requires it."""
         self._refusal = (
-            f"{format_bytes(nbytes)} of host memory could not be page-locked, "
-            f"after {format_bytes(self._locked_nbytes)} that were ({error})"
+            f"{format_bytes(nbytes)} of host memory could not be page-locked after "
+            f"{format_bytes(self._locked_nbytes)} were ({error})"
         )
         if self._host_memory == "pinned":
             memory, limit = host_memory(), lock_limit()
             raise HostMemoryError(
                 f"host_memory='pinned': {self._refusal}; {format_bytes(memory.free)} of {format_bytes(memory.total)} "
                 f"are free, and ulimit -l is {'unlimited' if limit is None else format_bytes(limit)}. Free host memory "
-                "or raise the limit; or leave host_memory to 'auto', which copies through a small page-locked ring"
+                "or raise the limit; or set host_memory='auto', which copies through a small page-locked ring"
             ) from error
         self._can_pin = False
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes of staging buffers."""
+        """Bytes of all staging buffers."""
         return 0 if self._rings is None else self._rings.nbytes
 
     def _ring(self) -> _Rings:
-        """Made when something has to go through them (Rule 3), which is said once."""
+        """Return the staging rings, which are made, and logged, when a copy first needs them (Rule 3)."""
         if self._rings is None:
             nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
             buffers = [self._staging(nbytes) for _ in range(2 * STAGING_COUNT)]
@@ -277,7 +277,7 @@ class Device:
             log.log(
                 logging.INFO if self._host_memory == "pageable" else logging.WARNING,
                 "superpipeline: %s: copies go through %d staging buffers of %s in each direction, which costs a thread "
-                "and one more copy on the host for all that travels (now at %.1f GB/s)",
+                "and one more copy of all bytes on the host (now at %.1f GB/s)",
                 self._refusal,
                 STAGING_COUNT,
                 format_bytes(nbytes),
@@ -288,11 +288,14 @@ class Device:
     def _staging(self, nbytes: int) -> Tensor:
         try:
             return self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
-        except (RuntimeError, OSError):  # slower still, but right: the thread waits where others would
+        except (RuntimeError, OSError):  # slower still, but correct: the ring's thread waits for the device's copies
             return self._slabs.plain(nbytes)
 
     def close(self) -> None:
-        """What remains of slabs is ordinary memory; nothing may be under way. Safe twice: the next copy begins anew."""
+        """Unlock all slabs, which remain as ordinary memory, and end the staging rings; no copy may be under way.
+
+        Safe twice; the next copy makes new rings if it needs them.
+        """
         rings, self._rings = self._rings, None
         if rings is not None:
             rings.up.close()
@@ -302,29 +305,29 @@ class Device:
 
     # ---- copies
 
-    def send_up(self, copies: Copies, around: Around, moved: Copies = (), after: Arrival | None = None) -> Arrival:
-        """Starts copies of bytes to the device, on the up stream.
+    def send_up(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
+        """Start copies of bytes to the device, on the up stream.
 
         Args:
-            copies: Where to on the device, and from where on the host.
-            around: Entered before the first is queued, left after the last.
-            moved: Single tensors that are copied after them, in whatever memory they are.
+            copies: Pairs of a target on the device and a source on the host.
+            around: Entered before the first copy is queued, left after the last.
+            uncut: Pairs of tensors of equal shape, in any memory, that are copied after the others.
             after: The copy down that brings the host bytes.
         """
         if not all(self._by_itself(source) for _, source in copies):
-            return self._ring().up.up(copies, around, moved, after)
+            return self._ring().up.up(copies, around, uncut, after)
         if after is not None:
             after.wait(self.up)
         with self.up, around:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            for one, other in moved:
-                one.copy_(other)
+            for target, source in uncut:
+                target.copy_(source)
             arrival: Arrival = self.up.record_event()
         return arrival
 
     def send_down(self, copies: Copies, around: Around) -> Arrival:
-        """Starts copies of bytes to the host, on the down stream."""
+        """Start copies of bytes to the host, on the down stream."""
         if not all(self._by_itself(target) for target, _ in copies):
             return self._ring().down.down(copies, around)
         with self.down, around:
@@ -334,25 +337,25 @@ class Device:
         return arrival
 
     def _by_itself(self, host: Tensor) -> bool:
-        """Whether the device copies from and to this memory while the caller goes on."""
+        """Whether the device copies from and to this host memory without blocking the caller."""
         return self.is_host or host.is_pinned()
 
     # ---- memory of the device
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
-        """A flat device buffer of which, for now, only the description exists: its storage is empty."""
+        """Make a flat device buffer that has no memory until its storage grows (`grow`)."""
         with torch.inference_mode(False):
             flat = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         flat.untyped_storage().resize_(0)
         return flat
 
     def grow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Gives an empty storage its memory, on the current stream."""
+        """Allocate an empty storage's memory, on the current stream."""
         storage.resize_(nbytes)
         self.count(nbytes)
 
     def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """The same; where the device is full, after who streams made room."""
+        """Allocate an empty storage's memory as `grow` does; if the device is full, evict units and try again."""
         try:
             self.grow(storage, nbytes)
         except torch.OutOfMemoryError:
@@ -361,21 +364,21 @@ class Device:
             self.grow(storage, nbytes)
 
     def shrink(self, storage: torch.UntypedStorage) -> None:
-        """Frees a storage's memory, on the current stream; whoever aliases it must not touch it until it grows."""
+        """Free a storage's memory, on the current stream; its aliases must not be used until it grows again."""
         self.count(-storage.nbytes())
         storage.resize_(0)
 
     def count(self, nbytes: int) -> None:
-        """Bytes that streaming took, or gave back: the CPU keeps no figures of its own."""
+        """Count device bytes that streaming allocated, or freed if negative: the CPU has no figures of its own."""
         self._streamed_nbytes += nbytes
         self._streamed_peak = max(self._streamed_peak, self._streamed_nbytes)
 
     def memory_peak(self) -> int:
-        """Most bytes that were allocated on the device; on the CPU, most bytes that streaming held."""
+        """Return the peak of the bytes allocated on the device; on the CPU, of those that streaming allocated."""
         return self._streamed_peak if self.is_host else self._allocated("peak")
 
     def lockable(self, most: int, block: int = 64 << 20) -> int | None:
-        """How much of so many bytes could be page-locked, tried block by block; None where nothing is page-locked."""
+        """Try how many of ``most`` bytes can be page-locked, block by block; None where nothing is page-locked."""
         if self.is_host:
             return None
         blocks: list[torch.Tensor] = []
@@ -386,13 +389,13 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As its vendor calls it, where that is known."""
+        """The vendor's name of the device if that is known, otherwise its type."""
         module = torch.get_device_module(self.torch_device)
         known = getattr(module, "get_device_name", None)
         return str(known(self.torch_device)) if known is not None else self.torch_device.type
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, cached ones of the allocator included, and bytes that there are."""
+        """Return the free bytes, the allocator's cached ones included, and the total."""
         if self.is_host:
             host = host_memory()
             return host.free, host.total
@@ -400,7 +403,7 @@ class Device:
         return max(0, self.memory_capacity() - torch.accelerator.memory_allocated(self.torch_device)), total
 
     def memory_allocated(self) -> int:
-        """Bytes in use now; asked at every visit, and ten times cheaper without the other figures."""
+        """Return the bytes in use now: called at every visit, and ten times cheaper without the other figures."""
         if self.is_host:
             return self._streamed_nbytes
         return self._allocated("current")
@@ -410,33 +413,33 @@ class Device:
         return int(figures["allocated_bytes"]["all"][when])
 
     def memory_capacity(self) -> int:
-        """Bytes that this process has or could have."""
+        """Return how many bytes this process has or could allocate."""
         if self.is_host:
             return self.memory()[0]
         free, total = torch.accelerator.get_memory_info(self.torch_device)
         return min(free + torch.accelerator.memory_reserved(self.torch_device), self._limit(total))
 
     def _limit(self, total: int) -> int:
-        """Bytes of so many that this process's allocator may take."""
+        """Return how many of ``total`` bytes this process's allocator may take."""
         share = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
-        with contextlib.suppress(RuntimeError):  # of an allocator that knows no limit
+        with contextlib.suppress(RuntimeError):  # of an allocator without limits
             return total if share is None else int(total * share(self.torch_device))
         return total
 
     def memory_retries(self) -> int:
-        """How often the allocator had to give what it keeps for later back to the device."""
+        """Return how often the allocator had to return its cached memory to the device and try again."""
         if self.is_host:
             return 0
         return int(torch.accelerator.memory_stats(self.torch_device).get("num_alloc_retries", 0))
 
     def reset_memory_peak(self) -> None:
-        """The peak counts from here on."""
+        """Restart the peak of allocated bytes from what is allocated now."""
         self._streamed_peak = self._streamed_nbytes
         if not self.is_host:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def allocator_peaks(self) -> dict[str, int | None]:
-        """Most bytes that were given out, and that were held for that; None on the CPU, which keeps no figures."""
+        """Return the peaks of the bytes allocated and reserved; None on the CPU, which has no such figures."""
         if self.is_host:
             return {"allocated_peak": None, "reserved_peak": None}
         return {
@@ -445,24 +448,24 @@ class Device:
         }
 
     def free_cached(self) -> None:
-        """Gives back what the allocator holds and nobody uses."""
+        """Return the allocator's unused memory to the device."""
         if not self.is_host:
             torch.accelerator.empty_cache()
 
     def limit_memory(self, nbytes: int) -> None:
-        """From here on this process's allocator is refused more than that."""
+        """Limit this process's allocator to that many bytes from here on."""
         limit = getattr(torch.get_device_module(self.torch_device), "set_per_process_memory_fraction", None)
         if limit is None:
-            raise UnsupportedError(f"the allocator of device '{self.torch_device.type}' knows no limit")
+            raise UnsupportedError(f"the memory of device '{self.torch_device.type}' cannot be limited")
         limit(min(1.0, nbytes / self.memory()[1]), self.torch_device)
 
     def synchronize(self) -> None:
-        """The host waits for all that is queued on the device."""
+        """Wait for all work queued on the device."""
         if not self.is_host:
             torch.accelerator.synchronize(self.torch_device)
 
 
-# What torch chooses kernels by, and contexts set for a while: how it is asked for, and how it is set.
+# Settings by which torch chooses kernels, and which contexts change for a while: (getter, setter).
 _CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
@@ -478,14 +481,14 @@ _CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 
 def kernel_choices() -> list[Any]:
-    """What kernels are chosen by now (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
-    return [ask() for ask, _ in _CHOICES]
+    """Read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
+    return [get() for get, _ in _CHOICES]
 
 
 def choose_kernels(choices: list[Any]) -> None:
-    """They are chosen by this from now on."""
-    for (ask, choose), choice in zip(_CHOICES, choices, strict=True):
-        if ask() != choice:
+    """Apply settings that `kernel_choices` read; those that are in effect already are not touched."""
+    for (get, choose), choice in zip(_CHOICES, choices, strict=True):
+        if get() != choice:
             choose(choice)
 
 
@@ -495,7 +498,7 @@ def _locked_by_torch(nbytes: int) -> Tensor:
 
 
 def _copy_speed(buffers: list[Tensor]) -> float:
-    """Of the host between two buffers, in GB/s."""
+    """Measure the speed of one copy between two host buffers, in GB/s."""
     begin = time.perf_counter()
     buffers[0].copy_(buffers[1])
     return buffers[0].nbytes / 1e9 / max(time.perf_counter() - begin, 1e-9)

@@ -1,8 +1,7 @@
-"""Bytes of host memory that a run takes, term by term, as plain numbers: planned here, measured by
-``benchmarks/host_memory.py``.
+"""Host memory of a run in bytes, term by term: planned here, measured by ``benchmarks/host_memory.py``.
 
 1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
-2. What travels in another type has a second slab (``wire``); small weights that join it there do not count.
+2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
 """
@@ -24,17 +23,17 @@ MORE_STATES = ("momentum", "centered", "amsgrad")  # arguments that add one each
 
 @dataclass(frozen=True, kw_only=True)
 class UnitHostBytes:
-    """What one unit has on the host."""
+    """Host memory of one unit, in bytes."""
 
     weights: int
-    wire: int = 0  # what travels, where that is not the weights themselves
-    trained: int = 0  # of the weights: what requires gradients
+    wire: int = 0  # of wire copies, for weights that travel in another type
+    trained: int = 0  # of the weights that require gradients
 
     @classmethod
     def of(
         cls, parameters: Iterable[Tensor], travels_as: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
     ) -> UnitHostBytes:
-        """Of a unit with these parameters, which may be on the meta device."""
+        """Compute the bytes of a unit with these parameters, which may be on the meta device."""
         params = list(parameters)
         return cls(
             weights=sum(_nbytes(p, p.dtype) for p in params),
@@ -45,30 +44,30 @@ class UnitHostBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class HostBytes:
-    """Host memory by what it is for."""
+    """Host memory of a run by purpose, in bytes."""
 
     weights: int = 0
     wire: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0  # offloaded
-    ring: int = 0  # staging buffers, where memory can not be page-locked
+    ring: int = 0  # staging buffers, if memory cannot be page-locked
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def host_bytes(
     units: Iterable[UnitHostBytes], *, states: float = 0, activations: int = 0, ring: int = 0, training: bool = True
 ) -> HostBytes:
-    """What these units take.
+    """Compute the host memory that these units need.
 
     Args:
-        units: All of them, the resident rest included.
-        states: Tensors that the optimizer keeps of each parameter, in its size and type: 2 for AdamW (see `STATES`).
-        activations: Bytes that ``activations="offload"`` has on the host at most.
+        units: All units, the resident rest included.
+        states: State tensors per parameter, of its size and type: 2 for AdamW (see `STATES`).
+        activations: The most bytes that ``activations="offload"`` has on the host.
         ring: Bytes of staging buffers.
         training: Whether there are gradients and an optimizer at all.
     """
@@ -85,7 +84,7 @@ def host_bytes(
 
 
 def state_nbytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """What an optimizer of torch will keep of its parameters; None of another, of which that is not known."""
+    """Return the bytes of state that one of torch's optimizers will make; None for any other, where it is unknown."""
     kind = type(optimizer)
     if kind.__name__ not in STATES or not kind.__module__.startswith("torch.optim"):
         return None

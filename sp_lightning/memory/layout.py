@@ -1,4 +1,4 @@
-"""Where each tensor of a unit lies in one flat byte buffer, and typed tensors over those bytes.
+"""Layout of a unit's tensors in one flat byte buffer, and typed tensors over those bytes.
 
 1. Every field begins at a multiple of `ALIGNMENT` bytes, as a separate allocation would: vector and BLAS kernels are
    chosen by the alignment of pointers, and another kernel means other bits.
@@ -19,7 +19,7 @@ ALIGNMENT = 512
 
 
 def aligned(nbytes: int) -> int:
-    """The smallest multiple of `ALIGNMENT` that holds `nbytes`."""
+    """Round `nbytes` up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> Layout:
-        """Lay the tensors out one after the other, in the order given. Reads no data, copies nothing."""
+        """Lay the tensors out one after the other, in the given order. Reads no data, copies nothing."""
         fields, end = [], 0
         for name, tensor in named_tensors:
             nbytes = tensor.numel() * tensor.element_size()
@@ -54,16 +54,16 @@ class Layout:
 
     @staticmethod
     def view(storage: torch.UntypedStorage, field: Field) -> Tensor:
-        """A tensor over the field's bytes that shares `storage`, with a version counter of its own.
+        """Make a tensor over the field's bytes that shares `storage`, with a version counter of its own.
 
-        As views of one tensor the fields would share one counter, and an in-place write to one weight would
-        invalidate what autograd saved of the others.
+        Views of one tensor would share one counter, and an in-place write to one weight would invalidate what autograd
+        saved of the others.
         """
         return _tensor_over(storage, field, field.offset)
 
     @staticmethod
     def own_view(storage: torch.UntypedStorage, field: Field) -> Tensor:
-        """A tensor over the field's bytes whose storage is that slice alone; it keeps the whole slab alive.
+        """Make a tensor over the field's bytes whose storage is that slice alone; it keeps the whole slab alive.
 
         `torch.save` writes whole storages: over the slab's own storage, each saved parameter would write the slab.
         """
@@ -71,7 +71,7 @@ class Layout:
 
 
 def _tensor_over(storage: torch.UntypedStorage, field: Field, offset: int) -> Tensor:
-    # Made in inference mode it would have no version counter, and autograd would refuse it ever after.
+    # A tensor made in inference mode has no version counter, and autograd would refuse it ever after.
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=field.dtype, device=storage.device)
         return empty.set_(storage, offset // field.dtype.itemsize, field.shape, field.stride)

@@ -1,14 +1,15 @@
-"""Host memory of our own, exact to the page; page-locked where a device can be told of memory that it did not allocate.
+"""Host memory of our own, exact to the page, and page-locked if the device can register it.
 
 1. A slab is a private anonymous mapping. No allocator rounds it up (torch's page-locked one does, to a power of two),
    and when the last tensor over it dies its pages go back to the system, which those of ``malloc`` often do not.
-2. Its pages are touched by several threads and then locked as one range. One: a copy that crosses two ranges is
-   refused. Touched before: a driver that locks untouched pages faults them in one after the other, holding its lock.
-3. It is locked once and unlocked once: by `unlock`, when its last tensor dies, or when the interpreter ends, whichever
-   comes first. The mapping outlives its lock, because what unlocks it holds it.
-4. A forked process does not get locked pages. Linux would copy all of them, for each worker of a ``DataLoader``; a
-   plain run's weights are not there either. Whoever looks at them there is told so by an error, as the missing pages
-   would end the process. Nor does it unlock what is its parent's.
+2. The pages of a slab are touched by several threads and then locked as one range. One range, because a copy that
+   crosses two is refused. Touched before, because a driver faults in untouched pages one after the other as it locks
+   them, holding its own lock.
+3. A slab is locked once and unlocked once: by `unlock`, when its last tensor dies, or when the interpreter ends,
+   whichever comes first. The mapping outlives its lock, because the finalizer that unlocks it refers to it.
+4. A forked process does not get locked pages: Linux would copy all of them, for each worker of a ``DataLoader``. A
+   plain run's weights, on the device, are not there either. Reading a slab in a forked process raises an error, because
+   touching the missing pages would end it. A forked process unlocks nothing: the locks are its parent's.
 """
 
 from __future__ import annotations
@@ -25,37 +26,37 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_locked: dict[int, int] = {}  # storages of slabs, by their address
+_locked: dict[int, int] = {}  # storages of locked slabs, by their address
 MESSAGE = (
-    "a weight or gradient that is streamed lies in page-locked memory, which a forked process does not have: read it "
-    "before the fork, or start the process by 'spawn'"
+    "a streamed weight or gradient lies in page-locked memory, which a forked process does not have: read it before "
+    "the fork, or start the process by 'spawn'"
 )
 CHUNK = 32 << 20  # bytes that a thread touches at a time
-MOST_THREADS = 8  # beyond which the kernel's own locks are what takes the time
+MOST_THREADS = 8  # with more the kernel's own locks take the time
 
 
 class PageLock(Protocol):
-    """How a device is told of host memory."""
+    """A device's way to lock host memory that it did not allocate."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """The device may copy from and to this memory by itself. Raises RuntimeError where it can not."""
+        """Lock this memory, so that the device copies from and to it by itself; RuntimeError if that is refused."""
 
     def unlock(self, address: int) -> None:
-        """No more; waits for what is queued. Raises nothing: it runs where a tensor dies."""
+        """Unlock this memory after all queued copies. Raises nothing, because it runs where a tensor dies."""
 
 
 class HostAllocator:
-    """Makes slabs, and knows which of them are locked."""
+    """Allocator of slabs, which unlocks those that it locked."""
 
     def __init__(self) -> None:
         self._locks: list[weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]] = []
 
     def plain(self, nbytes: int) -> Tensor:
-        """An ordinary one; its pages are taken when they are first written."""
+        """Allocate an unlocked slab, whose pages are taken when they are first written."""
         return _tensor_over(_memory(_mapping(nbytes)))
 
     def locked(self, nbytes: int, lock: PageLock) -> Tensor:
-        """A locked one (Rules 2 to 4)."""
+        """Allocate a locked slab (Rules 2 to 4)."""
         mapping = _mapping(nbytes)
         memory = _memory(mapping)
         flat = _tensor_over(memory)
@@ -68,9 +69,9 @@ class HostAllocator:
         return flat
 
     def unlock(self) -> None:
-        """All of them are ordinary memory from here on. Safe twice."""
+        """Unlock all slabs, which remain as ordinary memory. Safe twice."""
         for unlock in self._locks:
-            unlock()  # does nothing where it was done before
+            unlock()  # does nothing the second time
         self._locks.clear()
 
 
@@ -85,7 +86,7 @@ def _mapping(nbytes: int) -> mmap.mmap:
 
 
 def _memory(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
-    """What all tensors over a mapping refer to in the end; its death is theirs."""
+    """Make the object to which all tensors over a mapping refer: it dies with the last of them."""
     return (ctypes.c_uint8 * len(mapping)).from_buffer(mapping)
 
 
@@ -95,7 +96,7 @@ def _tensor_over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
 
 
 def _touch(flat: Tensor) -> None:
-    """Takes all pages of a new slab."""
+    """Fault in all pages of a new slab."""
     pieces = [flat[begin : begin + CHUNK : mmap.PAGESIZE] for begin in range(0, len(flat), CHUNK)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, MOST_THREADS), "superpipeline-touch") as threads:
         list(threads.map(Tensor.zero_, pieces))
@@ -119,6 +120,6 @@ def _mind_forks() -> None:
 
 
 def _refuse_all() -> None:
-    """In a forked process (Rule 4)."""
+    """Make every read of a locked slab an error, in a forked process (Rule 4)."""
     for storage in _locked.values():
         torch._C._set_storage_data_ptr_access_error_msg(storage, MESSAGE)

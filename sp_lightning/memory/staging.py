@@ -1,14 +1,14 @@
-"""Copies between host memory that is not page-locked and a device, in pieces, through page-locked staging buffers.
+"""Copies between unlocked host memory and a device, in pieces, through page-locked staging buffers.
 
-A device copies by itself only from and to page-locked memory. With any other the calling thread would stand still, so
-a thread for each direction carries the bytes between there and a ring of small buffers, from and to which the device
-copies by itself.
+A device copies by itself only from and to page-locked memory. A copy of other memory would block the calling thread.
+So a thread for each direction moves the bytes between that memory and a ring of small page-locked buffers, from and to
+which the device copies by itself.
 
-1. What is submitted begins in order, and nothing on the device waits for what is not queued yet: the caller queues all
-   that a copy has to wait for before it submits the copy.
-2. On its stream a copy exists only when the thread came to it. Who lets a stream wait for it waits for that first.
-3. A buffer is written again only after the device read it (up), or after the thread has carried it on (down).
-4. A thread never waits for the other one, but for what came down before it goes up again.
+1. Copies begin in the order in which they are submitted. The caller queues all work that a copy has to wait for before
+   it submits the copy, so no work on the device waits for other work that is not queued yet.
+2. A copy is on its stream only when the thread has queued it there. Making a stream wait for it waits for that first.
+3. A buffer is written again only after the device read it (up), or after the thread emptied it (down).
+4. A thread waits for the other one only if bytes have to come down before they go up again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # (to, from), rows of bytes of equal l
 
 
 class Arrival(Protocol):
-    """The end of a copy: an event on its stream, or what stands for one that will be recorded there."""
+    """The end of a copy: an event on its stream, or an object for one that will be recorded there."""
 
     def wait(self, stream: Any) -> None:
-        """What is queued on this stream from here on runs after the copy."""
+        """Make work that is queued on this stream from here on run after the copy."""
 
     def synchronize(self) -> None:
-        """The host bytes may be written (copied up) or read (copied down)."""
+        """Wait until the host bytes may be written (copied up) or read (copied down)."""
 
     def query(self) -> bool:
-        """Whether they may be now."""
+        """Whether the host bytes may be written or read now."""
 
 
 class StagedCopy:
-    """The arrival of a copy that a thread makes (Rule 2)."""
+    """The end of a copy that a ring's thread makes (Rule 2)."""
 
     def __init__(self) -> None:
         self.on_device: Future[Any] = Future()  # an event, once it is recorded
@@ -56,14 +56,14 @@ class StagedCopy:
         return self.on_host.done()
 
     def fail(self, error: BaseException) -> None:
-        """Who waits is told."""
+        """Raise this error in every caller that waits for the copy."""
         for milestone in (self.on_device, self.on_host):
             if not milestone.done():
                 milestone.set_exception(error)
 
 
 class StagingRing:
-    """Staging buffers of one direction, and the thread that serves them."""
+    """The staging buffers of one direction, and the thread that uses them."""
 
     def __init__(self, stream: Any, buffers: Sequence[Tensor], name: str) -> None:
         self._stream = stream
@@ -72,23 +72,23 @@ class StagingRing:
         self._next = 0
         self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}")
 
-    def up(self, copies: Copies, around: Around, plainly: Copies = (), after: Arrival | None = None) -> StagedCopy:
-        """Starts copies to the device.
+    def up(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> StagedCopy:
+        """Start copies to the device.
 
         Args:
-            copies: What to copy.
-            around: Entered before the first of them is queued, left after the last.
-            plainly: What is not to be cut: any tensors of equal shape.
-            after: What brings the host bytes.
+            copies: The copies to make in pieces.
+            around: Entered before the first copy is queued, left after the last.
+            uncut: Pairs of tensors of equal shape that are copied in one piece, without a buffer.
+            after: The copy down that brings the host bytes.
         """
-        return self._submit(lambda staged: self._up(staged, copies, around, plainly, after))
+        return self._submit(lambda staged: self._up(staged, copies, around, uncut, after))
 
     def down(self, copies: Copies, around: Around) -> StagedCopy:
-        """Starts copies to the host."""
+        """Start copies to the host."""
         return self._submit(lambda staged: self._down(staged, copies, around))
 
     def close(self) -> None:
-        """Ends the thread, after what was submitted."""
+        """End the thread, after the copies that were submitted."""
         self._thread.shutdown()
 
     def _submit(self, work: Callable[[StagedCopy], None]) -> StagedCopy:
@@ -100,13 +100,13 @@ class StagingRing:
 
     def _run(self, staged: StagedCopy, work: Callable[[StagedCopy], None]) -> None:
         try:
-            torch.accelerator.set_stream(self._stream)  # not entered: that may be the case on another thread, too
+            torch.accelerator.set_stream(self._stream)  # not entered as a context: another thread may be in that
             with torch.no_grad():
                 work(staged)
         except BaseException as error:
             staged.fail(error)
 
-    def _up(self, staged: StagedCopy, copies: Copies, around: Around, plainly: Copies, after: Arrival | None) -> None:
+    def _up(self, staged: StagedCopy, copies: Copies, around: Around, uncut: Copies, after: Arrival | None) -> None:
         if after is not None:
             after.synchronize()
         with around:
@@ -117,7 +117,7 @@ class StagingRing:
                 buffer.copy_(source)
                 target.copy_(buffer, non_blocking=True)
                 self._read[self._next] = self._stream.record_event()
-            for target, source in plainly:
+            for target, source in uncut:
                 target.copy_(source)
         staged.on_device.set_result(self._stream.record_event())
         staged.on_host.set_result(None)
