@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
-from .dynamo import never_compiled_hook, tell_of_compilations
+from .dynamo import listen_to_compilations, never_compiled_hook
 from .streamed_unit import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -321,7 +321,7 @@ class AutocastWeights:
         """The pass so far ends, and one of this kind begins (Rules 3 and 4)."""
         if not self._weights:
             return
-        tell_of_compilations(self)
+        listen_to_compilations(self)
         if self._kind is not None:
             self._known.add(self._kind)
             for weight in self._all():
@@ -344,7 +344,7 @@ class AutocastWeights:
         self._dirty = False
         trained = any(gradients for _, gradients in self._known)
         for unit, weights in self._weights.items():
-            self._dirty = unit.stand_ins.full_precision.check_kept() or self._dirty
+            self._dirty = unit.stand_ins.full_precision.check_old_copies() or self._dirty
             types: dict[int, torch.dtype] = {}
             if self._recorded():
                 types = {w.index: w.dtype for w in weights if w.dtype is not None and w.travels_cast(trained)}
