@@ -285,7 +285,7 @@ def test_a_hook_in_backward_sees_weights_that_are_not_stepped(where, look, devic
 def test_a_hook_that_begins_to_look_at_a_weight_that_was_stepped_is_an_error(overlap, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Looked("tensor", LOOKS["data"], since=2))
     options = {"window": 2, "optimizer_overlap": overlap}
-    with refused(overlap, r"net\.blocks\.3 .* nor a hook that looks at weights"):
+    with refused(overlap, r"net\.blocks\.3 .* nor a hook that reads weights"):
         parity.check(case, options, accelerator=device.type)
 
 

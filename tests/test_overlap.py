@@ -163,7 +163,7 @@ class LatePenalty(models.Stack):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_late_read_beside_a_layer_is_refused_for_what_it_is_also_where_units_are_stepped(device, when):
     case = dataclasses.replace(models.case("mlp"), make=functools.partial(LatePenalty, when))
-    with pytest.raises(ExactnessError, match=r'by its layer, and by another read.*wire_dtype="as-is"'):
+    with pytest.raises(ExactnessError, match=r'through its layer, and also through another read.*wire_dtype="as-is"'):
         parity.check(case, {"window": 1}, accelerator=device.type, batches=4, precision="bf16-mixed")
     parity.check(case, {"window": 1, "wire_dtype": "as-is"}, accelerator=device.type, batches=4, precision="bf16-mixed")
 

@@ -214,7 +214,7 @@ def test_an_iterator_that_can_not_be_copied_is_an_error_that_names_the_unit(keep
 
     net = models.Stack([models.Block(), Counting(keep(numbers()), count)])
     with sp_lightning.stream(net, device, window=1, activations="recompute"):
-        with pytest.raises(ExactnessError, match="1 keeps, or is passed, an iterator that can not be copied"):
+        with pytest.raises(ExactnessError, match="1 keeps, or is passed, an iterator that cannot be copied"):
             net(torch.randn(2, models.FEATURES, device=device))
 
 

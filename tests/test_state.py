@@ -163,7 +163,7 @@ def test_then_units_are_not_stepped_ahead_and_that_is_said_once(device, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         stats = compare(device, lambda: Net(adamw, LOOKS["all"]), max_epochs=2, max_steps=8)
     assert stats["stepped_ahead"] == 0
-    assert sum(SAID + "backward looks at its state" in record.getMessage() for record in caplog.records) == 1
+    assert sum(SAID + "code in backward reads its state" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_where_nobody_looks_they_are(device):
@@ -175,7 +175,7 @@ def test_where_nobody_looks_they_are(device):
 @pytest.mark.parametrize("look", LOOKS)
 def test_who_begins_to_look_when_units_are_stepped_is_told_so_by_an_error(look, overlap, device):
     options, modules = {"optimizer_overlap": overlap}, []
-    match = r"looked at the optimizer's state .* stepped net\.blocks\.3, .* set optimizer_overlap=False"
+    match = r"read the optimizer's state .* stepped net\.blocks\.3, .* set optimizer_overlap=False"
     with pytest.raises(errors.ExactnessError, match=match) if overlap else contextlib.nullcontext():
         compare(device, lambda: modules.append(Net(adamw, LOOKS[look], since=2)) or modules[-1], options)
     assert_nothing_withheld(optimizer_of(modules[-1]))
@@ -185,7 +185,7 @@ def test_who_begins_to_look_before_that_gets_what_he_asks_for(device, caplog):
     """And nothing is stepped ahead from then on."""
     with caplog.at_level(logging.INFO, "sp_lightning"):
         stats = compare(device, lambda: Net(adamw, LOOKS["all"], "inside", block=3, since=2), max_epochs=2, max_steps=8)
-    assert stats["stepped_ahead"] == 28 and SAID + "backward looks at its state" in caplog.text
+    assert stats["stepped_ahead"] == 28 and SAID + "code in backward reads its state" in caplog.text
 
 
 class Checkpointed(Net):

@@ -330,7 +330,7 @@ def test_a_late_look_at_all_weights_is_exact_and_in_the_loss_it_is_refused(devic
     check(looking, training(loss=during(**{when: norms})), device)
     refused(
         device,
-        r'by its layer, and by another read.*wire_dtype="as-is"',
+        r'through its layer, and also through another read.*wire_dtype="as-is"',
         make=looking,
         loss=during(**{when: penalty}),
     )

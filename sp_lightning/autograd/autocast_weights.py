@@ -1,23 +1,23 @@
 """``wire_dtype="auto"``: under autocast, weights of linear layers and convolutions travel in autocast's type.
 
-Autocast casts such a weight in front of its operator, and its gradient back behind it. Cast on the host once per update
-it takes half the bytes on its way, and on the device no second copy that autograd would save. The bits are the same as
-long as the operator is all that ever sees the weight. So:
+Autocast casts such a weight before its operator, and its gradient back afterwards. Cast on the host once per update,
+the weight takes half the bytes on the way up, and on the device there is no second copy that autograd would save. The
+bits are the same as long as the operator is all that ever sees the weight. So:
 
 1. *Which.* FP32 weights with one place in the model: ``weight`` of a module of torch's own classes, whose forward reads
-   it once and hands it to an operator that autocast casts for. Not where code is compiled, be it a unit or layers
-   inside of one: that passes by all of this, and is to find modules as they are.
-2. *Seen.* During a visit ``module._parameters`` is a dictionary that notices every read of the weight, whoever does it:
-   a hook, another module, ``named_parameters()``, a function that asks for its type. The module's own forward, and
-   nothing else, is given the weight past it, if autocast is on and no mode, transform or trace looks at operators.
-3. *Recorded.* In the first pass of a kind that makes gradients all travel as they are. A weight qualifies if its
-   forward ran once in the graph, cast to one type, and nobody else read it. Recomputation in backward counts by itself;
-   where no gradient is made it may run any number of times.
-4. *Changed between passes.* A unit's layout changes where a pass begins, when nothing of the unit is bound, kept, or
-   saved by a graph that waits for its backward; else it waits for a later pass.
-5. *Guarded.* The same dictionary stays. Any other read is noticed before the weight is used: the reader is lent it in
-   FP32 (fp32_copies.py), and the weight travels as it is from the next pass on, for good. A second use by the forward
-   is exact (bridge.py, Rule 4), and ends it too.
+   it once and passes it to an operator that autocast casts for. Units that are compiled, as a whole or in part, are
+   left out: compiled code reads weights unnoticed, and has to find modules unchanged.
+2. *Seen.* During a visit ``module._parameters`` is a dictionary that notices every read of the weight: by a hook, by
+   another module, through ``named_parameters()``, by a function that reads its type. Only the module's own forward is
+   given the weight unnoticed, if autocast is on and no mode, transform or trace observes operators.
+3. *Recorded.* In the first pass of a kind that makes gradients all weights travel as they are. A weight qualifies if
+   its forward ran once in the graph, cast to one type, and nothing else read it. Recomputation in backward is counted
+   separately; a forward that makes no gradient may run any number of times.
+4. *Changed between passes.* A unit's layout changes where a pass begins, if nothing of the unit is bound, referenced
+   elsewhere, or saved by a graph that waits for its backward; otherwise it waits for a later pass.
+5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
+   given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
+   second use by the forward is exact (bridge.py, Rule 4), and has the same consequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
-from .dynamo import never_compiled_hook, tell_of_compilations
+from .dynamo import listen_to_compilations, never_compiled_hook
 from .streamed_unit import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -39,22 +39,22 @@ NAME = "weight"
 
 
 class CastCandidate:
-    """One weight that may travel in autocast's type, and what is known of its uses."""
+    """One weight that may travel in autocast's type, and the uses that were counted."""
 
-    def __init__(self, unit: StreamedUnit, index: int, given_up: Callable[[], None]) -> None:
+    def __init__(self, unit: StreamedUnit, index: int, on_given_up: Callable[[], None]) -> None:
         self.unit = unit
         self.index = index
         self.dtype: torch.dtype | None = None  # autocast's, in all of its uses
         self.seen_in: set[bool] = set()  # kinds of passes that ran its forward: with gradients, without
         self.given_up = False
-        self._forward_runs = 0  # of this pass, those that autograd recorded
-        self._runs_in_backward = 0
-        self._runs = 0
+        self._forward_runs = 0  # in this pass, recorded by autograd
+        self._runs_in_backward = 0  # recorded too, by a recomputation
+        self._runs = 0  # all
         self._device = unit.store.storage.device.type
-        self._tell = given_up
+        self._on_given_up = on_given_up
 
     def use(self, args: Any, kwargs: Any) -> Tensor | None:
-        """What the module's forward is given; None if it has to read its weight as anybody else (Rule 2)."""
+        """Count a call of the module's forward; return the weight for it, or None to have its read noticed (Rule 2)."""
         stand_ins = self.unit.stand_ins
         dtype = None if kwargs or len(args) != 1 or type(args[0]) is not Tensor else self._cast_to()
         if dtype is None or self.dtype not in (None, dtype) or self.given_up or not stand_ins.bound:
@@ -68,13 +68,13 @@ class CastCandidate:
         if uses is None:
             return output
         if not recorded or not output.requires_grad:
-            return output.detach()  # as a cast that autograd does not see: kernels are chosen by ``requires_grad``
+            return output.detach()  # like a cast without autograd: ``requires_grad`` decides on kernels
         use = output.view_as(output)
         use.grad_fn.register_prehook(uses.arrive)  # type: ignore[union-attr]
         return use
 
     def _cast_to(self) -> torch.dtype | None:
-        """The type to which an operator would cast it now; None if not at all, or if somebody looks at operators."""
+        """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
         if (
             not torch.is_autocast_enabled(self._device)
             or torch._C._len_torch_function_stack()
@@ -95,15 +95,15 @@ class CastCandidate:
                 self._forward_runs += 1
 
     def give_up(self) -> None:
-        """Something else reads it, or its forward does not cast it: it is for anybody to see (Rule 5)."""
+        """Let the weight travel as it is, for good: it is read elsewhere, or not cast by its forward (Rule 5)."""
         if not self.given_up:
             self.given_up = True
             with quietly():
                 self.unit.stand_ins.expose(self.index)
-            self._tell()
+            self._on_given_up()
 
     def learn(self, gradients: bool) -> bool:
-        """A pass, with or without gradients, is over (Rule 3); tells whether something new was learned."""
+        """Record the uses in a finished pass (Rule 3); return whether it was the first such pass to use the weight."""
         several = self._forward_runs > 1 or self._runs_in_backward > 1
         new = self._runs > 0 and gradients not in self.seen_in
         if self._runs > 0:
@@ -114,12 +114,12 @@ class CastCandidate:
         return new
 
     def travels_cast(self, trained: bool) -> bool:
-        """Whether it qualifies; once the model trains, by what its training showed."""
+        """Whether the weight qualifies; of a trainable one, once the model trains, only passes with gradients tell."""
         return not self.given_up and bool(self.seen_in) and (True in self.seen_in or not (trained and self.trainable))
 
     @property
     def copied_nbytes(self) -> int:
-        """Of copies that autocast made of it in this pass, for autograd to keep."""
+        """Bytes of the copies that autocast made of the weight in this pass, and that autograd saved."""
         store = self.unit.store
         if self.dtype is None or self.index in store.autocast:
             return 0
@@ -127,39 +127,39 @@ class CastCandidate:
 
     @property
     def trainable(self) -> bool:
-        """Whether it has a gradient."""
+        """Whether the weight has a gradient."""
         return self.unit.store.params[self.index].requires_grad
 
     def forget_pass(self) -> None:
-        """What was counted is not a whole pass, or was taken note of."""
+        """Reset the counts, of a pass that was recorded or broken off."""
         self._runs = self._forward_runs = self._runs_in_backward = 0
 
 
 class Front(Protocol):
-    """What stands in front of a module's forward outside of visits (runtime/entries.py)."""
+    """The entry in front of a module's forward (runtime/entries.py)."""
 
     module: nn.Module
     forward: Callable[..., Any]
 
 
 class WeightReadGuard:
-    """Takes the place of a module's parameters and of its forward during a visit of its unit (Rule 2)."""
+    """A stand-in for a module's parameters and its forward during a visit of its unit (Rule 2)."""
 
     def __init__(self, weight: CastCandidate, front: Front, hides: Any) -> None:
         self.weight = weight
         self.module = front.module
         self._front = front
-        self._hides = hides  # the front, where it is out of the way in a visit: then its forward stands there itself
+        self._hides = hides  # the entry, if it is out of the way during a visit; else None
         self._forward = front.forward
         self.on = False
         self.parameters = GuardedParameters(weight, front.module._parameters)
 
     def hide(self) -> None:
-        """The visit begins."""
+        """Begin a visit: put the guard in place, and the entry out of the way."""
         if self._hides is not None:
             self._hides.hide()
             if not self._hides.hidden:
-                self.weight.give_up()  # somebody put another forward in front
+                self.weight.give_up()  # user code put another forward in front
         if self.weight.given_up:
             return
         self.on = True
@@ -169,13 +169,13 @@ class WeightReadGuard:
             self.module.__dict__["forward"] = self  # and for those within one
 
     def show(self) -> None:
-        """It ends."""
+        """End a visit: put back the module's parameters and the entry."""
         self.step_aside()
         if self._hides is not None:
             self._hides.show()
 
     def step_aside(self) -> None:
-        """For the rest of the visit; tells nobody any more who reads the weight."""
+        """Put back the module's parameters and forward: reads are not noticed in the rest of the visit."""
         if self.on:
             self.on = False
             if self.module.__dict__["_parameters"] is self.parameters:
@@ -200,16 +200,16 @@ class WeightReadGuard:
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's parameters. It holds none itself: what it is asked for it takes from the dictionary that it guards."""
+    """A module's parameters, with reads of the weight noticed. The dictionary is empty: calls go to ``guarded``."""
 
     def __init__(self, weight: CastCandidate, guarded: dict[str, Any]) -> None:
         super().__init__()
         self.weight = weight
         self.guarded = guarded
-        self.given: Tensor | None = None  # to the next read, which is the forward's
+        self.given: Tensor | None = None  # to the next read, which is that of the module's own forward
 
     def opened(self) -> dict[str, Any]:
-        """For whoever may read or write the weight."""
+        """Give the weight up, and return the guarded parameters, for a call that may read or write it."""
         self.weight.give_up()
         return self.guarded
 
@@ -254,7 +254,7 @@ for _name in set(dir(dict)) - set(vars(GuardedParameters)) - set(dir(object)) | 
 
 
 class AutocastWeights:
-    """Which weights of an engine travel in autocast's type."""
+    """The choice of weights that travel in autocast's type."""
 
     def __init__(self, enabled: bool, change: Callable[[StreamedUnit, dict[int, torch.dtype]], None]) -> None:
         self.enabled = enabled
@@ -262,13 +262,16 @@ class AutocastWeights:
         self._weights: dict[StreamedUnit, list[CastCandidate]] = {}
         self._by_parameter: dict[int, CastCandidate] = {}
         self._guards: list[WeightReadGuard] = []
-        self._compiling: set[StreamedUnit] = set()  # in whose visit something was compiled
-        self._known: set[Any] = set()  # kinds of passes that were recorded
+        self._compiling: set[StreamedUnit] = set()  # something was compiled in a visit of them
+        self._known: set[Any] = set()  # kinds of passes that were recorded (Rule 3)
         self._kind: Any = None
-        self._dirty = False  # something may travel in another type than it should
+        self._dirty = False  # whether some weight may travel in another type than it should
 
     def guard(self, front: Front, units: list[StreamedUnit], hides: Any) -> WeightReadGuard | None:
-        """What stands before this module during visits, if its weight is one of those (Rule 1)."""
+        """Make the guard of a module for visits, if its weight may travel cast (Rule 1).
+
+        ``hides``: the entry, if it is out of the way during visits.
+        """
         parameters = front.module._parameters
         weight = parameters.get(NAME)
         if not self.enabled or type(front.module) not in LAYERS or len(set(units)) != 1 or weight is None:
@@ -292,47 +295,50 @@ class AutocastWeights:
         self._dirty = True
 
     def read(self, parameter: Tensor) -> None:
-        """It is read outside of its module (weight_reads.py)."""
+        """Note that a parameter is read outside of its module (weight_reads.py)."""
         if (weight := self._by_parameter.get(id(parameter))) is not None:
             weight.give_up()
 
     def stop(self) -> None:
-        """Compiled code is about to read weights (Rule 1)."""
+        """Let all weights travel as they are: compiled code is about to read some (Rule 1)."""
         self.enabled = False
-        self._pass_by(self._weights)
+        self._leave_out(self._weights)
 
     def compilation_begins(self) -> None:
-        """Something is compiled. In a visit it may read weights; where other units that do the same find it compiled
-        already, it read none."""
+        """Leave out the units being visited, whose weights the code that is about to be compiled may read.
+
+        Other units that run the same code and find it compiled already are not left out: it reads no weight, or it
+        would be compiled for each of them. So a compilation in the visit of another unit leaves out all units.
+        """
         units = {guard.weight.unit for guard in self._guards if guard.on}
         if units <= self._compiling or not self._compiling:
-            self._pass_by(units)
+            self._leave_out(units)
             self._compiling |= units
         else:
             self.stop()
 
-    def _pass_by(self, units: Collection[StreamedUnit]) -> None:
+    def _leave_out(self, units: Collection[StreamedUnit]) -> None:
         for guard in self._guards:
             if guard.weight.unit in units:
                 guard.weight.give_up()
                 guard.step_aside()
 
     def begin_pass(self, kind: Any) -> None:
-        """The pass so far ends, and one of this kind begins (Rules 3 and 4)."""
+        """Record the uses of the pass before, and change types for a pass of this kind (Rules 3 and 4)."""
         if not self._weights:
             return
-        tell_of_compilations(self)
+        listen_to_compilations(self)
         if self._kind is not None:
             self._known.add(self._kind)
             for weight in self._all():
-                self._dirty = weight.learn(self._kind[1]) or self._dirty  # read after: giving up sets it
+                self._dirty = weight.learn(self._kind[1]) or self._dirty  # read after ``learn``, which may set it
         recorded_before = self._recorded()
         self._kind = (kind, torch.is_grad_enabled())
         if self._dirty or self._recorded() is not recorded_before:
             self._change_types()
 
     def interrupt(self) -> None:
-        """The pass was broken off."""
+        """Forget the counts of a pass that was broken off."""
         self._kind = None
         for weight in self._all():
             weight.forget_pass()
@@ -344,7 +350,7 @@ class AutocastWeights:
         self._dirty = False
         trained = any(gradients for _, gradients in self._known)
         for unit, weights in self._weights.items():
-            self._dirty = unit.stand_ins.full_precision.check_kept() or self._dirty
+            self._dirty = unit.stand_ins.full_precision.check_old_copies() or self._dirty
             types: dict[int, torch.dtype] = {}
             if self._recorded():
                 types = {w.index: w.dtype for w in weights if w.dtype is not None and w.travels_cast(trained)}
@@ -357,11 +363,11 @@ class AutocastWeights:
 
     @property
     def copied_nbytes(self) -> int:
-        """What autograd keeps of autocast's copies of weights that travel as they are, in the pass so far at least."""
+        """Lower bound of the bytes that autograd saved of autocast's own copies of weights in this pass."""
         return sum(weight.copied_nbytes for weight in self._all())
 
     def backward_done(self) -> None:
-        """What a backward left behind goes."""
+        """End a backward: drop what its gradients left behind."""
         for unit in self._weights:
             unit.stand_ins.backward_done()
 

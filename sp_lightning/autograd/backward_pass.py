@@ -1,21 +1,22 @@
-"""The backward that runs: whose gradients are complete, and which units may be stepped while it goes on.
+"""The running backward: which units' gradients are complete, and which units may be stepped before it ends.
 
-1. A unit may be stepped ahead (step_in_backward.py) once a backward was seen that did not come back to it after its
-   gradients: one that uses a weight detached, too, does, and so does a hook that looks at one, or changes its gradient.
-   It has to be seen again when other weights train. If a backward comes back all the same, that is an error. A unit
-   with frozen weights of its own never is: whether they are needed after its gradients depends on what lies below. Nor
-   is one of which a weight was lent in this backward (fp32_copies.py): the others' gradients may come later. Nor one
-   with a weight whose memory another tensor shares: that may be another weight, and they are stepped in the order of
-   their groups.
-2. What a backward inside another one brings (a reentrant checkpoint) may be a part of the gradients: only what comes
-   out of the outermost one is complete.
-3. One inside a training step, of the user's own (for the gradient of an input, say), is not the one that the optimizer
-   steps after: its gradients may be dropped, or others added. So nothing is stepped ahead in it.
-4. Gradients of a unit become complete together, those of a plain run one by one. A hook that asks for one of them while
+1. A unit may be stepped in backward (step_in_backward.py) once a whole backward was seen that did not come back to it
+   after its gradients were complete. A backward comes back to a unit if the graph also uses a weight detached, or if a
+   hook reads a weight or changes its gradient. What was learned is forgotten when other weights become trainable. A
+   backward that comes back to a unit already stepped is an error. Some units are never stepped in backward: those with
+   frozen weights, since the layers below decide whether these are needed after the unit's gradients; those of which a
+   weight was borrowed in FP32 in this backward (fp32_copies.py), since the other weights' gradients may come later; and
+   those with a weight whose memory another tensor shares, since that may be another weight, and weights that share
+   memory are stepped in the order of their groups.
+2. A nested backward (a reentrant checkpoint) may bring a part of the gradients. They are complete only when the
+   outermost backward brings them.
+3. A backward that user code runs inside a training step (for the gradient of an input, say) is not the one that the
+   optimizer steps after: its gradients may be dropped, or others added. No unit is stepped in it.
+4. Gradients of a unit become complete together, those of a plain run one by one. A hook that reads one of them while
    backward is inside the unit gets an error.
-5. A hook in it that looks at the optimizer's state would see that of units that are stepped. So the first one that the
-   optimizer steps after shows whether somebody looks, and steps nothing. If he does, none ever steps anything; if he
-   begins to do so when units are stepped, that is an error.
+5. A hook that reads the optimizer's state in backward would see the new state of units that are already stepped. So
+   the first backward before an optimizer's step finds out whether any code reads the state, and steps nothing. If some
+   code does, nothing is ever stepped in backward. Code that begins to read it once units are stepped is an error.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def in_backward() -> bool:
 
 
 def at_leaf() -> bool:
-    """Whether it runs hooks of a leaf of the graph: of a parameter."""
+    """Whether autograd runs the hooks of a leaf of the graph, that is of a parameter, on the calling thread."""
     return type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
 
 
 class StepBesideBackward(Protocol):
-    """An optimizer's step of which units are stepped while backward runs (step_in_backward.py)."""
+    """An optimizer step that steps units while backward runs (step_in_backward.py)."""
 
     given_up: str
 
@@ -50,26 +51,26 @@ class StepBesideBackward(Protocol):
         """Whether any unit was submitted."""
 
     def withhold(self, finish: Callable[[], None]) -> bool:
-        """Withhold the optimizer's state, for which ``finish`` is called when somebody asks; False if it is kept."""
+        """Guard the optimizer's state: a read calls ``finish`` first. False if other code refers to it already."""
 
     def give_back(self) -> None:
-        """Let the state be asked for again."""
+        """Make the optimizer's state readable again."""
 
 
 class BackwardPass:
-    """From the first unit that a backward needs to its end; still running after one that failed."""
+    """A backward, from the first unit that it needs to its end; a failed one counts as running until a reset."""
 
     def __init__(self) -> None:
         self.running = False
-        self._task = -1  # autograd's number of the outermost one
-        self._inside: set[StreamedUnit] = set()  # that it needed, and whose gradients are not complete
-        self._complete: set[StreamedUnit] = set()  # whose gradients came out of it
-        self._stepping: dict[UnitStore, None] = {}  # of those of them that may be stepped by now, in this order
-        self._never_revisited: set[StreamedUnit] = set()  # to which a backward did not come back after that
-        self._sees_state: bool | None = None  # of the optimizer; None: not known yet
+        self._task = -1  # autograd's number of the outermost backward
+        self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
+        self._complete: set[StreamedUnit] = set()  # with complete gradients
+        self._stepping: dict[UnitStore, None] = {}  # complete, and may be stepped by now, in this order
+        self._never_revisited: set[StreamedUnit] = set()  # a whole backward did not come back to them (Rule 1)
+        self._reads_state: bool | None = None  # whether code in backward reads the optimizer's; None: not known yet
 
     def begin(self, at_end: Callable[[], None]) -> bool:
-        """It needs a unit; tells whether that is its first."""
+        """Begin a backward, which needs its first unit; False if it is running already."""
         if self.running:
             return False
         self.running = True
@@ -81,12 +82,12 @@ class BackwardPass:
         return True
 
     def end(self) -> None:
-        """It went through."""
+        """End a backward that raised no error, and record which units it did not come back to (Rule 1)."""
         self.running = False
         self._never_revisited |= self._complete
 
     def completed(self, unit: StreamedUnit) -> bool:
-        """All uses of the unit's weights in it are done; tells whether the unit may be stepped (Rules 1 and 2)."""
+        """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 and 2)."""
         self._inside.discard(unit)
         if torch._C._current_graph_task_id() != self._task:
             return False
@@ -101,11 +102,11 @@ class BackwardPass:
         return may_step
 
     def is_stepping(self, store: UnitStore) -> bool:
-        """Whether this unit may be stepped by now, if units are stepped in it."""
+        """Whether the unit may be stepped by now, if units are stepped in this backward."""
         return store in self._stepping
 
     def needs_unit(self, unit: StreamedUnit, stepping_ahead: bool) -> None:
-        """It needs this unit (Rule 1)."""
+        """Record that backward needs the unit; raise if it comes back to a unit that was stepped (Rule 1)."""
         if unit not in self._complete:
             self._inside.add(unit)
             return
@@ -113,38 +114,41 @@ class BackwardPass:
         self._never_revisited.discard(unit)
         if self.is_stepping(unit.store) and stepping_ahead:
             raise ExactnessError(
-                f"backward came back to {unit.name} when its gradients were complete and the optimizer had stepped it, "
-                "which neither it nor a hook that looks at weights or changes gradients did in the steps before; set "
-                "optimizer_overlap=False"
+                f"backward came back to {unit.name} after its gradients were complete and the optimizer had stepped "
+                "it. In earlier steps neither backward did so, nor a hook that reads weights or changes gradients; "
+                "set optimizer_overlap=False"
             )
 
     def forget(self) -> None:
-        """What a backward needs may be something else from now on (Rule 1)."""
+        """Forget what was learned: from now on backward may need other units (Rule 1)."""
         self._never_revisited.clear()
 
     def check_gradient(self, unit: StreamedUnit, name: str) -> None:
-        """A hook asks for the gradient of this weight (Rule 4)."""
+        """Raise if a hook reads this weight's gradient while backward is inside its unit (Rule 4)."""
         if unit in self._inside and torch._C._current_autograd_node() is not None:
             raise ExactnessError(
-                f"the gradient of {name} was asked for while backward is inside {unit.name}, whose gradients arrive "
-                "together: look at it in a hook on the weight itself, or after backward"
+                f"the gradient of {name} was read while backward is inside {unit.name}, whose gradients arrive "
+                "together: read it in a hook on the weight itself, or after backward"
             )
 
-    def may_step(self, ahead: StepBesideBackward, asked_for: Callable[[], None]) -> bool:
-        """An optimizer steps after it, whose state calls this when somebody asks for it; tells whether units may be
-        stepped before its end (Rule 5)."""
-        if self._sees_state or not ahead.withhold(asked_for):
+    def may_step(self, ahead: StepBesideBackward, on_read: Callable[[], None]) -> bool:
+        """Guard the state of the optimizer that steps after this backward; return whether units may be stepped in it.
+
+        A read of the state calls ``on_read`` (Rule 5).
+        """
+        if self._reads_state or not ahead.withhold(on_read):
             return False
-        known, self._sees_state = self._sees_state is not None, False
+        known, self._reads_state = self._reads_state is not None, False
         return known
 
     def sees_state(self, ahead: StepBesideBackward) -> None:
-        """Somebody in it asks for that (Rule 5)."""
-        self._sees_state = True
+        """Record that code in backward reads the optimizer's state; raise if a unit was stepped (Rule 5)."""
+        self._reads_state = True
         if ahead.has_begun:
             raise ExactnessError(
-                f"backward looked at the optimizer's state when it had stepped {next(iter(self._stepping)).unit.name}, "
-                "which it did not in the steps before; set optimizer_overlap=False"
+                "code in backward read the optimizer's state after the optimizer had stepped "
+                f"{next(iter(self._stepping)).unit.name}, which it did not do in earlier steps; set "
+                "optimizer_overlap=False"
             )
-        ahead.given_up = "backward looks at its state"
+        ahead.given_up = "code in backward reads its state"
         ahead.give_back()

@@ -1,13 +1,14 @@
 """The autograd bridge between host parameters and their stand-ins.
 
-1. One node per unit, applied once: it saves nothing, so it serves every step, repeated backward and ``retain_graph``.
-   All uses of a weight in a graph, over all calls of its unit, end in it: autograd sums them as it would for a leaf.
-2. It runs with the priority of a leaf's accumulation (the highest): as soon as the last use of the unit's weights is
-   done. With the low number of a node made at attach, all gradients would pile up on the device until the very end.
-3. Outputs share the unit's storage but not a version counter: an in-place write to one weight concerns that one only.
-4. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each; what arrives
-   there is what the cast's backward would convert to FP32. The gradients of several uses are summed in FP32, in the
-   order in which they arrive.
+1. A unit has one node, applied once: it saves nothing, so it serves every step, repeated backward and ``retain_graph``.
+   All uses of a weight in a graph, over all calls of its unit, lead to it: autograd sums them as it would for a leaf.
+2. The node runs with the priority of a leaf's accumulation (the highest): as soon as the last use of the unit's weights
+   is done. With the low number of a node made when streaming began, all gradients would pile up on the device until
+   backward ends.
+3. The node's outputs share the unit's storage but no version counter: an in-place write to one weight concerns only it.
+4. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each. The gradient
+   that arrives there is the one that the cast's backward would convert to FP32. The gradients of several uses are
+   summed in FP32, in the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..memory.unit_store import UnitStore
 
 Gradients = tuple[Tensor | None, ...]
-Receive = Callable[[Any, Gradients], Gradients]  # of the node that runs
+Receive = Callable[[Any, Gradients], Gradients]  # from the node that runs and its gradients
 LEAF_PRIORITY = 2**64 - 1
 
 
@@ -42,8 +43,8 @@ class HostDeviceBridge(torch.autograd.Function):
         return (None, None, *ctx.receive(ctx, grads))
 
 
-def link(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor]:
-    """The stand-ins of a unit's parameters as they are now: trainable ones lead to the host parameters."""
+def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor]:
+    """Make stand-ins of a unit's device views: those of trainable parameters lead to the host parameters."""
     if not any(parameter.requires_grad for parameter in store.params):
         return views
     with torch.inference_mode(False), torch.enable_grad():
@@ -54,19 +55,19 @@ def link(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor
 
 
 class CastUses:
-    """The uses in a graph of one weight that travels in autocast's type: their gradients, as they arrive (Rule 4)."""
+    """The gradients of one weight that travels in autocast's type, by its uses in a graph (Rule 4)."""
 
     def __init__(self) -> None:
         self._arrived: dict[int, list[Tensor]] = {}  # by the number of autograd's task
 
     def arrive(self, grads: Gradients) -> Gradients:
-        """Called in front of the node of a use: takes what would go on to the link."""
+        """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
         if grads[0] is not None:
             self._arrived.setdefault(torch._C._current_graph_task_id(), []).append(grads[0])
         return (None,)
 
     def sum(self) -> Tensor | None:
-        """What arrived in the task that runs."""
+        """Return and forget the sum of the gradients that arrived in the running task of autograd."""
         arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
         if arrived is None:
             return None
@@ -78,5 +79,5 @@ class CastUses:
         return total
 
     def clear(self) -> None:
-        """What a task left behind that did not come to the link."""
+        """Drop gradients of tasks that ended before they reached the bridge."""
         self._arrived.clear()

@@ -1,5 +1,7 @@
-"""What ``torch.compile`` leaves alone: a frame that it compiles ends its graph at a call of these. And who is told when
-it begins."""
+"""Functions that ``torch.compile`` leaves alone, and listeners for its compilations.
+
+A frame that is compiled ends its graph at a call of such a function.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,31 @@ _SKIP = eval_frame._FrameAction.SKIP
 
 
 def never_compiled(function: F) -> F:
-    """Neither the function nor what it calls is compiled."""
+    """Keep a function, and all that it calls, from being compiled."""
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def never_compiled_hook(function: F) -> F:
-    """The same without a wrapper around each call, for what no compiled frame calls: autograd does, for each tensor."""
+    """Keep a function from being compiled, as ``never_compiled`` does, but without a wrapper around each call.
+
+    For functions that no compiled frame calls: hooks that autograd calls for each tensor.
+    """
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
     return function
 
 
 def not_compiled_itself(function: F) -> F:
-    """The function is not compiled; what it calls may be."""
+    """Keep a function from being compiled; what it calls may be compiled."""
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
 def compiles_calls() -> bool:
-    """Whether functions that are called from here are compiled; asked in one that is not compiled itself."""
+    """Whether functions that the caller calls are compiled; for callers that are not compiled themselves."""
     return eval_frame.get_eval_frame_callback() is not None
 
 
 class CompilationListener(Protocol):
-    """Who wants to know of compilations."""
+    """An object that is called before frames are compiled."""
 
     def compilation_begins(self) -> None: ...
 
@@ -46,14 +51,14 @@ class CompilationListener(Protocol):
 _listeners: weakref.WeakSet[CompilationListener] = weakref.WeakSet()
 
 
-def tell_of_compilations(listener: CompilationListener) -> None:
-    """Calls it from now on, before a frame is looked at that is to be compiled."""
+def listen_to_compilations(listener: CompilationListener) -> None:
+    """Call a listener, from now on, before each frame that is compiled is traced. Safe twice."""
     _listeners.add(listener)
-    if _tell not in callback_handler.start_callbacks:  # or not any more: who resets the compiler clears them
-        callback_handler.register_start_callback(_tell)
+    if _notify not in callback_handler.start_callbacks:  # a reset of the compiler clears them
+        callback_handler.register_start_callback(_notify)
 
 
-def _tell(compilation: Any) -> None:
-    if compilation.callback_trigger is CallbackTrigger.DYNAMO:  # else a graph is, that was made of one
+def _notify(compilation: Any) -> None:
+    if compilation.callback_trigger is CallbackTrigger.DYNAMO:  # the others compile graphs, which were made of frames
         for listener in list(_listeners):
             listener.compilation_begins()

@@ -1,13 +1,13 @@
-"""FP32 stand-ins of weights that travel in autocast's type, for whoever reads one in a way that was not foreseen.
+"""Full-precision copies of weights that travel in autocast's type, for reads that were not foreseen.
 
-1. A lent stand-in is a copy of its own, brought up when it is asked for, and good for one visit of its unit: the values
-   and the way of gradients are those of a plain run. It costs a transfer that nothing overlaps; from the next pass on
-   the weight travels as it is (autocast_weights.py).
-2. In one backward, all gradients of a weight come from uses of the withheld one, or from one that was lent in one
-   visit. Others would have to be summed with them before they reach ``.grad``, and are an error instead.
-3. It does not follow its host parameter: to keep it until the weight has changed is an error, and so is a hook on it,
-   which the gradient of earlier uses would pass by. What is written to it goes down to the host when the visit ends; a
-   forward that writes can not run again.
+1. A full-precision copy is a stand-in with memory of its own, brought up when the weight is read, and valid for one
+   visit of its unit. Its values and the path of its gradients are those of a plain run. It costs a transfer that
+   nothing overlaps; from the next pass on the weight travels as it is (autocast_weights.py).
+2. In one backward, all gradients of a weight come from uses of its cast stand-in, or all from the full-precision copy
+   of one visit. Others would have to be summed with them before they reach ``.grad``, and are an error instead.
+3. A full-precision copy does not follow its host parameter: keeping it until the weight has changed is an error. So is
+   a hook on it, which the gradients of earlier uses would bypass. What is written to it goes down to the host when the
+   visit ends; a forward that writes to it cannot run again.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from ..compat.references import shares_storage
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
 from ..memory.unit_store import UnitStore, same_bytes
-from .bridge import Gradients, Receive, link
+from .bridge import Gradients, Receive, connect
 
-AS_IS = 'earlier steps did not do that; set wire_dtype="as-is"'
+AS_IS = 'earlier steps did not do that; set wire_dtype="as-is" to send the weight in FP32'
 
 
 class FullPrecisionStandIn(DeviceParameter):
-    """A stand-in that is lent."""
+    """A full-precision copy as model code sees it."""
 
     def register_hook(self, hook: Any) -> Any:
         raise ExactnessError(f"a hook was registered on a weight inside its unit: {AS_IS}")
 
     def retain_grad(self) -> None:
-        raise ExactnessError(f"a weight was asked inside its unit to retain its gradient: {AS_IS}")
+        raise ExactnessError(f"retain_grad() was called on a weight inside its unit: {AS_IS}")
 
 
 class FullPrecisionCopies:
-    """Lends out what a unit holds in another type."""
+    """The full-precision copies of one unit's weights that travel in autocast's type."""
 
     def __init__(self, store: UnitStore, receive: Receive) -> None:
         self._store = store
         self._receive = receive
-        self._lending: set[int] = set()  # for this and all visits to come
-        self._written: set[int] = set()  # since then
-        self.lent: dict[int, FullPrecisionStandIn] = {}  # in this visit
-        self._kept: list[tuple[int, Tensor]] = []  # in earlier ones
-        self._came: dict[tuple[int, int], Any] = {}  # by task and parameter: what brought the gradient
-        self.gradients_split = False  # in this backward, gradients of any of them from the others'
+        self._enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
+        self._written: set[int] = set()  # those of them that model code wrote
+        self.copies: dict[int, FullPrecisionStandIn] = {}  # of this visit
+        self._old_copies: list[tuple[int, Tensor]] = []  # of earlier visits
+        self._sources: dict[tuple[int, int], Any] = {}  # by task and weight: the receiver of its gradient
+        self.gradients_split = False  # whether a copy's gradient came by itself in this backward
 
-    def begin(self, index: int) -> None:
-        """This one is lent out in every visit."""
-        self._lending.add(index)
+    def enable(self, index: int) -> None:
+        """Have a copy of this weight in every visit from now on."""
+        self._enabled.add(index)
 
-    def has(self, index: int) -> bool:
-        """Whether it is."""
-        return index in self._lending
+    def is_enabled(self, index: int) -> bool:
+        """Whether every visit has a copy of this weight."""
+        return index in self._enabled
 
     def tensor(self, index: int) -> FullPrecisionStandIn:
-        """The weight, for this visit (Rule 1)."""
-        if index not in self.lent:
-            self.lent[index] = self._brought(index)
-        return self.lent[index]
+        """Return the copy of this weight for this visit; the first call brings it up (Rule 1)."""
+        if index not in self.copies:
+            self.copies[index] = self._bring_up(index)
+        return self.copies[index]
 
-    def _brought(self, index: int) -> FullPrecisionStandIn:
+    def _bring_up(self, index: int) -> FullPrecisionStandIn:
         store, parameter = self._store, self._store.params[index]
         device = store.storage.device
         with torch.inference_mode(False), torch.no_grad():
@@ -72,65 +72,70 @@ class FullPrecisionCopies:
         store.counters.bytes_up += views[index].nbytes
 
         def receive(node: Any, grads: Gradients) -> Gradients:
-            self.came(index, receive)
+            self.check_source(index, receive)
             self.gradients_split = True
             return self._receive(node, grads)
 
-        lent: Any = stand_in(link(store, receive, views)[index], parameter, [False])
-        lent.__class__ = FullPrecisionStandIn
-        return cast(FullPrecisionStandIn, lent)
+        made: Any = stand_in(connect(store, receive, views)[index], parameter, [False])
+        made.__class__ = FullPrecisionStandIn
+        return cast(FullPrecisionStandIn, made)
 
-    def came(self, index: int, way: Any) -> None:
-        """A gradient of this one arrived in this way (Rule 2)."""
-        if self._came.setdefault((torch._C._current_graph_task_id(), index), way) is not way:
+    def check_source(self, index: int, receive: Any) -> None:
+        """Record which receiver a gradient of this weight came to; raise if another one had one before (Rule 2)."""
+        if self._sources.setdefault((torch._C._current_graph_task_id(), index), receive) is not receive:
             raise ExactnessError(
-                f"a loss depends on {self._store.names[index]} by its layer, and by another read beside it, or another "
-                f"run of the layer outside of autocast: {AS_IS}"
+                f"a loss depends on {self._store.names[index]} through its layer, and also through another read, or "
+                f"through a run of the layer outside autocast: {AS_IS}"
             )
 
     def backward_done(self) -> None:
-        """All gradients have arrived."""
-        self._came.clear()
+        """End a backward: all gradients have arrived."""
+        self._sources.clear()
         self.gradients_split = False
 
-    def take_back(self) -> None:
-        """The visit ends (Rule 3)."""
-        while self.lent:
-            index, tensor = self.lent.popitem()
+    def end_visit(self) -> None:
+        """Write back what model code wrote to the copies, and end their use (Rule 3)."""
+        while self.copies:
+            index, tensor = self.copies.popitem()
             data = tensor.detach()
-            if (true_version(tensor) or tensor.taken[0]) and not self._is_host(index, data):
+            if (true_version(tensor) or tensor.taken[0]) and not self._equals_host(index, data):
                 if tensor.requires_grad and true_grad_fn(tensor).name() != "HostDeviceBridgeBackward":
                     raise ExactnessError(
-                        f"{self._store.names[index]} was written in place while autograd recorded; a leaf that "
-                        "requires grad can not be: write to it under torch.no_grad()"
+                        f"{self._store.names[index]} was written in place while autograd recorded, which a leaf that "
+                        "requires grad cannot be: write to it under torch.no_grad()"
                     )
                 self._store.write_back(index, data)
                 self._store.mark_stale()
                 self._written.add(index)
-            self._kept.append((index, data))
+            self._old_copies.append((index, data))
 
     def check_rewritten(self, index: int) -> None:
-        """A forward that wrote this weight runs again."""
+        """Raise if a forward that wrote to a copy of this weight is about to run again (Rule 3)."""
         if index in self._written:
             raise ExactnessError(f"{self._store.names[index]} was written by a forward that has to run again: {AS_IS}")
 
-    def end(self) -> None:
-        """The unit has no weights of another type any more, or other ones."""
-        self._lending.clear()
+    def clear(self) -> None:
+        """Have no copies in later visits: the unit's types changed."""
+        self._enabled.clear()
         self._written.clear()
 
-    def check_kept(self) -> bool:
-        """A pass begins: nobody keeps what is no longer the weight (Rule 3). Tells whether there is more to check."""
-        for index, tensor in self._kept:
-            if _is_kept(tensor) and not self._is_host(index, tensor):
-                raise ExactnessError(f"a reference to {self._store.names[index]} was kept: {AS_IS}")
-        self._kept = [(index, tensor) for index, tensor in self._kept if _is_kept(tensor)]
-        return bool(self._kept)
+    def check_old_copies(self) -> bool:
+        """Raise if an old copy is referenced elsewhere and its weight has changed (Rule 3).
 
-    def _is_host(self, index: int, tensor: Tensor) -> bool:
+        True: some are referenced elsewhere, and have to be checked again.
+        """
+        for index, tensor in self._old_copies:
+            if _is_referenced_elsewhere(tensor) and not self._equals_host(index, tensor):
+                raise ExactnessError(
+                    f"a reference to {self._store.names[index]} was kept after its unit's forward: {AS_IS}"
+                )
+        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if _is_referenced_elsewhere(tensor)]
+        return bool(self._old_copies)
+
+    def _equals_host(self, index: int, tensor: Tensor) -> bool:
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))
 
 
-def _is_kept(tensor: Tensor) -> bool:
-    """By anybody but us, and the object that asks."""
+def _is_referenced_elsewhere(tensor: Tensor) -> bool:
+    """Whether anything but our own list refers to a tensor's storage."""
     return shares_storage(tensor)

@@ -1,14 +1,14 @@
-"""``activations="offload"``: what autograd saved inside a unit waits on the host for its backward.
+"""``activations="offload"``: tensors that autograd saved inside a unit wait on the host for the unit's backward.
 
-1. Each tensor goes down once, however often it was saved, and comes back once, to an address of the same alignment:
+1. Each tensor goes down once, however often it was saved, and comes up once, to an address of the same alignment:
    kernels are chosen by it.
-2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped early,
-   its memory would be given away while it is read. Written until then, by code that may do so after its unit, the copy
-   may be of either: it was *overtaken*, and whoever needs it is told so.
-3. On the way back, memory is taken on the caller's stream, which frees it later; the up stream waits for the kernels
-   that may still use it. What came back and was not asked for, as its gradient was not, is kept until backward ends:
-   that stream waits for the copy before its memory is given out again.
-4. Units may be called on several streams of the caller's. Then the allocator is told who else uses a tensor.
+2. A device tensor is kept until the caller's stream waited for its copy, at the end of the next unit: dropped earlier,
+   its memory would be given to another tensor while the copy reads it. Until then code may write to it, even after its
+   unit, and the copy holds either bytes. Such a tensor is *overtaken*, and unpacking it is an error.
+3. On the way up, memory is allocated on the caller's stream, which frees it later; the up stream waits for the kernels
+   that may still use it. A tensor that came up and is not unpacked, because its gradient is not needed, is kept until
+   backward ends: that stream waits for the copy before its memory is given out again.
+4. Units may be called on several of the caller's streams. Then the allocator is told which other stream uses a tensor.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from ..memory.layout import ALIGNMENT, aligned
 
 @dataclass(eq=False)
 class OffloadedTensor:
-    """A saved tensor on the host: the bytes that it spans, and how it looked."""
+    """A saved tensor on the host: the bytes that it spans, and its shape and strides."""
 
     like: Tensor  # on the meta device
     version: int
-    first: int  # byte of an aligned block at which it begins
+    first: int  # byte of an aligned block at which the tensor begins
     host: Tensor
-    arrived: Any  # on the host, recorded on the down stream; a way up that begins earlier carries old bytes
+    arrived: Any  # event on the down stream: the copy is on the host; a way up that begins earlier carries old bytes
     uses: int = 1
     overtaken: bool = False  # Rule 2
-    pending: int = 0  # unpackings until the device copy can go
+    unpacks_left: int = 0  # until the device copy can be dropped
     device: Tensor | None = field(default=None)
-    ready: Any = None
-    stream: Any = None  # whose memory the device copy is
+    ready: Any = None  # event on the up stream: the device copy is filled
+    stream: Any = None  # of the caller, on which the memory of the device copy was allocated
 
 
 class Offload:
-    """Moves what units save to the host and back (Rule 1)."""
+    """The saved tensors of units on their way to the host and back (Rule 1)."""
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
-        self.active = False  # whether what is saved now belongs to a unit as a whole
-        self._visit: dict[Any, OffloadedTensor] = {}  # what the unit under way saved
-        self._leaving: list[tuple[Tensor, OffloadedTensor]] = []  # its device tensors, kept until their copies are done
+        self.active = False  # whether a unit's forward is running, whose saved tensors go down
+        self._visit: dict[Any, OffloadedTensor] = {}  # saved by the running unit
+        self._leaving: list[tuple[Tensor, OffloadedTensor]] = []  # its device tensors, kept for their copies (Rule 2)
         self._left: list[tuple[Tensor, OffloadedTensor]] = []  # those of the unit before
-        self._streams: list[Any] = []  # on which units were called
+        self._streams: list[Any] = []  # on which units were called (Rule 4)
         self._on_host: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
-        self._unasked: set[OffloadedTensor] = set()  # what is on its way back
+        self._not_unpacked: set[OffloadedTensor] = set()  # on the device again, or on their way
 
     @property
     def host_nbytes(self) -> int:
-        """Of what is on the host now."""
+        """Bytes of the saved tensors that are on the host."""
         return sum(saved.host.untyped_storage().nbytes() for saved in self._on_host)
 
     def begin(self) -> None:
-        """A unit's forward begins."""
+        """Begin a unit's forward: what autograd saves from here on goes down."""
         self.active = True
 
     def end(self) -> list[OffloadedTensor]:
-        """It ends; what the one before saved may go once the caller's stream waited for its copies."""
+        """End a unit's forward; return what it saved. Drops the device tensors of the unit before (Rule 2)."""
         self.active = False
         self.let_go()
         self._left, self._leaving = self._leaving, []
@@ -75,7 +75,7 @@ class Offload:
         return saved
 
     def let_go(self) -> None:
-        """Drops device tensors whose copies the caller's stream now waits for."""
+        """Order the caller's stream after the copies of the unit before, and drop its device tensors."""
         if self._left:
             with self.counters.listener.waiting("activations"):
                 for tensor, saved in self._left:
@@ -84,21 +84,25 @@ class Offload:
         self._left = []
 
     def finish(self) -> None:
-        """Nothing more is saved: all of them."""
+        """Drop all device tensors: no unit saves any more."""
         self.active = False
         self._left += self._leaving
         self._leaving, self._visit = [], {}
         self.let_go()
 
     def backward_done(self) -> None:
-        """Nothing more is asked for (Rule 3)."""
-        unasked, self._unasked = self._unasked, set()
-        for saved in unasked:
+        """End a backward: drop what came up and was not unpacked (Rule 3)."""
+        not_unpacked, self._not_unpacked = self._not_unpacked, set()
+        for saved in not_unpacked:
             saved.ready.wait(saved.stream)
             saved.device = None
 
     def pack(self, tensor: Tensor) -> Any:
-        """Starts the way down; small and foreign tensors stay as they are, and what is more or less than its bytes."""
+        """Start a tensor's way down, and return what stands for it.
+
+        Tensors saved outside of units, small ones, those on another device, and those that are more or less than their
+        bytes (sparse, conjugated) stay as they are.
+        """
         if not self.active or tensor.device != self.device.torch_device or tensor.layout is not torch.strided:
             return tensor
         if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
@@ -128,12 +132,15 @@ class Offload:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         saved = OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived)
         self._leaving.append((tensor, saved))
-        self._mind_streams()
+        self._record_streams()
         self._on_host.add(saved)
         return saved
 
-    def _mind_streams(self) -> None:
-        """Rule 4: who waits for a copy need not be whose memory it is."""
+    def _record_streams(self) -> None:
+        """Tell the allocator that the down stream reads tensors of several streams (Rule 4).
+
+        The stream that waits for a copy need not be the one that the memory belongs to.
+        """
         if self.device.compute not in self._streams:
             self._streams.append(self.device.compute)
             if len(self._streams) > 1:
@@ -143,34 +150,34 @@ class Offload:
             self._leaving[-1][0].record_stream(self.device.down)
 
     def fetch(self, saved: OffloadedTensor) -> None:
-        """Starts the way back."""
+        """Start a saved tensor's way up, if it has not begun."""
         if saved.device is not None:
             return
         size = saved.host.element_size()
-        room = torch.empty(
+        block = torch.empty(
             ALIGNMENT + aligned(saved.host.numel() * size), dtype=torch.uint8, device=self.device.torch_device
         )
-        offset = (saved.first - room.data_ptr()) % ALIGNMENT
-        storage = room.untyped_storage()
-        empty = torch.empty(0, dtype=saved.like.dtype, device=room.device)
+        offset = (saved.first - block.data_ptr()) % ALIGNMENT
+        storage = block.untyped_storage()
+        empty = torch.empty(0, dtype=saved.like.dtype, device=block.device)
         span = empty.set_(storage, offset // size, saved.host.shape, (1,))
         saved.stream = self.device.compute
-        self.device.up.wait_event(saved.stream.record_event())  # whose memory it was
+        self.device.up.wait_event(saved.stream.record_event())  # the block's memory may still be in use there
         nbytes = saved.host.numel() * size
         under_way = self.counters.listener.work("up", "", "activations", nbytes)
         copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
         saved.ready = self.device.send_up(copies, under_way, after=saved.arrived)
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
-        saved.pending = saved.uses
-        self._unasked.add(saved)
+        saved.unpacks_left = saved.uses
+        self._not_unpacked.add(saved)
 
     def unpack(self, saved: OffloadedTensor) -> Tensor:
-        """The tensor as it was; the caller's stream is ordered after its bytes."""
+        """Return a saved tensor on the device, with the caller's stream ordered after its bytes."""
         if saved.overtaken:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(saved.like.shape)}, while it went to the host"
+                f"a tensor of shape {tuple(saved.like.shape)}, while it was copied to the host"
             )
         self.fetch(saved)
         tensor = saved.device
@@ -180,15 +187,15 @@ class Offload:
             saved.ready.wait(compute)
         if saved.stream != compute:
             tensor.record_stream(compute)
-        self._unasked.discard(saved)
-        saved.pending -= 1
-        if not saved.pending:
+        self._not_unpacked.discard(saved)
+        saved.unpacks_left -= 1
+        if not saved.unpacks_left:
             saved.device = None
         return tensor
 
 
 def _span(tensor: Tensor) -> Tensor:
-    """The memory from a tensor's first element to its last, as one row."""
+    """Return the memory from a tensor's first element to its last, as one row."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,22 +1,22 @@
-"""``activations="recompute"``: a unit's forward keeps its inputs only, and runs once more in backward.
+"""``activations="recompute"``: a unit's forward saves its inputs only, and runs again in backward.
 
-It is torch's own non-reentrant checkpoint, which keeps torch's random state and autocast. Beyond it, so that the second
-run is the first one and leaves no trace:
+It uses torch's own non-reentrant checkpoint, which restores torch's random state and autocast. These rules go beyond
+it, so that the second run equals the first and leaves no trace:
 
-1. What forward may change besides its outputs is, for the second run, as it was before the first, and afterwards as it
-   is: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or were passed (a
-   cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what stands in the
-   places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which contexts
-   set around a forward: type and device of new tensors, and what kernels are chosen by. What knows modules outside of
-   the unit, such as a trainer, is not its own and is left alone. What can not be copied is copied in parts, as far as
-   these can; an iterator of which there is no copy is an error.
-2. Tensors are not copied, except buffers, weights that were written, and what was passed to a unit of which it is not
-   known yet that it leaves that alone: forward may change it in place (a dropout that comes first). A copy is kept
-   where it did. What a copy can not stand for, or a forward changes that did not before, is an error; so is a change of
-   a tensor that a module keeps beside its buffers, or that an attribute shares with what was passed. If any of them, or
-   a weight of the unit, is changed, or given other data, between the two runs, the second one is an error as well.
-3. A forward that is not the same the second time for any other reason is an error, where torch can see it: when it
-   saves other tensors than the first time.
+1. What forward may change besides its outputs is restored for the second run as it was before the first, and put back
+   afterwards: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or that were
+   passed (a cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what is in
+   the places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which
+   contexts set around a forward: type and device of new tensors, and the choices of kernels. An object that knows
+   modules outside of the unit, such as a trainer, does not belong to the unit and is left alone. What cannot be copied
+   is copied in parts, as far as these can be; an iterator that cannot be copied is an error.
+2. Tensors are not copied, except buffers, weights that were written, and tensors that are passed to a unit of which it
+   is not known yet that it leaves them alone: forward may change them in place (a dropout that comes first). If it did,
+   the copy is kept. A change in place is an error if no copy can stand for the tensor, if the unit did not make such
+   changes before, or if a module keeps the tensor beside its buffers or an attribute shares it with an argument. So is
+   a second run after any of these tensors, or a weight of the unit, was changed or given other data since the first.
+3. A forward that differs in the second run for any other reason is an error, where torch can see it: when it saves
+   other tensors than the first time.
 """
 
 from __future__ import annotations
@@ -43,41 +43,43 @@ from .offload import Offload, OffloadedTensor
 from .saved_tensors import tensors_in
 
 Call = Callable[..., Any]
-# What forward does not change, or what is kept in another way, of a module's attributes.
+# Attributes of a module that forward does not change, or that are restored in another way.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks".split()
-_SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of something has in common with it
+_SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of an object has in common with it
 
 
 class Recompute:
-    """Runs forwards so that they can run again."""
+    """Run units' forwards so that they can run again in backward."""
 
     def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
         self._offload = offload
-        self._anchor = torch.empty(0, device=device.torch_device)  # tells the checkpoint whose random state to keep
+        self._anchor = torch.empty(
+            0, device=device.torch_device
+        )  # tells the checkpoint of which device to restore the random state
         self._written = written
-        self._leaves_alone: set[str] = set()  # units of which Rule 2 is known
+        self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
 
     def run(
         self, call: Call, name: str, store: UnitStore | None, root: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, list[OffloadedTensor]]:
-        """``call(*args, **kwargs)`` now, and once more when backward needs what it saves.
+        """Run ``call(*args, **kwargs)`` now, and again when backward needs what it saves.
 
-        Also gives what of the arguments waits on the host for that: with ``offload``, those that gradients flow
-        through.
+        Returns its output, and the arguments that wait on the host for backward: with ``offload``, those that
+        gradients flow through.
         """
         try:
             before = _ForwardSnapshot(name, root, args, kwargs, self._written)
-        except _CanNotBeCopied:
+        except _CannotCopy:
             raise ExactnessError(
-                f"{name} keeps, or is passed, an iterator that can not be copied, so its forward can not run again; "
+                f"{name} keeps, or is passed, an iterator that cannot be copied, so its forward cannot run again; "
                 "use activations='keep' or 'offload'"
             ) from None
         known = name in self._leaves_alone
-        twins = {} if known else _argument_clones((args, kwargs))
-        stowed = before.offload_arguments(self._offload) if self._offload is not None and known else []
-        versions, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept())
-        first = [(args, kwargs)]  # not kept by the closure any longer than it runs
+        clones = {} if known else _argument_clones((args, kwargs))
+        offloaded = before.offload_arguments(self._offload) if self._offload is not None and known else []
+        passed, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept_attributes())
+        first = [(args, kwargs)]  # the closure refers to them no longer than the first run takes
 
         def forward(_anchor: Tensor) -> Any:
             again, again_kwargs = first.pop() if first else before.arguments()
@@ -87,26 +89,26 @@ class Recompute:
             return self._written.recording(before.weights), before
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
-        changed = _changed(versions)
+        changed = _changed(passed)
         if _changed(kept):
             raise ExactnessError(
-                f"{name} changes a tensor in place that one of its modules keeps as an attribute, so its forward can "
-                "not run again; register it as a buffer, or use activations='keep' or 'offload'"
+                f"{name} changes a tensor in place that one of its modules keeps as an attribute, so its forward "
+                "cannot run again; register it as a buffer, or use activations='keep' or 'offload'"
             )
-        if not changed <= twins.keys():
+        if not changed <= clones.keys():
             self._leaves_alone.discard(name)
             raise ExactnessError(
-                f"{name} changes a tensor that is passed to it in place, so its forward can not run again; "
+                f"{name} changes a tensor that is passed to it in place, so its forward cannot run again; "
                 "use activations='keep' or 'offload'"
             )
         if changed:
-            before.replace({key: twins[key] for key in changed})
+            before.replace({key: clones[key] for key in changed})
         else:
             self._leaves_alone.add(name)
         if self._offload is not None and not known:
-            stowed = before.offload_arguments(self._offload)
+            offloaded = before.offload_arguments(self._offload)
         before.rely_on(store, kept)
-        return output, stowed
+        return output, offloaded
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
@@ -114,20 +116,20 @@ def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
 
 
 def _changed(versions: list[tuple[Tensor, int]]) -> set[int]:
-    """The ids of those that were."""
+    """Return the ids of the tensors that were written in place since."""
     return {id(tensor) for tensor, version in versions if tensor._version != version}
 
 
 class Written:
-    """Which weights model code wrote, and what they were before: passed on to the call under which it did."""
+    """The weights that model code writes, with their bytes before: each is recorded for the forward that wrote it."""
 
     def __init__(self) -> None:
         self._records: list[dict[Any, Tensor]] = []
-        self.restored: dict[Any, Tensor] = {}  # what the weights were, for a call that runs again
+        self.restored: dict[Any, Tensor] = {}  # in a second run: the weights' bytes before the first
 
     @contextlib.contextmanager
     def recording(self, record: dict[Any, Tensor]) -> Iterator[None]:
-        """What is reported within goes into ``record``."""
+        """Record in ``record`` what is reported within the context."""
         self._records.append(record)
         try:
             yield
@@ -135,19 +137,23 @@ class Written:
             self._records.pop()
 
     def report(self, key: Any, before: Tensor) -> None:
-        """A weight was written; ``before`` is its host copy, not yet overwritten."""
+        """Record that a weight was written; ``before`` is its host copy, not yet overwritten."""
         if self._records:
             self._records[-1].setdefault(key, before.clone())
 
 
 class _ForwardSnapshot:
-    """All that Rule 1 names, as it was; as a context, any number of times, the world in which forward runs again."""
+    """A snapshot of all that Rule 1 names, taken before a forward.
+
+    As a context manager, which can be entered any number of times, it restores that for a second run, and puts back
+    afterwards what was there.
+    """
 
     def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
         self._name = name
         self._written = written
         self._foreign = dict(_foreign(root))
-        memo = {**self._foreign}  # what several have in common stays common
+        memo = {**self._foreign}  # what several values share stays shared
         self._arguments = _copied((args, kwargs), memo)
         self.weights: dict[Any, Tensor] = {}
         self._random = _random_states()
@@ -162,44 +168,44 @@ class _ForwardSnapshot:
         self._parameters = [
             (places, name, _host(value))
             for module, _ in self._modules
-            if type(places := module._parameters) is dict  # else it is within a visit: autocast_weights.py
+            if type(places := module._parameters) is dict  # else it is a guard's, in a visit: autocast_weights.py
             for name, value in places.items()
         ]
         self._hooks = [(hooks, set(hooks)) for module, _ in self._modules for _, hooks in _hooks_of(module)]
-        self._now: list[contextlib.ExitStack] = []
+        self._now: list[contextlib.ExitStack] = []  # in a second run: what puts back the state of now
         self._offload: Offload | None = None
-        self._changes = False  # forward changes its arguments
-        self._memo = memo  # of the copies for the run that runs
-        self._relied_on: list[tuple[Tensor, int]] = []  # from the first run to the second, each with its version
-        self._weights_at: list[tuple[Tensor, int]] = []  # and where the weights' data is
+        self._changes = False  # whether forward changes its arguments
+        self._memo = memo  # of the copies for the running second run
+        self._relied_on: list[tuple[Tensor, int]] = []  # must not change between the runs; each with its version
+        self._weights_at: list[tuple[Tensor, int]] = []  # the same for the addresses of the weights' data
         self._cast: dict[Any, SavedBytes] = {}  # the bytes of weights that travel in autocast's type
         self._memory: object = None  # says that this graph needs the unit's layout (unit_store.py, Rule 8)
 
-    def kept(self) -> list[Tensor]:
-        """Tensors, neither weights nor buffers, that attributes lead to."""
+    def kept_attributes(self) -> list[Tensor]:
+        """Find the tensors that modules keep as attributes, or in them: neither weights nor buffers."""
         values = (value for _, attributes in self._modules for value in attributes.values())
         reached = _reachable([value for value in values if id(value) not in self._foreign])
         return [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
 
-    def replace(self, twins: dict[int, Tensor]) -> None:
-        """Arguments that the first run changed are these."""
-        self._arguments = _mapped(self._arguments, lambda value: twins.get(id(value), value))
+    def replace(self, clones: dict[int, Tensor]) -> None:
+        """Put clones in the places of arguments that the first run changed, by the ids of these."""
+        self._arguments = _mapped(self._arguments, lambda value: clones.get(id(value), value))
         self._changes = True
 
     def offload_arguments(self, offload: Offload) -> list[OffloadedTensor]:
-        """Sends the arguments that gradients flow through to the host: each unit has its own."""
+        """Send the arguments that gradients flow through to the host: each unit has its own."""
         offload.begin()
         try:
             self._arguments = _mapped(
                 self._arguments, lambda value: offload.pack(value) if _carries_gradient(value) else value
             )
         finally:
-            stowed = offload.end()
+            offloaded = offload.end()
         self._offload = offload
-        return stowed
+        return offloaded
 
     def rely_on(self, store: UnitStore | None, kept: list[tuple[Tensor, int]]) -> None:
-        """These, and what of the arguments is not on the host, stay as they are until the second run (Rule 2)."""
+        """Note the tensors that must not change until the second run (Rule 2); offload.py watches its own."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
             self._relied_on = [*_versions(map(_host, tensors_in(here))), *kept]
@@ -216,12 +222,12 @@ class _ForwardSnapshot:
         )
 
     def arguments(self) -> Any:
-        """The arguments of the first run, for another one to change."""
+        """Return the arguments of the first run, in copies that another run may change."""
         arguments = self._arguments
         if self._offload is not None:
-            arguments = _mapped(arguments, self._back)
+            arguments = _mapped(arguments, self._fetched)
         if self._changes:
-            clones: dict[int, Tensor] = {}  # what is passed twice is one tensor again
+            clones: dict[int, Tensor] = {}  # a tensor that is passed twice is one tensor again
 
             def cloned(value: Any) -> Any:
                 return clones.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
@@ -229,7 +235,7 @@ class _ForwardSnapshot:
             arguments = _mapped(arguments, cloned)
         return _copied(arguments, self._memo)
 
-    def _back(self, value: Any) -> Any:
+    def _fetched(self, value: Any) -> Any:
         assert self._offload is not None
         if not isinstance(value, OffloadedTensor):
             return value
@@ -246,7 +252,7 @@ class _ForwardSnapshot:
             self._refuse()
         now = contextlib.ExitStack()
         self._now = [now]
-        now.callback(self._back_to_now())
+        now.callback(self._restorer())
         _set_random_states(self._random)
         self._memo = {**self._foreign}
         for module, attributes in self._modules:
@@ -260,14 +266,15 @@ class _ForwardSnapshot:
             for key in hooks.keys() - known:
                 del hooks[key]
         self._written.restored = self.weights
-        now.enter_context(self._defaults.again())
+        now.enter_context(self._defaults.restored())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._now.pop().close()
 
-    def _back_to_now(self) -> Callable[[], None]:
+    def _restorer(self) -> Callable[[], None]:
+        """Return a function that puts back the state of now."""
         states = _random_states()
         attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
         buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
@@ -276,7 +283,7 @@ class _ForwardSnapshot:
         of_weights = [(p, {name: set(hooks) for name, hooks in _hooks_of(p)}) for *_, p in self._parameters]
         restored = self._written.restored
 
-        def back() -> None:
+        def restore() -> None:
             _set_random_states(states)
             for module, own in attributes:
                 _set_attributes(module, own)
@@ -294,19 +301,19 @@ class _ForwardSnapshot:
                         del hooks[key]
             self._written.restored = restored
 
-        return back
+        return restore
 
 
 class _Defaults:
-    """torch's, as they are now (Rule 1)."""
+    """torch's defaults at the time of construction (Rule 1)."""
 
     def __init__(self) -> None:
         self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
         self._kernels = kernel_choices()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """They are those again within."""
+    def restored(self) -> Iterator[None]:
+        """Set these defaults within the context."""
         now = _Defaults()
         with contextlib.nullcontext() if self._device == now._device else self._device:
             self._set()
@@ -321,12 +328,12 @@ class _Defaults:
 
 
 def _host(parameter: Any) -> Any:
-    """What stands in the place of a parameter outside of visits."""
+    """Return what is in a parameter's place outside of visits."""
     return parameter.host if isinstance(parameter, DeviceParameter) else parameter
 
 
 def _hooks_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The hooks of a module, or of a parameter, by kind."""
+    """Yield the hooks of a module, or of a parameter, by kind."""
     with quietly():
         for name in _HOOKS:
             hooks = getattr(owner, name, None)
@@ -339,7 +346,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _foreign(root: nn.Module) -> Iterator[tuple[int, Any]]:
-    """By id, objects that lead out of a unit, to modules that are not of it: a trainer, say, which is not its own."""
+    """Yield, by id, attributes that lead to modules outside of the unit: a trainer, say (Rule 1)."""
     own = {id(module) for module in root.modules()}
     values = (value for module in root.modules() for value in _own_attributes(module).values())
     for value in values:
@@ -360,9 +367,9 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what can be changed in a value; tensors and modules in it are the same ones.
+    """Copy what can be changed in a value; the copy shares its tensors and modules.
 
-    What holds parameters is the same as well: their places are the binding's (streamed_unit.py).
+    Containers of parameters are shared as well: stand-ins are put into them (streamed_unit.py).
     """
     if value is None or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype)):
         return value
@@ -386,15 +393,17 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return _copied_in_parts(value, memo)
 
 
-class _CanNotBeCopied(Exception):
-    """An iterator: whoever runs forward has gone on in it."""
+class _CannotCopy(Exception):
+    """Raised for an iterator that cannot be copied: the first run has advanced it."""
 
 
 def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
-    """Of something that can not be copied as a whole: for what can not be at all, such as a lock, it is hoped that
-    forward does not change it, as for any checkpoint."""
+    """Copy the parts of a value that cannot be copied as a whole.
+
+    A part that cannot be copied at all, such as a lock, is shared: as with any checkpoint, forward must leave it alone.
+    """
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-        raise _CanNotBeCopied
+        raise _CannotCopy
     try:
         made = copy.copy(value)
     except Exception:
@@ -402,7 +411,7 @@ def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
     if made is value:
         return value
     memo[id(value)] = made
-    memo.setdefault(id(memo), []).append(value)  # as deepcopy does: an id is nobody else's while its owner lives
+    memo.setdefault(id(memo), []).append(value)  # as deepcopy does: an id stays unique while its object lives
     if isinstance(made, list):
         made[:] = [_copied(item, memo) for item in value]
     elif isinstance(made, dict):
@@ -417,7 +426,7 @@ def _carries_gradient(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dicts of changed values."""
+    """Rebuild tuples, lists and dicts with ``change`` applied to the values in them."""
     if type(value) in (tuple, list):
         return type(value)(_mapped(item, change) for item in value)
     if type(value) is dict:
@@ -426,9 +435,12 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _argument_clones(arguments: Any) -> dict[int, Tensor]:
-    """Copies that are to a kernel what the tensors are, by their ids; of what nothing else that is passed aliases."""
+    """Clone the tensors among the arguments that nothing else among them aliases, by their ids.
+
+    Tensors of which a clone would have another layout or alignment are left out: kernels are chosen by these.
+    """
     passed: dict[int, Tensor] = {}
-    inside: dict[int, Tensor] = {}  # of objects, where nothing can stand for them
+    inside: dict[int, Tensor] = {}  # inside objects, where no clone can take their places
 
     def look(value: Any) -> Any:
         (passed if isinstance(value, Tensor) else inside).update((id(tensor), tensor) for tensor in tensors_in(value))
@@ -443,7 +455,7 @@ def _argument_clones(arguments: Any) -> dict[int, Tensor]:
         and tensor.layout is torch.strided
         and not tensor.is_inference()
         and storages.count(tensor.untyped_storage()._cdata) == 1
-        and tensor.storage_offset() == 0  # aligned as whatever is allocated
+        and tensor.storage_offset() == 0  # aligned as a new allocation is
         and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())
     }
 
@@ -454,7 +466,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def _reachable(value: Any) -> list[Any]:
-    """What a copy of a value is to share with it: tensors, modules, and Python's modules, which lead to everything."""
+    """Find what a copy shares with its original: tensors, modules, and Python's modules, which lead to everything."""
     found, stack, seen = [], [value], set()
     while stack:
         item = stack.pop()
@@ -463,7 +475,7 @@ def _reachable(value: Any) -> list[Any]:
         elif id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, dict):
-                stack += dict.values(item)  # not what a registry may make of it: that imports what it names
+                stack += dict.values(item)  # a registry's own ``values`` may import what it names
             elif isinstance(item, (list, tuple, set)):
                 stack += item
             elif isinstance(item, MethodType):

@@ -1,16 +1,16 @@
-"""What autograd saves inside a visit, and how it comes back.
+"""Tensors that autograd saves inside a visit, and how they are unpacked.
 
-1. A saved tensor that lies in a streamed unit's buffer is replaced by its place there. To be unpacked it makes the unit
-   resident: the safety net under every way in which backward may reach a unit.
-2. Only the innermost saved-tensor hooks apply. Ours hand everything on to the pair that was in force outside, units'
+1. A saved tensor that lies in a streamed unit's buffer is replaced by a note of its place there. Unpacking the note
+   makes the unit resident: the safety net under every way in which backward may reach a unit.
+2. Only the innermost saved-tensor hooks apply. Ours pass everything on to the pair that was in force outside, units'
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
 3. A weight that was written in place between its use and its backward is an error, as in a plain run, wherever it was
    written. Where ``p.data = ...`` replaced its data, autograd's reference to the weight itself gives the new bytes, and
    one to a view of it the old ones, as in a plain run: the old bytes are left to it (unit_store.py, Rule 8).
-4. Under autocast a plain run saves a cast copy, which stays what it is when the weight is written: so do the bytes of a
-   weight that travelled as that copy.
-5. Code that disables such hooks (``torch.func`` does) would be refused inside ours: they step aside for it. What
-   autograd saves meanwhile refers to the weights themselves, and holds their units on the device.
+4. Under autocast a plain run saves a cast copy, which does not change when the weight is written. Nor do the saved
+   bytes of a weight that travelled as that copy.
+5. Code that disables saved-tensor hooks (``torch.func`` does) would be refused where ours are in force: ours are taken
+   out meanwhile. What autograd saves then refers to the weights themselves, and keeps their units on the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class SavedWeight:
-    """The place of a saved tensor in a unit's buffer (Rule 1)."""
+    """A note of a saved tensor's place in a unit's buffer (Rule 1)."""
 
     __slots__ = (
         *("build", "bytes", "conjugate", "device_version", "dtype", "host_version", "index", "memory", "negative"),
@@ -49,7 +49,7 @@ class SavedWeight:
         self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # what operators apply to the bytes
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # which operators apply to the bytes
         self.index = unit.store.field_at(self.offset * tensor.element_size())
         self.host_version = unit.store.version(self.index)
         self.device_version = true_version(unit.stand_ins.outputs[self.index])
@@ -60,7 +60,7 @@ class SavedWeight:
         self.bytes = unit.store.contents[self.index] if stays else None
 
     def is_of(self, tensor: Tensor, whole: bool) -> bool:
-        """Whether this tensor, which begins where that did, would be saved as the same."""
+        """Whether saving this tensor, which begins at the same element, would give an equal note."""
         store, stand_ins = self.unit.store, self.unit.stand_ins
         return (
             self.memory is store.memory
@@ -77,7 +77,7 @@ class SavedWeight:
         )
 
     def tensor(self) -> Tensor:
-        """The same view of the unit's buffer, which must be resident, or of the bytes that the weight had."""
+        """Return the tensor as a view of the unit's buffer, which must be resident, or of the weight's old bytes."""
         store, first = self.unit.store, self.offset
         storage = store.storage
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: what is saved now passes our hooks by
@@ -107,7 +107,7 @@ class SavedWeight:
 
 
 def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
-    """Its place. Whole weights are saved again and again: where nothing changed, as the same object."""
+    """Return a note of a tensor's place. Whole weights are saved often: where nothing changed, the note is the same."""
     whole = isinstance(tensor, DeviceParameter)
     place = unit.store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
     before: SavedWeight | None = unit.store.saved.get(place.storage_offset())  # type: ignore[arg-type]
@@ -119,16 +119,16 @@ def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
 
 
 class SavedActivation:
-    """A saved tensor that stays where it is; autograd itself checks no version of what goes through hooks."""
+    """A saved tensor that stays where it is, with its version: autograd checks none of what goes through hooks."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # the saved result of a node leads to that node: both would never be freed
+        self.tensor = tensor.detach()  # a saved result leads to its node: neither would ever be freed
         self.version = true_version(tensor)
 
     def unpacked(self) -> Tensor:
-        """It, if it is still what was saved (Rule 3)."""
+        """Return the tensor; raise if it was written in place since it was saved (Rule 3)."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -155,21 +155,21 @@ class SavedTensors:
         self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and what pushing replaced
 
     def push(self, name: str) -> None:
-        """Begins to see what autograd saves, in front of whoever saw it so far (Rule 2)."""
+        """Put our hooks in force, in front of those that were (Rule 2)."""
         outer = _hooks._top_saved_tensors_default_hooks(False)
         hooks = (self._pack, self._unpack) if outer is None else self._composed(name, *outer)
         _hooks._push_saved_tensors_default_hooks(*hooks)
         self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
-        torch.autograd.graph.disable_saved_tensors_hooks = self._aside
+        torch.autograd.graph.disable_saved_tensors_hooks = self._disabled
 
     def pop(self) -> None:
-        """Ends it."""
+        """Take our hooks out of force."""
         _, torch.autograd.graph.disable_saved_tensors_hooks = self._pushed.pop()
         _hooks._pop_saved_tensors_default_hooks()
 
     @contextlib.contextmanager
-    def _aside(self, error_message: str) -> Iterator[None]:
-        """``disable_saved_tensors_hooks`` while ours are in force (Rule 5); anybody else's still refuse."""
+    def _disabled(self, error_message: str) -> Iterator[None]:
+        """Stand in for ``disable_saved_tensors_hooks`` while ours are in force (Rule 5); other hooks still refuse."""
         hooks = _hooks._top_saved_tensors_default_hooks(False)
         ours = bool(self._pushed) and hooks == self._pushed[-1][0]
         if ours:
@@ -184,11 +184,11 @@ class SavedTensors:
     @staticmethod
     @never_compiled_hook
     def enabled() -> bool:
-        """Whether the calling code admits saved-tensor hooks; if not, what is saved holds its unit on the device."""
+        """Whether the calling code admits saved-tensor hooks; if not, saved weights keep their unit on the device."""
         return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
-        """Whose bytes it is made of; none has those of a sparse one."""
+        """Return the unit in whose buffer a tensor lies; a sparse tensor lies in none."""
         if not torch._C._has_storage(tensor):
             return None
         unit = self._owner(tensor.untyped_storage()._cdata)
@@ -236,7 +236,7 @@ class SavedTensors:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value, in whatever containers: sequences, mappings, dataclasses, plain objects' attributes."""
+    """Find all tensors in a value: in sequences, mappings, dataclasses and attributes of plain objects."""
     stack, seen = [value], set()
     while stack:
         item = stack.pop()

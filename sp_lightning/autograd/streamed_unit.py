@@ -1,15 +1,15 @@
 """Stand-ins in the places of host parameters, for the time of a visit.
 
 1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute
-   that holds it once more. A slot that holds something else by now is left alone: it is the user's.
-2. Stand-ins stand in the slots only while the unit is resident, and never outlive it there.
-3. The link is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
-4. A write that model code made to a stand-in goes down to the host at the end of the visit: seen by the version
-   counter, or, where ``.data`` was taken, assumed. An in-place write that autograd recorded is an error, as for a
-   plain leaf.
-5. A stand-in that somebody still refers to keeps its unit resident (unit_store.py, Rule 5).
-6. The stand-in of a weight that travels in autocast's type is *withheld*: it stands in no slot. Who reads such a weight
-   in another way than autocast_weights.py foresees is lent one in FP32 (fp32_copies.py).
+   that holds it as well. A slot that holds something else by now belongs to user code, and is left alone.
+2. Stand-ins are in the slots only while the unit is resident, and never after it was evicted.
+3. The bridge is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
+4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
+   write; where ``.data`` was read, the bytes are compared with the host's. An in-place write that autograd recorded is
+   an error, as for a plain leaf.
+5. A stand-in that is referenced elsewhere keeps its unit resident (unit_store.py, Rule 5).
+6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
+   autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..memory.layout import aligned
 from ..memory.parameters import stand_in, true_data, true_grad_fn, true_version
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
-from .bridge import CastUses, Gradients, Receive, link
+from .bridge import CastUses, Gradients, Receive, connect
 from .fp32_copies import FullPrecisionCopies
 
 _hooks = torch._C._autograd
@@ -37,7 +37,7 @@ OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
 class Hidden(Protocol):
-    """What is out of the way while the unit is bound."""
+    """An entry that is out of the way, or a guard that is in place, while the unit is bound."""
 
     def hide(self) -> None: ...
 
@@ -45,7 +45,7 @@ class Hidden(Protocol):
 
 
 class StandIns:
-    """What stands in for one unit's parameters, and where."""
+    """The stand-ins of one unit's parameters, and the slots that they are put into."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class StandIns:
         self.store = store
         self.slots = slots  # each with the index of its parameter
         self.receive = receive
-        self.hidden: list[Hidden] = []
+        self.hidden: list[Hidden] = []  # while the unit is bound
         self.bound = False
-        self.build = -1  # how often the stand-ins were made anew
+        self.build = -1  # number of times that the stand-ins were made anew
         self.outputs: list[Tensor] = []
-        self.taken = [False]
-        self.uses: dict[int, CastUses] = {}  # of the stand-ins that are withheld
+        self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
+        self.uses: dict[int, CastUses] = {}  # of the hidden stand-ins, by index
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
@@ -69,8 +69,10 @@ class StandIns:
         self._own_references = 0
 
     def refresh(self) -> bool:
-        """Makes the stand-ins, if they are missing or lead to the wrong parameters (Rule 3); tells whether other ones
-        train than did."""
+        """Make the stand-ins if there are none, or if ``requires_grad`` of a parameter changed (Rule 3).
+
+        True: it changed, so other parameters train than before.
+        """
         trainable = [parameter.requires_grad for parameter in self.store.params]
         changed = trainable != self._trainable and bool(self._trainable)
         if not changed and self.outputs:
@@ -78,9 +80,9 @@ class StandIns:
         assert not self.bound
         self.uses = {index: CastUses() for index in self.store.autocast}
         receive, views = self._receiver(self.uses), self.store.device_views()
-        self.outputs = [  # and nothing else refers to them: references are counted below
-            stand_in(output, parameter, self.taken)
-            for output, parameter in zip(link(self.store, receive, views), self.store.params, strict=True)
+        self.outputs = [  # the only reference to them: references are counted below
+            stand_in(output, parameter, self.data_exposed)
+            for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
         ]
         del views
         self._trainable = trainable
@@ -90,28 +92,28 @@ class StandIns:
         return changed
 
     def _receiver(self, uses: dict[int, CastUses]) -> Receive:
-        """With the gradients of these uses where the node has none."""
+        """Return the receiver of the bridge's gradients: it adds those of hidden stand-ins, which come by ``uses``."""
         if not uses:
             return self.receive
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             merged = list(grads)
-            for index, of in uses.items():
-                total = of.sum()
+            for index, weight_uses in uses.items():
+                total = weight_uses.sum()
                 if total is not None:
                     merged[index] = total
-                    self.full_precision.came(index, receive)
+                    self.full_precision.check_source(index, receive)
             return self.receive(node, tuple(merged))
 
         return receive
 
     def bind(self) -> None:
-        """Stand-ins into the slots; the unit is resident (Rule 2)."""
+        """Put the stand-ins into the slots; the unit is resident (Rule 2)."""
         if self.bound:
             return
         for index, slot in self.slots:
             if index in self.store.autocast:
-                if self.full_precision.has(index):
+                if self.full_precision.is_enabled(index):
                     slot.set(self.full_precision.tensor(index))
             elif slot.get() is self.store.params[index]:
                 slot.set(self.outputs[index])
@@ -121,92 +123,100 @@ class StandIns:
         self.bound = True
 
     def unbind(self) -> None:
-        """Host parameters back into the slots."""
+        """Put the host parameters back into the slots."""
         if not self.bound:
             return
         self.store.rejoin(self.outputs)
         for index, slot in self.slots:
-            held = slot.get()
-            if held is self.outputs[index] or self.full_precision.lent.get(index, self) is held:
+            now = slot.get()
+            if now is self.outputs[index] or self.full_precision.copies.get(index, self) is now:
                 slot.set(self.store.params[index])
         for entry in self.hidden:
             entry.show()
-        self.full_precision.take_back()
+        self.full_precision.end_visit()
         self._bound_slots = 0
         self.bound = False
 
     def expose(self, index: int) -> None:
-        """From here on this weight, if it is withheld, is where anybody finds it (Rule 6)."""
+        """Put a full-precision copy into the slots of a weight with a hidden stand-in, from now on (Rule 6)."""
         if index not in self.store.autocast:
             return
-        self.full_precision.begin(index)
+        self.full_precision.enable(index)
         if self.bound:
             for at, slot in self.slots:
                 if at == index:
                     slot.set(self.full_precision.tensor(index))
 
     def stand_in(self, index: int) -> Tensor:
-        """The device tensor for a parameter, as anybody may see it."""
+        """Return the device tensor that model code may see in a parameter's place."""
         return self.full_precision.tensor(index) if index in self.store.autocast else self.outputs[index]
 
     def remake(self) -> None:
-        """The stand-ins are other ones from now on: their types changed."""
+        """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
         self.outputs = []
-        self._versions = []  # it may be fetched, and leave, before it is visited
-        self.taken[0] = False
-        self.full_precision.end()
+        self._versions = []  # the unit may be fetched and evicted before its next visit
+        self.data_exposed[0] = False
+        self.full_precision.clear()
 
     def backward_done(self) -> None:
-        """Nothing more arrives."""
+        """End a backward: all gradients have arrived."""
         for uses in self.uses.values():
             uses.clear()
         self.full_precision.backward_done()
 
     def forget(self) -> None:
-        """At the end: drops the stand-ins, and the places they stood in. Autograd's nodes lead to the engine, and no
-        garbage collector sees through them: with a graph that a module keeps, neither would ever be freed."""
+        """Drop the stand-ins and the slots when streaming ends.
+
+        Autograd's nodes lead to the engine, and no garbage collector sees through them: if a module keeps a graph,
+        neither module nor engine would ever be freed.
+        """
         self.outputs = []
         self.slots = ()
         self.hidden = []
 
     def versions(self) -> list[int]:
-        """The stand-ins' version counters."""
+        """Read the stand-ins' version counters."""
         return list(map(true_version, self.outputs))
 
     def collect_writes(self, replayed: Sequence[int] = ()) -> None:
-        """Takes down what model code wrote (Rule 4); what it wrote again in a recomputation is there already."""
+        """Write back what model code wrote to stand-ins (Rule 4).
+
+        ``replayed``: weights that a recomputation wrote again. The host has their bytes since the first run.
+        """
         self.store.rejoin(self.outputs)
         for index in replayed:
             self._replay(index)
         versions = self.versions()
-        if versions == self._versions and not self.taken[0]:
+        if versions == self._versions and not self.data_exposed[0]:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             if now != before:
                 self._check_recorded(index)
                 self.store.write_back(index)
-            elif self.taken[0]:
+            elif self.data_exposed[0]:
                 self._write_back_if_differs(index)
         self._versions = versions
-        self.taken[0] = False
+        self.data_exposed[0] = False
 
     def overwritten(self, indices: Sequence[int]) -> None:
-        """These have new bytes: what autograd saved of the old ones, without our hooks, is an error as in a plain
-        run."""
-        if not self.outputs:  # nothing could be saved since its types changed
+        """Raise the version counters of stand-ins whose bytes are new.
+
+        What autograd saved of the old bytes without our hooks is then an error in backward, as in a plain run.
+        """
+        if not self.outputs:  # nothing could be saved since the types changed
             return
         for index in indices:
             torch.autograd.graph.increment_version(self.outputs[index])
         self._versions = self.versions()
 
     def _replay(self, index: int) -> None:
-        """A weight is what it was after the first write: a recomputation may have stopped before it came to that."""
+        """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
         field = self.store.layout.fields[index]
         self.store.layout.view(self.store.storage, field).copy_(true_data(self.store.params[index]))
         _hooks._unsafe_set_version_counter((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
-        """Whether somebody but us refers to the device bytes (Rule 5)."""
+        """Whether the device bytes are referenced elsewhere (Rule 5)."""
         if not self.outputs:
             return False
         return self.store.has_views() or self._references() > self._own_references + self._bound_slots
@@ -223,22 +233,22 @@ class StandIns:
             )
 
     def has_views(self) -> bool:
-        """Whether tensors other than the stand-ins lie over the device bytes, and are referred to by somebody else."""
+        """Whether tensors other than the stand-ins lie over the device bytes and are referenced elsewhere."""
         return bool(self.outputs) and self.store.has_views()
 
     def _references(self) -> int:
-        """From Python, and from C++, to the stand-ins themselves."""
+        """Count the references to the stand-ins themselves, from Python and from C++."""
         return sum(map(sum, references(self.outputs)))
 
     def _check_recorded(self, index: int) -> None:
         output, name = self.outputs[index], self.store.names[index]
-        if output.requires_grad and not self._is_link(output):
+        if output.requires_grad and not self._is_of_bridge(output):
             raise ExactnessError(
-                f"{name} was written in place while autograd recorded; a leaf that requires grad can not be: "
+                f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
                 "write to it under torch.no_grad()"
             )
 
-    def _is_link(self, output: Tensor) -> bool:
+    def _is_of_bridge(self, output: Tensor) -> bool:
         node = true_grad_fn(output)
         return node is not None and node.name() == "HostDeviceBridgeBackward"
 
@@ -250,7 +260,7 @@ class StandIns:
 
 
 class StreamedUnit:
-    """A unit at run time: its bytes, its stand-ins and how deep we are inside it."""
+    """A unit at run time: its bytes, its stand-ins and the number of its open visits."""
 
     def __init__(self, unit: Unit, store: UnitStore, slots: list[tuple[int, Slot]], receive: OnGradients) -> None:
         self.unit = unit
@@ -261,30 +271,30 @@ class StreamedUnit:
         self.stand_ins = StandIns(store, slots, lambda node, grads: receive(self, node, grads))
 
     def stand_in(self, parameter: Tensor) -> Tensor:
-        """The device tensor for one of its host parameters."""
+        """Return the device tensor that model code may see in the place of one of the unit's host parameters."""
         return self.stand_ins.stand_in(self.store.index_of[id(parameter)])
 
     def forget(self) -> None:
-        """Keeps names and numbers alone (streamed_unit.py)."""
+        """Drop modules and stand-ins when streaming ends; names and numbers stay."""
         self.stand_ins.forget()
         self.unit = self.store.unit = replace(self.unit, modules=())
 
     def sizes(self) -> UnitBytes:
-        """What planning has to know."""
+        """Return the unit's byte counts, from which sizes are chosen."""
         fields = zip(self.store.layout.fields, self.store.params, strict=True)
         trained = [(field.nbytes, p.numel()) for field, p in fields if p.requires_grad]
         gradients, elements = sum(nbytes for nbytes, _ in trained), sum(numel for _, numel in trained)
         return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident, elements)
 
     def host_bytes(self) -> UnitHostBytes:
-        """What it has on the host, and what gradients will take there."""
+        """Return the unit's bytes on the host, and those that its gradients will take there."""
         fields = zip(self.store.host_layout.fields, self.store.params, strict=True)
         trained = sum(aligned(field.nbytes) for field, p in fields if p.requires_grad)
         return UnitHostBytes(weights=self.store.slab.numel(), wire=self.store.wire.numel(), trained=trained)
 
     @property
     def movable(self) -> bool:
-        """Whether its bytes may leave the device now."""
+        """Whether the unit's bytes may leave the device now."""
         return not self.visits and not self.stand_ins.in_use()
 
 

@@ -1,22 +1,23 @@
 """Weights that are read outside their unit: ``F.linear(x, self.embedding.weight)``, a regulariser, a fast path.
 
-1. While a step or its backward runs, every torch function that is handed host parameters gets their stand-ins, for
-   which their units are visited for the time of the call: the same kernels on the same device as in a plain run, and
-   the same way of gradients. So does every ``torch.autograd.Function`` that is applied, a reentrant checkpoint's too.
-2. Not so for what only asks about a parameter or registers something with it, for what writes to it, for what works on
-   other host tensors, and while an optimizer steps: that is about the host parameter. A write of what is on the device,
-   or comes from its random generator, is a write there.
-3. Between a forward and its backward such a read is the user's, and on the host; it is reported: if the loss depends on
-   it, gradients from the host and from the device are summed there, in another order.
-4. Between steps a host parameter meets buffers, or what a step left, on the device (a pruning mask, an average): there
-   their stand-ins work too, and what is written to one goes down to the host.
-5. While an optimizer's step still runs (deferred_step.py), who looks at a host parameter's bytes, or is lent a
-   stand-in, waits for the step of its unit. In a backward, while units are stepped (step_in_backward.py), he comes too
-   late: an error, as in backward_pass.py, Rule 1.
-6. What a function gives may be a parameter's bytes: a view, a detached tensor, an array. They may be written by it at
-   any time, unseen by the version counter, as if ``.data`` had been taken.
-7. Host parameters take part in torch's function dispatch only while somebody listens; nothing else ever does. A
-   function mode would see the same reads, but torch's evaluation fast paths ask whether one is active and then run
+1. While a step or its backward runs, every torch function that is called with host parameters is given their stand-ins
+   instead, and their units are visited for the time of the call: the weights are *borrowed*. Kernels, device and the
+   path of gradients are those of a plain run. The same holds for every ``torch.autograd.Function`` that is applied, a
+   reentrant checkpoint's too.
+2. Functions that only read metadata of a parameter or register something with it, that write to it, or that compute
+   with other host tensors are given the host parameter itself, and so are all functions while an optimizer steps. A
+   write of data from the device, or from its random generator, goes to the stand-in.
+3. Between a forward and its backward such a read is user code's own, and happens on the host. It is reported: if the
+   loss depends on it, gradients from the host and from the device are summed on the host, in another order.
+4. Between steps user code may combine a host parameter with buffers, or with results of a step, on the device (a
+   pruning mask, an average). Stand-ins are given there too, and what is written to one goes down to the host.
+5. While an optimizer's step is pending (deferred_step.py), reading a host parameter's bytes, or borrowing the weight,
+   waits for the step of its unit. In a backward that has already stepped the unit (step_in_backward.py) the old bytes
+   are gone: an error, as in backward_pass.py, Rule 1.
+6. The result of a function may be a parameter's bytes: a view, a detached tensor, an array. They may be written through
+   it at any time, unseen by the version counter, as if ``.data`` had been read.
+7. Host parameters take part in torch's function dispatch only while reads are watched; nothing else ever does. A
+   function mode would see the same reads, but torch's evaluation fast paths check whether a mode is active and then run
    other kernels.
 """
 
@@ -34,8 +35,8 @@ from ..memory.parameters import HostParameter, owner_of, true_device
 from .backward_pass import in_backward
 from .dynamo import never_compiled
 
-_VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others only tell
-_ABOUT = frozenset(
+_VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
+_ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
     """
     __repr__ __str__ __format__ __len__ __hash__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ __contains__ __set__
     __delete__ __dlpack__ __dlpack_device__ __array__ backward register_hook register_post_accumulate_grad_hook
@@ -46,7 +47,7 @@ _ABOUT = frozenset(
     new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
-_TELLS = frozenset(  # of what only tells about a parameter: what does so without a look at its bytes (Rule 5)
+_METADATA = frozenset(  # properties and functions about a parameter that read none of its bytes (Rule 5)
     """
     shape dtype device requires_grad is_leaf grad_fn layout ndim itemsize nbytes name names output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_nested is_quantized _backward_hooks _post_accumulate_grad_hooks __len__ __hash__
@@ -57,116 +58,118 @@ _TELLS = frozenset(  # of what only tells about a parameter: what does so withou
     """.split()
 )
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
-_CROSSING = {"copy_", "to", "type_as", "set_data"}  # from one device to another, as they are
+_CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
 _apply: Any = vars(Function)["apply"]
-_listeners = 0
-_holding: list[Callable[[], None]] = []  # what finishes each step that is under way
+_enable_count = 0  # calls of ``enable`` that no ``disable`` has ended
+_pending: list[Callable[[], None]] = []  # what finishes each pending step
 
 
 def enable() -> None:
-    """Begins Rule 1."""
-    global _listeners
-    _listeners += 1
-    HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
+    """Watch reads of host parameters from now on (Rule 1)."""
+    global _enable_count
+    _enable_count += 1
+    HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
     Function.apply = classmethod(apply)
 
 
 def pause() -> None:
-    """Until ``resume``, nobody is told: for code that only asks whether a weight takes part in function dispatch.
+    """Stop watching reads until ``resume``: for code that checks whether a weight takes part in function dispatch.
 
-    So nothing may be under way (Rule 5).
+    Finishes pending steps, as no read would wait for them meanwhile (Rule 5).
     """
-    for finish in list(_holding):
+    for finish in list(_pending):
         finish()
     HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def resume() -> None:
-    """Ends a pause, if there is one."""
-    if _listeners:
-        HostParameter.__torch_function__ = _serve  # type: ignore[assignment]
+    """End a pause, if there is one."""
+    if _enable_count:
+        HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
 
 
 def disable() -> None:
-    """Ends it, once as often as ``enable`` began it."""
-    global _listeners
-    _listeners -= 1
-    if not _listeners:
+    """Stop watching reads, once called as often as ``enable``."""
+    global _enable_count
+    _enable_count -= 1
+    if not _enable_count:
         HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
         Function.apply = _apply
 
 
 def hold(finish: Callable[[], None]) -> None:
-    """Begins Rule 5, whatever else is paused; this finishes the step."""
-    _holding.append(finish)
+    """Watch reads of a pending step's parameters, even in a pause; ``finish`` finishes the step (Rule 5)."""
+    _pending.append(finish)
     enable()
 
 
 def release(finish: Callable[[], None]) -> None:
-    """Ends it; safe twice."""
-    if finish in _holding:
-        _holding.remove(finish)
+    """Stop watching for a pending step. Safe twice."""
+    if finish in _pending:
+        _pending.remove(finish)
         disable()
 
 
 @classmethod  # type: ignore[misc]
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
-def _serve(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if _only_tells(func):
-            if _name_of(func) in _TELLS:
+        if _is_about_parameter(func):
+            if _name_of(func) in _METADATA:
                 return func(*args, **kwargs)
             _wait_steps(args, kwargs)
-            return _given_away(func(*args, **kwargs), args, kwargs)
+            return _note_exposed(func(*args, **kwargs), args, kwargs)
         hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and owner_of(value).serving]
         if not hosts:
-            hosts = _met_on_device(func, args, kwargs)
+            hosts = _combined_on_device(func, args, kwargs)
             if hosts:
-                return _lent(func, args, kwargs, hosts)
+                return _call_with_stand_ins(func, args, kwargs, hosts)
             _wait_steps(args, kwargs)
-            _report(args, kwargs)
-            return _given_away(func(*args, **kwargs), args, kwargs)
+            _report_read(args, kwargs)
+            return _note_exposed(func(*args, **kwargs), args, kwargs)
         if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, owner_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
             for host in hosts:
                 owner_of(host).mark_stale([host])
             return func(*args, **kwargs)
-        if _about_host(args, kwargs, owner_of(hosts[0]).torch_device):
+        if _computes_on_host(args, kwargs, owner_of(hosts[0]).torch_device):
             _wait_steps(args, kwargs)
-            return _given_away(func(*args, **kwargs), args, kwargs)
-        return _lent(func, args, kwargs, hosts)
+            return _note_exposed(func(*args, **kwargs), args, kwargs)
+        return _call_with_stand_ins(func, args, kwargs, hosts)
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
-    """``Function.apply``: it asks nobody about what it is handed."""
+    """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
     applied, ours = _apply.__get__(None, cls), not torch._C._is_torch_function_enabled()
     return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:
-    """Whether host parameters that are served are passed to a unit."""
+    """Whether any argument is a host parameter of which reads are given stand-ins now."""
     return any(type(value) is HostParameter and owner_of(value).serving for value in _flat(args, kwargs))
 
 
 def lent(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call with stand-ins for the host parameters that it is passed (Rule 1)."""
-    return _lent(func, args, kwargs, [value for value in _flat(args, kwargs) if type(value) is HostParameter])
+    """Call a function with stand-ins for the host parameters among its arguments (Rule 1)."""
+    return _call_with_stand_ins(
+        func, args, kwargs, [value for value in _flat(args, kwargs) if type(value) is HostParameter]
+    )
 
 
-def _lent(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
     if _name(func) == "grad" and any(owner_of(host).has_hidden_stand_in(host) for host in hosts):
-        # Its graph leads to the host parameters and by no stand-in that could be lent.
+        # The graph to differentiate leads to the host parameters, through no stand-in that could be borrowed.
         grads, device = func(*args, **kwargs), owner_of(hosts[0]).torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in hosts}
         result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
-    return next((host for host in hosts if stand_ins[id(host)] is result), result)  # of a write, to be written again
+    return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
 
 
-def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Rule 4."""
+def _combined_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Find the host parameters that user code combines with tensors on the device between steps (Rule 4)."""
     hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
     if not hosts or not owner_of(hosts[0]).between_steps or _name(func) in _CROSSING:
         return []
@@ -174,46 +177,46 @@ def _met_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _on_device(args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether any of the other tensors is on this device."""
+    """Whether any argument but the host parameters is a tensor on this device."""
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
     return any(true_device(other) == device for other in others)
 
 
 def _wait_steps(args: Any, kwargs: Any) -> None:
-    """Rule 5."""
-    if _holding or in_backward():
+    """Wait for pending steps of the parameters among the arguments (Rule 5)."""
+    if _pending or in_backward():
         for value in _flat(args, kwargs):
             if type(value) is HostParameter:
                 owner_of(value).wait_step_of(value)
 
 
-def _given_away(result: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives, which may be a parameter's bytes (Rule 6)."""
+def _note_exposed(result: Any, args: Any, kwargs: Any) -> Any:
+    """Return a function's result, and mark the parameters stale whose bytes it exposes (Rule 6)."""
     for value in _flat(args, kwargs):
-        if type(value) is HostParameter and result is not value and _leads_to(result, value):
+        if type(value) is HostParameter and result is not value and _shares_bytes(result, value):
             owner_of(value).mark_stale([value])
     return result
 
 
-def _leads_to(result: Any, parameter: Tensor) -> bool:
+def _shares_bytes(result: Any, parameter: Tensor) -> bool:
     if isinstance(result, Tensor):
         storage = parameter.untyped_storage()
         return torch._C._has_storage(result) and result.untyped_storage()._cdata == storage._cdata
     if isinstance(result, (tuple, list)):
-        return any(isinstance(part, Tensor) and _leads_to(part, parameter) for part in result)
+        return any(isinstance(part, Tensor) and _shares_bytes(part, parameter) for part in result)
     return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule
 
 
-def _report(args: Any, kwargs: Any) -> None:
-    """Rule 3."""
+def _report_read(args: Any, kwargs: Any) -> None:
+    """Report a read on the host that a loss may depend on (Rule 3)."""
     if torch.is_grad_enabled():
         for value in _flat(args, kwargs):
             if type(value) is HostParameter and value.requires_grad:
                 owner_of(value).read_on_host(value)
 
 
-def _about_host(args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether the other tensors are on the host: then that is where the caller computes."""
+def _computes_on_host(args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
     return any(other.dim() and true_device(other) != device for other in others)
 
@@ -244,7 +247,7 @@ def _name(func: Any) -> str:
 
 
 def _name_of(func: Any) -> str:
-    """The name of a function; of a property, for the function that gets or sets it."""
+    """Return the name of a function, or of the property that it gets or sets."""
     name = _name(func)
     return getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
 
@@ -257,13 +260,14 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether what it writes comes from there: from another tensor, or from the device's random generator."""
+    """Whether a function writes data that is on the device: another tensor's, or its random generator's."""
     name = _name(func)
-    there = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
-    return there and device.type != "cpu"
+    from_device = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
+    return from_device and device.type != "cpu"
 
 
-def _only_tells(func: Any) -> bool:
+def _is_about_parameter(func: Any) -> bool:
+    """Whether a function is given the host parameter because it is about the parameter itself (Rule 2)."""
     name = _name(func)
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
