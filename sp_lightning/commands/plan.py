@@ -171,13 +171,13 @@ def _sweep_table(plan: Plan) -> Any:
 
     unit, time = _clock(plan)
     table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
-    shown = [choice for choice in plan.sweep if choice.transfer in (1, plan.transfer)]
+    shown = [point for point in plan.sweep if point.transfer in (1, plan.transfer)]
     step = max(1, -(-len(shown) // SHOWN))
-    for number, choice in enumerate(shown):
-        chosen = (choice.window, choice.transfer) == (plan.window, plan.transfer)
+    for number, point in enumerate(shown):
+        chosen = (point.window, point.transfer) == (plan.window, plan.transfer)
         if chosen or number % step == 0:
-            mark = "chosen" if chosen else "" if choice.nbytes <= plan.available else "too large"
-            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), time(choice.step_s), mark)
+            mark = "chosen" if chosen else "" if point.nbytes <= plan.available else "too large"
+            table.add_row(str(point.window), str(point.transfer), size(point.nbytes), time(point.step_s), mark)
     return table
 
 
