@@ -1,4 +1,4 @@
-"""``python -m sp_lightning``"""
+"""Run the command line: ``python -m sp_lightning``."""
 
 from sp_lightning.cli import main
 

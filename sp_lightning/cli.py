@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's commands with superpipeline as the strategy unless another is named, and our own."""
+"""The command line: this package's commands, and LightningCLI's with superpipeline as the default strategy."""
 
 import argparse
 import importlib
@@ -10,11 +10,11 @@ from typing import Any
 
 from .errors import SuperpipelineError
 
-OWN: dict[str, str] = {  # name of a module in commands/: what it is for
-    "doctor": "what this machine has for streaming, and what to mend",
-    "plan": "what training a model needs, and what to change first",
+OWN: dict[str, str] = {  # module in commands/, and its help
+    "doctor": "what this machine offers for streaming, and what to fix",
+    "plan": "predict what training a model needs, and what to change first",
     "timeline": "draw a recorded or simulated timeline",
-    "bench": "this strategy and its peers on the same work, on this machine",
+    "bench": "compare this strategy and its peers on this machine",
 }
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",
@@ -25,14 +25,14 @@ LIGHTNINGS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; without ``arguments``, the one that the process was started with."""
+    """Run one command; ``arguments`` default to those of the process."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command in OWN:
         if rest:
             parser.error(f"{args.command} does not know {' '.join(rest)}")
         sys.exit(_run_own(parser, args))
-    # What follows the command is LightningCLI's to read, from its own parser.
+    # LightningCLI parses the arguments itself.
     if importlib.util.find_spec("jsonargparse") is None:
         parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
     _run_lightning(arguments)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         return int(_module(args.command).main(args))
-    except (SuperpipelineError, OSError) as error:  # a folder or a file that can not be written
+    except (SuperpipelineError, OSError) as error:  # such as a folder or a file that cannot be written
         parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
 
 

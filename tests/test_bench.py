@@ -52,7 +52,7 @@ def row(label="plain", losses=(1.0, 2.0), seconds=(0.2,), **options):
 def result(*rows, **given):
     reckoned = costs(**given)
     for each in rows:
-        each.reckon(reckoned, HERE)
+        each.compute(reckoned, HERE)
     return Result(reckoned.setting, reckoned, HERE, {"device": "cpu"}, True, rows)
 
 
@@ -122,7 +122,7 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
 def compared(monkeypatch, code, names=("plain",), left_s=lambda: math.inf, keep=lambda result: None, **given):
     """Rows of processes that do this instead of their job."""
     machine = {"machine": dataclasses.asdict(HERE), "device": "cpu"}
-    monkeypatch.setattr(referee, "the_machine", lambda setting: machine)
+    monkeypatch.setattr(referee, "describe_machine", lambda setting: machine)
     monkeypatch.setattr(referee, "COMMAND", [sys.executable, "-c", code])
     return compare(setting(**given), [Entry(name) for name in names], left_s=left_s, keep=keep).rows
 
@@ -167,7 +167,7 @@ def test_what_was_measured_is_kept_after_each_turn_and_when_time_is_over(monkeyp
         keep=lambda result: kept.append([row.step_s and row.step_s.median for row in result.rows]),
     )
     assert kept == [[rows[0].step_s.median, None]]
-    assert [row.error for row in rows] == [None, "not begun, for want of time"] and len(rows[0].repetitions) == 1
+    assert [row.error for row in rows] == [None, "not begun: no time left"] and len(rows[0].repetitions) == 1
 
 
 def test_an_error_is_told_in_one_line():
@@ -272,7 +272,7 @@ def test_a_repetition_is_timed_between_two_waits_for_the_device_after_a_step_tha
         wait=lambda: note("wait"),
     )
     for batch in batches:
-        batches.lost(batch["number"])
+        batches.add_loss(batch["number"])
         note("step")
     first = ["step", "synchronize", "step", "step", "synchronize", (1, [0.0, 1.0, 0.0]), "free", "wait"]
     second = ["step", "synchronize", "step", "step", "synchronize", (1, [1.0, 0.0, 1.0]), "step"]
@@ -291,7 +291,7 @@ def test_the_spread_of_a_fixed_list():
 def test_figures_follow_from_the_median_of_the_repetitions():
     made = row(seconds=[0.2, 0.6, 0.4])
     reckoned = costs(steps=4)
-    made.reckon(reckoned, HERE)
+    made.compute(reckoned, HERE)
     assert made.step_s == Spread(0.1, 0.05, 0.15) and made.tokens_per_s == 80 and made.host_peak == 600
     assert made.flops_per_s == reckoned.flops / 0.1
 
@@ -334,14 +334,14 @@ def test_an_automatic_window_has_the_floor_of_the_window_that_was_found():
     auto, two = row("superpipeline", window="auto"), row("superpipeline", window=2)
     auto.repetitions[-1]["details"] = {"window": 2}
     for each in (auto, two):
-        each.reckon(costs(), HERE)
+        each.compute(costs(), HERE)
     assert auto.floor_s == two.floor_s and auto.merit == two.floor_s / auto.step_s.median
 
 
 def test_our_losses_must_be_the_plain_ones_on_the_cpu():
     found = result(row(), row("superpipeline", losses=(1.0, 2.5), window=1))
     assert found.differences == ["superpipeline window=1 has loss 2.5 at step 2, plain 2.0"]
-    assert "Losses that must be the same are not:" in text(found)
+    assert "Losses that must be equal differ:" in text(found)
 
 
 @pytest.mark.parametrize("option", ["fused_optimizer", "master_weights"])

@@ -131,11 +131,9 @@ def test_a_backward_that_autograd_records_holds_all_the_units_that_it_read():
 
     def most_held(loss):
         visits = (
-            TracedModel(Stack, torch.zeros(8, 256), "32-true", None, "cpu", loss)
-            .needs(Options(), MACHINE)
-            .script.visits
+            TracedModel(Stack, torch.zeros(8, 256), "32-true", None, "cpu", loss).needs(Options(), MACHINE).trace.visits
         )
-        return max((visit.held for visit in visits), key=len)
+        return max((visit.in_use for visit in visits), key=len)
 
     assert most_held(penalised) == (1, 2, 3, 4, 5)
     assert most_held(lambda module, x: module(x).sum()) == ()
@@ -272,7 +270,7 @@ class NeedsTrainer(L.LightningModule):
 def test_a_training_step_that_needs_its_trainer_is_replaced_and_that_is_said():
     found = planned(NeedsTrainer, torch.zeros(4, 16))
     assert found.notes[0].startswith("training_step was not measured")
-    assert "forward, and backward from all it returns, were" in found.notes[0]
+    assert "forward, and backward from all its outputs, were measured instead" in found.notes[0]
 
 
 def test_what_depends_on_data_runs_with_data_and_that_is_said():
@@ -325,14 +323,14 @@ def test_checkpoints_of_the_model_s_own_are_planned_with_every_policy():
 
 
 def test_what_a_change_can_not_do_is_not_said_of_the_plan(monkeypatch):
-    real = TracedModel._rehearse
+    real = TracedModel._dry_run
 
-    def rehearse(self, options, batch):
+    def dry_run(self, options, batch):
         if options.activations == "recompute":
             raise ValueError("not that way")
         return real(self, options, batch)
 
-    monkeypatch.setattr(TracedModel, "_rehearse", rehearse)
+    monkeypatch.setattr(TracedModel, "_dry_run", dry_run)
     case = models.case("mlp")
     found = planned(models.ZooModule(case), case.batch(0))
     assert found.notes == () and found.changes
@@ -372,7 +370,9 @@ assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.par
 
 def test_what_does_not_fit_says_what_it_needs_what_there_is_and_what_would_fit():
     found = planned(batch=torch.zeros(4096, 256), device_memory="100MiB")
-    said = r"needs \d+.\d+ MiB on the device with window 1 and 4096 rows, and there are 100.00 MiB; what would fit: "
+    said = (
+        r"needs \d+.\d+ MiB on the device with window 1 and 4096 rows, but 100.00 MiB are available; what would fit: "
+    )
     cost = r"\d+.\d+ MiB on the device, \d+ ms a step, \d.\d+ times as long per sample"
     offers = rf"a batch of \d+ rows \({cost}\); activations='recompute' \({cost}\); .*='recompute\+offload' \({cost}\)$"
     with pytest.raises(MemoryBudgetError, match=said + offers):
@@ -512,7 +512,7 @@ def test_a_training_step_s_own_error_is_told_rather_than_that_forward_is_not_the
 def test_too_large_to_be_tried_with_data_says_what_to_do(monkeypatch):
     monkeypatch.setattr("sp_lightning.planning.planned_model.LARGEST_REAL", 1000)
     case = models.case("mixture_of_experts")
-    said = r"asks for values that it computes \(.*\), and [\d.]+ KiB of weights are more than the 1000 B with which"
+    said = r"depends on values that it computes \(.*\), and [\d.]+ KiB of weights are more than the 1000 B that may run"
     with pytest.raises(UnsupportedError, match=said):
         planned(functools.partial(models.ZooModule, case), case.batch(0))
 
@@ -527,5 +527,5 @@ def test_a_module_that_can_not_be_copied_says_what_to_pass():
         def __deepcopy__(self, memo):
             raise TypeError("no")
 
-    with pytest.raises(UnsupportedError, match=r"Uncopied can not be copied .* pass a function without arguments"):
+    with pytest.raises(UnsupportedError, match=r"Uncopied cannot be copied .* pass a function without arguments"):
         planned(Uncopied())

@@ -73,7 +73,7 @@ def test_it_prints_memory_time_windows_and_what_to_change(llama, capsys):
     run("--model", llama, "--batch", 4, "--seq", 64, "--machine", "rtx4090", "--device-memory", "2GiB")
     said = capsys.readouterr().out
     assert "tiny: 181e3 parameters, batch of 4 rows, bf16-mixed, activations 'keep'" in said
-    for words in ("window", "resident root", "kept for backward", "optimizer", "its floor", "chosen", "Change first"):
+    for words in ("window", "resident root", "kept for backward", "optimizer", "lower bound", "chosen", "Change first"):
         assert words in said
     assert "largest batch that fits" in said and ": fits" in said
 
@@ -99,7 +99,7 @@ def test_the_picture_shows_the_chosen_point_and_what_there_is(tmp_path):
 
     drawn = plan_plot.figure(plan(tower, torch.zeros(4, 32), machine="rtx4090")).axes[0]
     assert any(text.get_text().startswith("chosen: window") for text in drawn.texts)
-    assert "what the device has" in [line.get_label() for line in drawn.lines]
+    assert "device memory" in [line.get_label() for line in drawn.lines]
 
 
 def test_a_picture_without_matplotlib_names_the_extra_before_any_work(monkeypatch, capsys):
@@ -194,7 +194,7 @@ def test_a_workload_is_planned_for_its_tokens(capsys):
     [
         ("llama9", None, "model must be a transformers config.json .* or one of llama3-8b, .* got 'llama9'"),
         ("torchvision:resnet1", None, "model must be one of torchvision's classifiers: .* got 'resnet1'"),
-        ("test_plan_command:tower", None, "data must be package.module:function, which gives the batch"),
+        ("test_plan_command:tower", None, "data must be package.module:function that returns the batch"),
         ("test_plan_command:no", "x:y", r"model must be package.module:function that can be imported \(module"),
         ("test_plan_command:tower", "no_such:thing", r"data must be package.module:function that can be imported"),
         ("test_plan_command:LLAMA", "test_plan_command:rows_of_32", "model must be a function, not a dict, got"),
@@ -212,7 +212,7 @@ def test_a_model_that_is_not_found_is_refused(text, data, message):
         ({"hidden_size": 3}, "model must be a config.json with a model_type that .* model_type None'"),
         (
             LLAMA | {"num_hidden_layers": 0},
-            "model must be a config with layers .* a model without has nothing to stream",
+            "model must be a config with layers .* a model without layers has nothing to stream",
         ),
     ],
 )

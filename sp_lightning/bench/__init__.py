@@ -1,4 +1,4 @@
-"""The same work done by several contenders on the machine at hand, and what each took.
+"""Compare several contenders on the same work on this machine: time and memory of each.
 
     python -m sp_lightning bench
 
@@ -8,17 +8,18 @@
     bench.report.save_json(result, path)
 
 1. Every contender trains the same model from the same weights on the same batches, in the same precision, with the same
-   optimizer, in one run; what it does differently by nature its ``how`` says.
-2. Each has a process of its own: memory is the process's, and a crash or a missing library ends one row, not the run.
+   optimizer, in one run; its ``how`` says what it cannot do in the same way.
+2. Each contender has its own process: memory is measured by process, and a crash or a missing library ends one row, not
+   the run.
 3. Repetitions are interleaved: all contenders have their first turn, then all their second. Only one works at a time.
-   Processes that fit into memory together stay and wait for their turns; otherwise each turn is a fresh process, which
-   is alone with the memory. A waiting process has given back what its device allocator only kept cached.
-4. A repetition is timed from the begin of one step to the begin of a later one, with the device idle at both ends: what
-   a step leaves to the next one, as a host optimizer that is still at work, is paid within. The step before is not
-   counted, nor are the first steps of a process.
-5. Host memory is the growth of the process's resident set from before the model is made, at its highest; device memory
-   is the most that the device's allocator had given out in the process.
-6. A parameter counts in the model's operations once for every real token that is multiplied with it: 6 per token in
+   Processes that fit into memory together stay and wait for their turns; otherwise each turn has a new process, which
+   has the memory to itself. A waiting process has freed what its device allocator had only cached.
+4. A repetition is timed from the start of one step to the start of a later one, with the device idle at both ends: work
+   that a step leaves to the next, such as an unfinished host optimizer step, is included. The step between two
+   repetitions does not count, nor do the first steps of a process.
+5. Host memory is the largest growth of the process's resident set since before the model was made; device memory is the
+   peak of what the device's allocator handed out in the process.
+6. A parameter counts in the model's operations for every real token that is multiplied with it: 6 per token in
    training, 2 in inference. A table that is only looked up does not count, nor do recomputation and attention's
    products of activations.
 """

@@ -1,7 +1,7 @@
-"""Who takes part. Each does the work as its users do it: set up, then a step for every batch of its turns.
+"""The contenders. Each does the work as its users would: setup, then a step for every batch of its turns.
 
-Libraries beside torch and Lightning are imported where they are used: a contender whose ``needs`` are not installed is
-never started.
+Libraries other than torch and Lightning are imported where they are used: a contender whose ``needs`` are not installed
+is never started.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .work import Work
 class Contender(Protocol):
     """A way to do the work."""
 
-    how: str  # in a sentence, with what differs by its nature
+    how: str  # one sentence, with what it cannot do in the same way
     needs: tuple[str, ...]  # libraries
 
     def run(self, work: Work, turns: Turns) -> None:
-        """All of it; returns when there are no more batches."""
+        """Do the whole work; return when there are no more batches."""
 
 
 class Plain:
-    """Lightning's own strategy for one device."""
+    """Lightning's strategy for one device."""
 
     how = "Trainer(strategy='auto'): everything on the device, the optimizer too"
     needs: tuple[str, ...] = ()
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a Trainer."""
-        with_trainer(work, turns, SingleDeviceStrategy(device=work.device), work.recomputing())
+        """Do the work with a Trainer."""
+        with_trainer(work, turns, SingleDeviceStrategy(device=work.device), work.checkpointed_module())
 
 
 class Superpipeline:
@@ -57,7 +57,7 @@ class Superpipeline:
         self.options = options
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a Trainer."""
+        """Do the work with a Trainer."""
         module = work.module()
         window = len(partition(module)) if self.window == "all" else self.window
         options: dict[str, Any] = {"activations": work.setting.activations, **self.options, "window": window}
@@ -67,7 +67,7 @@ class Superpipeline:
 
 
 class Fsdp2:
-    """torch's sharding with its CPU offload, in a world of one."""
+    """torch's sharding with CPU offload, at world size 1."""
 
     how = (
         "fully_shard of each block and of the rest with CPUOffloadPolicy, world size 1; "
@@ -76,11 +76,11 @@ class Fsdp2:
     needs: tuple[str, ...] = ()
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a loop."""
+        """Do the work in a loop."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        module = work.by_hand()
+        module = work.module_for_loop()
         with process_group(work.device):
             options: dict[str, Any] = {
                 "mesh": init_device_mesh(work.device.type, (1,)),
@@ -92,7 +92,7 @@ class Fsdp2:
                 fully_shard(part, **options)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(work.device)
-            by_hand(work, turns, module, None if work.setting.inference else work.optimizer(module.parameters()))
+            with_loop(work, turns, module, None if work.setting.inference else work.optimizer(module.parameters()))
 
 
 class DeepSpeed:
@@ -108,30 +108,30 @@ class DeepSpeed:
         self.how = how + ", super_offload" * superoffload
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With its engine's loop."""
+        """Train in a loop over the engine."""
         refuse(work.setting, training_only="DeepSpeed")
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR=work.device.type)
         with process_group(work.device):
             import deepspeed  # type: ignore[import-not-found]
 
-            module = work.recomputing()
+            module = work.checkpointed_module()
             sgd = {"optimizer": work.optimizer(module.parameters())} if work.setting.optimizer == "sgd" else {}
             engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=module.parameters(), config=self.config(work), **sgd
             )
             for batch in turns:
-                loss = engine(**self.here(work, batch))
+                loss = engine(**self.to_device(work, batch))
                 engine.backward_pass(loss)
                 engine.step()
-                turns.lost(loss)
+                turns.add_loss(loss)
 
-    def here(self, work: Work, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On the device, in the type of the engine's weights."""
+    def to_device(self, work: Work, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move a batch to the device, in the type of the engine's weights."""
         half = None if work.setting.precision == "32-true" else torch.bfloat16
         return {name: t.to(work.device, half if t.is_floating_point() else None) for name, t in batch.items()}
 
     def config(self, work: Work) -> dict[str, Any]:
-        """DeepSpeed's."""
+        """Return DeepSpeed's config."""
         setting = work.setting
         pinned = work.device.type != "cpu"
         optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
@@ -154,7 +154,7 @@ class DeepSpeed:
 
 
 class Torchao:
-    """The optimizer alone on the host, and gradients on their way to it."""
+    """torchao's optimizer on the host, to which gradients are sent; weights stay on the device."""
 
     how = (
         "CPUOffloadOptimizer(offload_gradients=True): weights on the device, optimizer on the host, AdamW always fused"
@@ -162,52 +162,56 @@ class Torchao:
     needs: tuple[str, ...] = ("torchao",)
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a loop."""
+        """Do the work in a loop."""
         refuse(work.setting, training_only="torchao's CPUOffloadOptimizer")
         if work.setting.clip is not None:
-            raise UnsupportedError("torchao's CPUOffloadOptimizer takes gradients away as they are made: no clipping")
+            raise UnsupportedError(
+                "torchao's CPUOffloadOptimizer moves gradients to the host as they are made: they cannot be clipped"
+            )
         from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
 
-        module = work.by_hand().to(work.device)
+        module = work.module_for_loop().to(work.device)
         kind, options = work.optimizer_class
-        by_hand(work, turns, module, CPUOffloadOptimizer(module.parameters(), kind, offload_gradients=True, **options))
+        with_loop(
+            work, turns, module, CPUOffloadOptimizer(module.parameters(), kind, offload_gradients=True, **options)
+        )
 
 
 class Accelerate:
-    """Leaf modules that fetch their weights, for inference."""
+    """accelerate's leaf modules that fetch their weights, for inference."""
 
     how = "accelerate.cpu_offload"
     needs: tuple[str, ...] = ("accelerate",)
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a loop."""
+        """Do the work in a loop."""
         if not work.setting.inference:
             raise UnsupportedError("accelerate's cpu_offload serves inference only: --inference")
         from accelerate import cpu_offload  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-        module = work.by_hand()
+        module = work.module_for_loop()
         cpu_offload(module, execution_device=work.device)
-        by_hand(work, turns, module, None)
+        with_loop(work, turns, module, None)
 
 
 class GroupOffload:
     """diffusers' groups of layers that fetch their weights, one ahead, for inference."""
 
-    # Groups of blocks send away what they share with a head, which then has it nowhere: tied models need leaves.
-    how = "diffusers' apply_group_offloading at leaf level, on a stream where the device has any"
+    # Groups of blocks would send away a weight that a head shares, so the head could not use it: tied models need leaves.
+    how = "diffusers' apply_group_offloading at leaf level, on a stream if the device has streams"
     needs: tuple[str, ...] = ("diffusers",)
 
     def run(self, work: Work, turns: Turns) -> None:
-        """With a loop."""
+        """Do the work in a loop."""
         if not work.setting.inference:
             raise UnsupportedError("diffusers' group offloading serves inference only: --inference")
         from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
 
-        module = work.by_hand()
+        module = work.module_for_loop()
         apply_group_offloading(
             module, onload_device=work.device, offload_type="leaf_level", use_stream=work.device.type != "cpu"
         )
-        by_hand(work, turns, module, None)
+        with_loop(work, turns, module, None)
 
 
 CONTENDERS: Mapping[str, Callable[..., Contender]] = {
@@ -227,7 +231,7 @@ CONTENDERS: Mapping[str, Callable[..., Contender]] = {
 
 
 class _Task(L.LightningModule):
-    """The model, as a LightningModule."""
+    """The model as a LightningModule."""
 
     def __init__(self, work: Work, turns: Turns, module: nn.Module) -> None:
         super().__init__()
@@ -237,7 +241,7 @@ class _Task(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         loss: Tensor = self.module(**batch)
-        self.turns.lost(loss)
+        self.turns.add_loss(loss)
         return loss
 
     predict_step = training_step
@@ -247,7 +251,7 @@ class _Task(L.LightningModule):
 
 
 def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module) -> None:
-    """Lightning's loop, without what writes."""
+    """Run Lightning's loop, with nothing that writes files or output."""
     setting = work.setting
     trainer = L.Trainer(
         accelerator=work.device.type,
@@ -268,14 +272,14 @@ def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module
         trainer.fit(task, turns)
 
 
-def by_hand(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> None:
-    """A step for each batch; without an optimizer, a forward."""
+def with_loop(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> None:
+    """Run a step for each batch; without an optimizer, a forward."""
     clip = work.setting.clip
     for batch in turns:
         with torch.set_grad_enabled(optimizer is not None):
             with work.autocast():
-                loss = module(**work.here(batch))
-        turns.lost(loss)
+                loss = module(**work.to_device(batch))
+        turns.add_loss(loss)
         if optimizer is not None:
             loss.backward()
             if clip is not None:
@@ -286,7 +290,7 @@ def by_hand(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> None
 
 @contextlib.contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """A world of one process."""
+    """Run a process group of one process within this context."""
     import torch.distributed as dist
 
     own = dist.get_default_backend_for_device(device)
@@ -300,6 +304,6 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def refuse(setting: Setting, training_only: str) -> None:
-    """Inference, of what only trains."""
+    """Raise UnsupportedError for inference, if this contender only trains."""
     if setting.inference:
         raise UnsupportedError(f"{training_only} takes part in training only")

@@ -1,4 +1,4 @@
-"""Which contenders take part: names, and what each is told."""
+"""The rows of a comparison: contenders by name, and the options of each."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ WINDOWS = (1, 2, 4, "all")
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: a contender, and the options it is made with."""
+    """One row: a contender and its options."""
 
     contender: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """For a reader."""
+        """Name of the row."""
         return " ".join([self.contender, *(f"{name}={value}" for name, value in self.options.items())])
 
 
 def entries(
     contenders: Iterable[str], windows: Iterable[int | str] = WINDOWS, options: Mapping[str, Any] | None = None
 ) -> list[Entry]:
-    """A row for each contender, and for each window where it is this strategy.
+    """Make a row for each contender, and one for each window of this strategy.
 
     Args:
-        contenders: Their names.
+        contenders: Names.
         windows: Units on the device at a time: ints, "all" or "auto".
-        options: Further ones of ``SuperpipelineStrategy``.
+        options: Further options of ``SuperpipelineStrategy``.
     """
     rows: list[Entry] = []
     for name in contenders:

@@ -1,4 +1,4 @@
-"""What a result must say about where it comes from: machine, versions, commit, command."""
+"""The origin of a result: machine, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "deepspeed", 
 
 
 def facts() -> dict[str, Any]:
-    """Of this process and its machine."""
+    """Collect the facts about this process and its machine."""
     return {
         "command": _command(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -51,13 +51,13 @@ def _command() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that the package is run from, "+" if it was changed since; None where it is not run from one."""
+    """Return the commit of the checkout that is run, with "+" if it was changed; None outside of a checkout."""
     here = Path(__file__)
     described = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     for arguments in (("ls-files", "--error-unmatch", here.name), described):
         try:
             done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True)
-        except OSError:  # there is no git
+        except OSError:  # git is not installed
             return None
         if done.returncode != 0:
             return None

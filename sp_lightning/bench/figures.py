@@ -1,4 +1,4 @@
-"""A row's repetitions, and what they amount to."""
+"""A row's repetitions, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from .entries import OURS, Entry
 from .floor import Costs
 from .setting import Setting
 
-STREAMING = {
-    "fsdp2",
-    "deepspeed",
-    "superoffload",
-    "accelerate",
-    "group-offload",
-}  # peers that bring weights up as they need them
+# Peers that fetch weights as they need them.
+STREAMING = {"fsdp2", "deepspeed", "superoffload", "accelerate", "group-offload"}
 
 
 @dataclass(frozen=True)
@@ -31,13 +26,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """At least one."""
+        """Summarize one or more values."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
     @property
     def relative(self) -> float:
-        """From the lowest to the highest, as a share of the median."""
+        """Distance from the lowest to the highest, as a share of the median."""
         return (self.high - self.low) / self.median
 
 
@@ -57,11 +52,11 @@ class Row:
     floor_s: float | None = None
 
     def add(self, repetition: dict[str, Any], host_peak: int) -> None:
-        """What a turn reported."""
+        """Add a turn's report."""
         self.repetitions.append({**repetition, "host_peak": host_peak})
 
-    def reckon(self, costs: Costs, machine: Machine) -> None:
-        """Fills in what follows from the repetitions."""
+    def compute(self, costs: Costs, machine: Machine) -> None:
+        """Fill in the figures that follow from the repetitions."""
         if not self.repetitions:
             return
         self.step_s = Spread.of(repetition["seconds"] / costs.setting.steps for repetition in self.repetitions)
@@ -75,21 +70,21 @@ class Row:
 
     @property
     def merit(self) -> float | None:
-        """floor / step."""
+        """Lower bound over measured step time."""
         return self.floor_s / self.step_s.median if self.floor_s is not None and self.step_s is not None else None
 
     @property
     def losses(self) -> list[float]:
-        """Of the first repetition and what came before it, which every process has."""
+        """Losses up to the end of the first repetition, which every process has."""
         return self.repetitions[0]["losses"] if self.repetitions else []
 
     @property
     def arithmetic(self) -> tuple[Any, ...]:
-        """The options of this strategy that decide over bits."""
+        """Options of this strategy on which the bits depend."""
         return tuple(self.entry.options.get(name) for name in ("fused_optimizer", "master_weights", "compile_units"))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values for JSON."""
         spread = self.step_s
         return {
             "label": self.entry.label,
@@ -113,7 +108,7 @@ class Row:
         return max(values) if values else None
 
     def _window(self, costs: Costs) -> int | None:
-        """Units on the device at a time; None of a contender whose weights stay where they compute."""
+        """Return the units on the device at a time; None for a contender whose weights stay where they compute."""
         if self.entry.contender != OURS:
             return 1 if self.entry.contender in STREAMING and costs.setting.device != "cpu" else None
         window = self.entry.options["window"]
@@ -124,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """All of a run."""
+    """The result of a comparison."""
 
     setting: Setting
     costs: Costs
@@ -135,19 +130,19 @@ class Result:
 
     @property
     def differences(self) -> list[str]:
-        """Losses that had to be the same and are not, in words."""
+        """Losses that should be equal and differ, in words."""
         plain = [row for row in self.rows if row.entry.contender == "plain" and row.losses]
         alike: dict[tuple[Any, ...], Row] = {}
-        said = []
+        found = []
         for row in self.rows:
             if row.entry.contender == OURS and row.losses:
                 first = alike.setdefault(row.arithmetic, row)
-                said.append(self._difference(row, first, len(row.losses)))
-                said += [self._difference(row, other, self._equal_steps(row)) for other in plain]
-        return [words for words in said if words]
+                found.append(self._difference(row, first, len(row.losses)))
+                found += [self._difference(row, other, self._equal_steps(row)) for other in plain]
+        return [words for words in found if words]
 
     def _equal_steps(self, row: Row) -> int:
-        """How many losses the plain run has to share: on an accelerator its optimizer rounds differently than ours."""
+        """Count the losses that must equal the plain run's, whose optimizer rounds differently on an accelerator."""
         fused, masters, compiled = row.arithmetic
         if compiled:
             return 0
@@ -157,13 +152,13 @@ class Result:
 
     @staticmethod
     def _difference(row: Row, other: Row, count: int) -> str:
-        for step, (mine, its) in enumerate(zip(row.losses[:count], other.losses[:count], strict=True), 1):
-            if mine != its:
-                return f"{row.entry.label} has loss {mine!r} at step {step}, {other.entry.label} {its!r}"
+        for step, (mine, theirs) in enumerate(zip(row.losses[:count], other.losses[:count], strict=True), 1):
+            if mine != theirs:
+                return f"{row.entry.label} has loss {mine!r} at step {step}, {other.entry.label} {theirs!r}"
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values for JSON."""
         return {
             **self.facts,
             "machine": vars(self.machine),

@@ -1,10 +1,10 @@
-"""What the work costs in bytes and operations, and the time that no streamed step of it can be under.
+"""The costs of the work in bytes and operations, and the lower bound (floor) of a streamed step's time.
 
-1. Weights of linear layers and convolutions travel as the type they are multiplied in, all others as they are;
-   gradients likewise.
-2. In training the floor is the simulation's; in inference it is the longer of compute and of the way up of what does
-   not stay.
-3. A window of all units still has a way up: what a step changed has to come again.
+1. Under autocast, weights of linear layers and convolutions travel in the type they are multiplied in, all others as
+   they are; so do gradients.
+2. In training the lower bound is the simulation's; in inference it is compute or the way up of the units outside the
+   window, whichever takes longer.
+3. A window of all units still has a way up in training: what a step changed has to be sent again.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ..planning.shapes import multiplied
 from .setting import Setting
 
 CAST = (nn.Linear, nn.modules.conv._ConvNd)  # whose weights autocast casts
-# Read and written by a step, as shares of what FP32 AdamW, which is measured, reads and writes: 28 bytes a parameter.
+# Bytes that a step reads and writes, as shares of the 28 bytes a parameter of FP32 AdamW, which is measured.
 SGD_SHARE = 12 / 28
 HALF_SHARE = 14 / 28
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one step."""
+    """The costs of one step."""
 
     parameters: int
-    flops: float  # the model's, forward and backward
-    tokens: int  # real ones
+    flops: float  # of the model, forward and backward
+    tokens: int
     units: tuple[UnitCost, ...]
     setting: Setting
 
     @classmethod
     def of(cls, module: nn.Module, setting: Setting) -> Costs:
-        """Of a module, which may be on the meta device."""
+        """Return the costs of a module, which may be on the meta device."""
         units = tuple(_unit_costs(module, setting))
         return cls(
             parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -49,14 +49,14 @@ class Costs:
         )
 
     def floor_s(self, machine: Machine, window: int) -> float:
-        """Seconds of a step with so many units on the device."""
+        """Return the lower bound of the step time, with this many units on the device, in seconds."""
         if not self.setting.inference:
             machine = dataclasses.replace(
                 machine, optimizer_bytes_per_parameter=machine.optimizer_bytes_per_parameter * self._optimizer_share
             )
             return floor(self.units, window, machine, self.setting.recompute).seconds
-        come = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
-        return max(self.flops / machine.flops_per_s, sum(come) / machine.up_bytes_per_s)
+        sent = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
+        return max(self.flops / machine.flops_per_s, sum(sent) / machine.up_bytes_per_s)
 
     @property
     def _optimizer_share(self) -> float:
@@ -88,6 +88,6 @@ def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitCost]:
 
 
 def _cast(module: nn.Module) -> set[int]:
-    """Weights with one such use (Rule 1)."""
+    """Return the ids of the weights that autocast casts (Rule 1)."""
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     return {id(child.weight) for child in module.modules() if isinstance(child, CAST)} - tables

@@ -1,4 +1,4 @@
-"""Lets contenders take turns, each in a process of its own, and watches what memory they take."""
+"""Let contenders take turns, each in its own process, and measure the memory of each."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .facts import facts
 from .figures import Result, Row
 from .floor import Costs
 from .setting import Setting
-from .worker import the_machine
+from .worker import describe_machine
 
 COMMAND = [sys.executable, "-m", "sp_lightning.bench.worker"]
-GRACE_S = 60
-SAMPLE_S = 0.02  # between looks at a process's memory
-HOST_BYTES = 20  # per parameter, of any contender: weights, gradients and two moments in FP32, and a copy that travels
+GRACE_S = 60  # after the end of the time, for a turn that has begun
+SAMPLE_S = 0.02  # between samples of a process's memory
+HOST_BYTES = 20  # per parameter, for any contender: weights, gradients, two moments in FP32, and a wire copy
 
 
 class ContenderError(SuperpipelineError):
-    """A contender cannot go on; one line says why."""
+    """A contender cannot go on; the message is one line."""
 
 
 def compare(
@@ -50,14 +50,14 @@ def compare(
     left_s: Callable[[], float] = lambda: math.inf,
     keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Runs all of them, interleaved; a contender that fails is a row with its error.
+    """Run all contenders, interleaved; one that fails is a row with its error.
 
     Args:
         setting: The work.
         entries: The rows.
-        say: Gets a line for each turn.
-        left_s: Seconds in which a turn may begin; one that has ends at most `GRACE_S` after them.
-        keep: Gets what is known after each turn.
+        say: Called with a line for each turn.
+        left_s: Returns the seconds in which a turn may begin; a turn ends at most `GRACE_S` after them.
+        keep: Called after each turn with the result so far.
     """
     with torch.device("meta"):
         costs = Costs.of(build(setting.shape), setting)
@@ -74,31 +74,31 @@ def compare(
                 if seat.row.error is None and left_s() > 0:
                     say(f"{turn + 1}/{setting.repetitions} {seat.row.entry.label}")
                     seat.take_turn(min(setting.time_limit, left_s() + GRACE_S))
-                    seat.complain(say)
-                    seat.row.reckon(costs, machine)
+                    seat.report_error(say)
+                    seat.row.compute(costs, machine)
                     keep(result)
     for row in rows:
         if row.error is None and not row.repetitions:
-            row.error = "not begun, for want of time"
+            row.error = "not begun: no time left"
     return result
 
 
 def fit_together(setting: Setting, count: int, parameters: int, host_free: int) -> bool:
-    """Whether all processes may stay while others work: never on an accelerator, which each wants to itself."""
+    """Whether all processes may stay while others work: never on an accelerator, which each needs to itself."""
     return setting.device == "cpu" and count * parameters * HOST_BYTES <= host_free // 2
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
-    """The machine's profile; of an accelerator from a process of its own, which leaves nothing there."""
+    """Measure the machine; an accelerator in a separate process, which leaves nothing on it."""
     if setting.device == "cpu":
-        return the_machine(setting)
+        return describe_machine(setting)
     with contextlib.ExitStack() as workers:
         worker = workers.enter_context(_started({"setting": setting.as_dict(), "contender": None}))
         return worker.reply(setting.time_limit)
 
 
 class _Seat:
-    """A row's process, or the next one of it."""
+    """A row, and its process while it has one."""
 
     def __init__(self, setting: Setting, row: Row, stays: bool, workers: contextlib.ExitStack) -> None:
         self.row = row
@@ -108,7 +108,7 @@ class _Seat:
         self._worker: _Worker | None = None
 
     def take_turn(self, limit: float) -> None:
-        """One repetition within so many seconds, or the row's error."""
+        """Run one repetition within this many seconds, or note the row's error."""
         try:
             if self._worker is None:
                 self._worker = self._start(limit)
@@ -122,8 +122,8 @@ class _Seat:
                 self._worker.close()
                 self._worker = None
 
-    def complain(self, say: Callable[[str], None]) -> None:
-        """Says why there are no more turns, if there are none."""
+    def report_error(self, say: Callable[[str], None]) -> None:
+        """Report the error that ended the row's turns, if there was one."""
         if self.row.error is not None:
             say(f"    {self.row.error}")
 
@@ -160,7 +160,7 @@ def _started(job: dict[str, Any]) -> Iterator[_Worker]:
 
 
 class _Worker:
-    """A process that was given a job."""
+    """A process with a job."""
 
     def __init__(self, job: dict[str, Any], errors: IO[bytes]) -> None:
         self._errors = errors
@@ -180,35 +180,35 @@ class _Worker:
         self._send(json.dumps(job))
 
     def watch(self, before: int) -> None:
-        """From here on memory counts, in excess of this."""
+        """Count memory from now on, beyond this many bytes."""
         self._before = before
 
     def go(self) -> None:
-        """It is this contender's turn."""
+        """Start the contender's next turn."""
         self._send("go")
 
     def reply(self, seconds: float) -> dict[str, Any]:
-        """The next one; meanwhile the process's memory is looked at."""
+        """Wait for the next reply, and sample the process's memory meanwhile."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 line = self._lines.get(timeout=SAMPLE_S)
-                return self._understood(line)
+                return self._parsed(line)
             self._sample()
         raise ContenderError(f"no answer within {seconds:g} s")
 
     def close(self) -> None:
-        """Ends the process; safe twice."""
+        """End the process; safe twice."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # of what was not sent any more
+            with contextlib.suppress(OSError):  # for what could no longer be sent
                 stream.close()  # type: ignore[union-attr]
 
-    def _understood(self, line: str | None) -> dict[str, Any]:
+    def _parsed(self, line: str | None) -> dict[str, Any]:
         if line is None:
-            raise ContenderError(self._last_words())
+            raise ContenderError(self._exit_message())
         facts: dict[str, Any] = json.loads(line)
         if "error" in facts:
             raise ContenderError(facts["error"])
@@ -223,7 +223,7 @@ class _Worker:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its last words say why
+        with contextlib.suppress(BrokenPipeError):  # its exit message says why
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
@@ -232,7 +232,7 @@ class _Worker:
             with contextlib.suppress(psutil.Error):
                 self.host_peak = max(self.host_peak, self._memory.memory_info().rss - self._before)
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         code = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""A result for a reader (a table), for a program (JSON), and at a glance (memory against time)."""
+"""A result as a table, as JSON, and as a picture of memory against time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = "-"
 
 
 def table(result: Result) -> RenderableType:
-    """What was measured, row by row, and on what."""
+    """Make a table of the result, with the machine it was measured on."""
     rows = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("contender", *_COLUMNS):
         rows.add_column(name, justify="left" if name == "contender" else "right", no_wrap=name != "contender")
@@ -32,19 +32,19 @@ def table(result: Result) -> RenderableType:
 
 
 def save_json(result: Result, path: Path) -> None:
-    """Everything, every repetition included."""
+    """Write the whole result, every repetition included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
 
 
 def check_plot() -> None:
-    """Before a run that is to end with a picture."""
+    """Raise MissingExtraError, before a run, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(feature="a picture of the result", package="matplotlib", extra="plots")
 
 
 def plot(result: Result, path: Path) -> None:
-    """Memory against time: the device's, or the host's where the CPU computes."""
+    """Draw memory against time: the device's memory, or the host's if the CPU computes."""
     check_plot()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def _points(result: Result, on_device: bool) -> Iterator[tuple[str, list[tuple[float, float, str]]]]:
-    """A line for each contender: (ms, GiB, what tells it from its line's others)."""
+    """Yield a line for each contender, with points (ms, GiB, label)."""
     lines: dict[str, list[tuple[float, float, str]]] = {}
     for row in result.rows:
         nbytes = row.device_peak if on_device else row.host_peak
@@ -112,10 +112,10 @@ def _heading(result: Result) -> Iterator[Text]:
 def _endings(result: Result) -> Iterator[Text]:
     failed = [row for row in result.rows if row.error is not None]
     if failed:
-        yield Text("\nDid not run, or not to the end:")
+        yield Text("\nDid not run, or did not finish:")
     yield from (Text(f"  {row.entry.label}: {row.error}") for row in failed)
     if result.differences:
-        yield Text("\nLosses that must be the same are not:", style="bold red")
+        yield Text("\nLosses that must be equal differ:", style="bold red")
     yield from (Text(f"  {words}") for words in result.differences)
 
 

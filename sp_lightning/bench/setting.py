@@ -1,4 +1,4 @@
-"""What every contender is given: checked once, at the edge, and handed to each process as JSON."""
+"""The work of every contender: checked once, at the edge, and passed to each process as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP = 2  # steps of a process before its first repetition
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The work, and how often it is repeated. Creating one checks every value; `parse` fills in what is None."""
+    """The work, and how often it is repeated. Creating a setting checks every value; `parse` fills in defaults."""
 
     model: str
     batch: int
@@ -40,7 +40,7 @@ class Setting:
 
     @classmethod
     def parse(cls, **given: Any) -> Setting:
-        """From values of which None, or none at all, stands for what suits the model and the machine."""
+        """Make a setting; a value that is None or missing gets a default that suits the model and the machine."""
         chosen = {name: value for name, value in given.items() if value is not None}
         chosen.setdefault("device", _devices()[-1])
         chosen.setdefault("model", "tiny" if chosen["device"] == "cpu" else "llama-1b")
@@ -70,28 +70,30 @@ class Setting:
 
     @property
     def shape(self) -> Shape:
-        """The model's."""
+        """Shape of the model."""
         return _shape(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the model's products are computed."""
+        """Type in which the model's products are computed."""
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
     @property
     def recompute(self) -> bool:
-        """Whether blocks run again in backward."""
+        """Whether blocks are recomputed in backward."""
         return "recompute" in self.activations and not self.inference
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values for JSON."""
         return asdict(self)
 
 
 def _shape(model: str) -> Shape:
     name, _, layers = model.partition(":")
     if name not in SHAPES or not (layers.isdigit() or model in SHAPES):
-        allowed = "one of " + ", ".join(SHAPES) + '; or with another number of layers, such as "llama-8b:24"'
+        allowed = (
+            "one of " + ", ".join(SHAPES) + '; or one of them with another number of layers, such as "llama-8b:24"'
+        )
         raise OptionError(argument="model", found=model, allowed=allowed)
     shape = SHAPES[name]
     if layers:
@@ -103,7 +105,7 @@ def _shape(model: str) -> Shape:
 
 
 def _devices() -> list[str]:
-    """What there is, without touching it: that would take memory of it."""
+    """List the device types of this machine, without initializing any: that would take device memory."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 

@@ -1,10 +1,10 @@
-"""The batches of a run, handed out when it is a contender's turn, and the clock that is read while they are.
+"""The batches of a run, handed out in a contender's turns and timed.
 
-1. A contender iterates over its turns, trains on each batch, and gives each loss. Nothing else is asked of it.
-2. Steps that count follow each other without a pause; before the first and after the last of a repetition the device
-   is waited for. The step after a repetition is not counted: it begins when the next turn does.
-3. Losses stay where they are until a repetition is over: reading one would wait for the device.
-4. Their number is known, because Lightning fetches one batch ahead where it is not, and the clock would be off by one.
+1. A contender iterates over its turns, trains on each batch, and adds each loss. It has to do nothing else.
+2. Steps that count follow each other without a pause; the device is synchronized before the first and after the last
+   step of a repetition. The step after a repetition does not count: it begins with the next turn.
+3. Losses stay on the device until a repetition is over: reading one would wait for the device.
+4. The number of batches is known in advance: otherwise Lightning fetches one batch ahead, and times are one step off.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Turns:
     """An iterable over batches.
 
     Args:
-        batches: Taken one after the other, again and again.
-        device: That is waited for.
-        steps: Of a repetition.
-        repetitions: How many.
-        warm_up: Steps before the first.
-        report: Gets what a repetition took.
+        batches: Batches, repeated in their order.
+        device: The device to synchronize.
+        steps: Steps in a repetition.
+        repetitions: Number of repetitions.
+        warm_up: Steps before the first repetition.
+        report: Called with the time and memory of each repetition.
         wait: Returns when it is the contender's turn again.
     """
 
@@ -52,7 +52,7 @@ class Turns:
         self._wait = wait
         self._begin = 0.0
         self._losses: list[Tensor] = []
-        self.details: Callable[[], dict[str, Any]] = dict  # of the contender, for the report
+        self.details: Callable[[], dict[str, Any]] = dict  # about the contender, for the report
 
     def __len__(self) -> int:
         return self._warm_up + self._repetitions * (self._steps + 1)
@@ -62,12 +62,12 @@ class Turns:
             self._tick(step - self._warm_up)
             yield self._batches[step % len(self._batches)]
 
-    def lost(self, loss: Tensor) -> None:
-        """The loss of the step that is under way."""
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of the current step."""
         self._losses.append(loss.detach())
 
     def _tick(self, step: int) -> None:
-        """A step begins; those of the warm-up are negative."""
+        """Begin a step; steps of the warm-up have negative numbers."""
         place = step % (self._steps + 1)
         if step >= 0 and place == 0:
             self._device.synchronize()

@@ -1,7 +1,7 @@
-"""A contender's process: ``python -m sp_lightning.bench.worker``, started and spoken to by `referee`.
+"""A contender's process: ``python -m sp_lightning.bench.worker``, which `referee` starts and talks to.
 
-Lines of JSON: a job arrives on standard input, then a line for each further turn; reports leave on what was standard
-output. What libraries print goes to standard error.
+A job arrives on standard input as a line of JSON, then a line for each further turn; reports leave as lines of JSON on
+the original standard output. What libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """One job."""
+    """Do one job."""
     with os.fdopen(os.dup(1), "w", buffering=1) as replies:
         os.dup2(2, 1)  # standard output is for reports alone
         job = json.loads(sys.stdin.readline())
@@ -43,10 +43,10 @@ def main() -> None:
 
 
 def work_on(job: dict[str, Any], report: Report) -> None:
-    """A contender's turns, or the machine's measurement where the job names none."""
+    """Run a contender's turns, or measure the machine if the job names no contender."""
     setting = Setting(**job["setting"])
     if job["contender"] is None:
-        report(the_machine(setting))
+        report(describe_machine(setting))
         return
     device = Device(setting.device)
     if setting.device_memory is not None:
@@ -54,7 +54,7 @@ def work_on(job: dict[str, Any], report: Report) -> None:
     contender = CONTENDERS[job["contender"]](**job["options"])
     for name in contender.needs:
         __import__(name)
-    torch.zeros(1, device=device.torch_device)  # what the device's runtime takes on the host is nobody's
+    torch.zeros(1, device=device.torch_device)  # the host memory of the device's runtime counts for no contender
     report({"how": contender.how, "resident_set": psutil.Process().memory_info().rss})
     work = Work(setting, device)
     turns = Turns(
@@ -69,8 +69,8 @@ def work_on(job: dict[str, Any], report: Report) -> None:
     contender.run(work, turns)
 
 
-def the_machine(setting: Setting) -> dict[str, Any]:
-    """Its profile in the model's type and with the optimizer's kind of step, and the device's name."""
+def describe_machine(setting: Setting) -> dict[str, Any]:
+    """Measure the machine in the model's type and with the optimizer's kind of step, and name its device."""
     device = Device(setting.device)
     machine = measure(device.torch_device, dtype=setting.dtype)
     if setting.optimizer == "adamw-fused":
@@ -81,13 +81,13 @@ def the_machine(setting: Setting) -> dict[str, Any]:
 
 
 def next_turn() -> None:
-    """Returns when it comes; ends the process when nobody is there to give it."""
+    """Wait for the next turn; end the process if the referee is gone."""
     if not sys.stdin.readline():
         sys.exit(0)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Kind and first line."""
+    """Return an error's type and first line."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])
 

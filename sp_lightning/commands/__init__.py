@@ -1,7 +1,7 @@
-"""Commands of ``python -m sp_lightning`` beside LightningCLI's: a module each, with what it takes and what it does.
+"""The commands of ``python -m sp_lightning`` beside LightningCLI's, one module each.
 
 A module has ``add_arguments(parser)``, which imports nothing heavy, and ``main(args)``, which prints and returns an
-exit status. It only translates: what it prints is made by a library module that can be called without it.
+exit status. Commands only translate: a library module, which can be called without them, makes what they print.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def check_picture(path: str) -> None:
-    """Before the work is done for which it is drawn."""
+    """Raise an error, before any work, if a picture cannot be drawn to this path."""
     from ..errors import OptionError
     from .plan_plot import check_matplotlib
 

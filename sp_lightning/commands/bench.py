@@ -1,4 +1,4 @@
-"""``python -m sp_lightning bench``: this strategy and its peers on the same work, on this machine."""
+"""``python -m sp_lightning bench``: compare this strategy and its peers on the same work, on this machine."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ SETTING += " time_limit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Defaults that depend on the machine are the library's."""
+    """Add the command's arguments; defaults that depend on the machine are left to the library."""
     add = parser.add_argument
     add(
         "--model",
         help="tiny, llama-tiny, llama-1b, llama-3b, llama-8b, vit-tiny, vit-h, llava-tiny, llava-1b or llava-3b",
     )
     add("--batch", type=int, help="sequences, or images")
-    add("--seq", type=int, help="tokens of each")
+    add("--seq", type=int, help="tokens in a sequence")
     add("--precision", help="32-true (default), bf16-mixed or bf16-true")
     add("--optimizer", help="adamw (torch's default, which is slow on the host; default), adamw-fused or sgd")
     add("--clip", type=float, metavar="NORM", help="clip gradients by their global norm")
     add("--activations", help="keep (default), recompute, offload or recompute+offload; for peers: recomputed or kept")
     add("--inference", action="store_true", help="forward only")
     add("--windows", default="1,2,4,all", help="units on the device at a time, a row each (default: %(default)s)")
-    add("--contenders", help="among plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao, "
-        "accelerate and group-offload (default: what there is for training, or for inference)")  # fmt: skip
+    add("--contenders", help="some of plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao, "
+        "accelerate and group-offload (default: those for training, or for inference)")  # fmt: skip
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of SuperpipelineStrategy")
-    add("--steps", type=int, help="of a repetition (default: 5)")
-    add("--repetitions", type=int, help="of each contender, interleaved (default: 3)")
-    add("--device", help="that computes (default: the accelerator, or the CPU where there is none)")
-    add("--device-memory", metavar="SIZE", help='what a process may take of the device, such as "16GiB"')
+    add("--steps", type=int, help="steps in a repetition (default: 5)")
+    add("--repetitions", type=int, help="repetitions of each contender, interleaved (default: 3)")
+    add("--device", help="device that computes (default: the accelerator, or else the CPU)")
+    add("--device-memory", metavar="SIZE", help='device memory that a process may take, such as "16GiB"')
     add("--time-limit", type=float, metavar="S", help="seconds for one turn of a contender (default: 300)")
-    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add("--json", type=Path, metavar="FILE", help="write all measurements")
     add("--plot", type=Path, metavar="FILE", help="draw memory against time")
 
 
 def main(args: argparse.Namespace) -> int:
-    """1 if losses that must be the same are not."""
+    """Run the contenders and print the table; return 1 if losses that must be equal differ."""
     from rich.console import Console
 
     from ..bench import Setting, compare, entries, report

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning doctor``: what this machine has for streaming, and what to mend."""
+"""``python -m sp_lightning doctor``: what this machine offers for streaming, and what to fix."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument("--device", help="that computes, such as cuda:0 or cpu (default: the first accelerator)")
+    """Add the command's arguments."""
+    parser.add_argument("--device", help="device that computes, such as cuda:0 or cpu (default: the first accelerator)")
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
     parser.add_argument("--quick", action="store_true", help="measure for seconds instead of half a minute")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Examines and prints."""
+    """Examine the machine and print the report."""
     import json
 
     from ..observe.doctor import doctor
@@ -44,16 +44,16 @@ def _print(report: Report) -> None:
     console.print(table)
     console.print()
     if report.findings:
-        console.print("To mend:")
+        console.print("To fix:")
         for finding in report.findings:
             console.print(f"- {finding.sentence}", markup=False, soft_wrap=True)
     else:
-        console.print("Nothing to mend was found.")
+        console.print("Nothing to fix was found.")
     console.print(f"\n{report.summary}", markup=False, soft_wrap=True)
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
-    """The facts, for a reader."""
+    """Return the facts as labelled lines of text."""
     from ..options import format_bytes as size
 
     facts = report.facts

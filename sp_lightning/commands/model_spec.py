@@ -1,6 +1,6 @@
-"""A model and a batch for it, from what a person types: a config, a name, or a function of theirs.
+"""A model and a batch for it, from a command line: a config, a name, or one of the user's functions.
 
-Nothing is downloaded, and no weights are read: a model is described by its config.
+Nothing is downloaded, and no weights are read: a config is enough to describe a model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SPECS = (
     "a transformers config.json or a directory with one, a torchvision name such as vit_h_14, package.module:function, "
     f"or one of {', '.join(dict.fromkeys([*WORKLOADS, *SHAPES]))}"
 )
-LENGTH = 2048  # tokens in a row, unless told otherwise
-IMAGE = 224  # its height and width, where a config says none
+LENGTH = 2048  # default tokens in a row
+IMAGE = 224  # height and width of an image if the config has none
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depths", "layers_block_type")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to plan for."""
+    """A model and a batch to plan for."""
 
     name: str
     model: Callable[[], nn.Module] | Workload
@@ -40,13 +40,13 @@ class Spec:
 
 
 def find(text: str, rows: int, length: int | None = None, data: str | None = None) -> Spec:
-    """The model of that name, with a batch of so many rows; texts and token sequences have that length.
+    """Find the model that a text names, and make a batch for it.
 
     Args:
         text: One of `SPECS`.
-        rows: Of the batch.
-        length: Tokens in a row; None: as many as the model has, or 2048.
-        data: ``package.module:function``: a function of rows and length that gives the batch.
+        rows: Rows of the batch.
+        length: Tokens in a row; None: the model's own number, or 2048.
+        data: ``package.module:function``: a function of rows and length that returns the batch.
     """
     if data is None and text in SHAPES.keys() - WORKLOADS:
         return _of_shape(text, rows, length)
@@ -82,7 +82,7 @@ def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
         return _of_torchvision(text.removeprefix("torchvision:"), rows)
     if ":" in text:
         if data is None:
-            allowed = "package.module:function, which gives the batch of a model that is given by a function"
+            allowed = "package.module:function that returns the batch, for a model that is given as a function"
             raise OptionError(argument="data", found=None, allowed=allowed)
         return Spec(text, _function("model", text), None)
     raise OptionError(argument="model", found=text, allowed=SPECS)
@@ -116,12 +116,12 @@ def _of_config(path: Path, rows: int, length: int, data: str | None) -> Spec:
         raise OptionError(argument="model", found=f"{path} with model_type {kind!r}", allowed=allowed)
     config = transformers.AutoConfig.for_model(**values)
     if not _layers(config):
-        allowed = f"a config with layers ({', '.join(LAYERS[:3])}): a model without has nothing to stream"
+        allowed = f"a config with layers ({', '.join(LAYERS[:3])}): a model without layers has nothing to stream"
         raise OptionError(argument="model", found=str(path), allowed=allowed)
     name = path.parent.name if path.name == "config.json" else path.stem
     made = _class_of(transformers, config)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # any will do
+        config.decoder_start_token_id = 0  # any value will do
 
     def make() -> Any:
         config.use_cache = False
@@ -137,7 +137,7 @@ def _layers(config: Any) -> bool:
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
-    """The class that the config names; else one with a head that is trained."""
+    """Return the class that the config names, or else one with a head to train."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -146,7 +146,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
         *("AutoModelForImageClassification", "AutoModel"),
     )
     whole = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq") if config.is_encoder_decoder else ()
-    for head in (*whole, *heads):  # a decoder alone is a causal model, too
+    for head in (*whole, *heads):  # a decoder alone can be a causal model, too
         mapping = getattr(transformers, head)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -165,11 +165,11 @@ def _batch_of(config: Any, made: Any, rows: int, length: int) -> tuple[Any, None
         labelled = {"labels": torch.zeros(rows, dtype=torch.long)} if "Classification" in name else {}
         return {"pixel_values": images, **labelled}, None, ""
     if reads != "input_ids" or vocabulary is None:
-        allowed = f"package.module:function: only batches of texts or images are made here, and {name} takes {reads}"
+        allowed = f"package.module:function: batches are only made for texts or images, and {name} takes {reads}"
         raise OptionError(argument="data", found=None, allowed=allowed)
     tokens = torch.ones(rows, length, dtype=torch.long)
     labelled = {"labels": tokens} if any(head in name for head in ("LM", "Generation", "ImageText")) else {}
-    note = "without images: only what reads text was measured" if hasattr(config, "vision_config") else ""
+    note = "without images: only the parts that read text were measured" if hasattr(config, "vision_config") else ""
     return {"input_ids": tokens, **labelled}, None, note
 
 
@@ -207,5 +207,5 @@ def _needed(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         top = package.partition(".")[0]
-        allowed = f"something that does not need {top}, which is not installed: pip install 'sp-lightning[models]'"
+        allowed = f"a model that does not need {top}, which is not installed: pip install 'sp-lightning[models]'"
         raise OptionError(argument="model", found=top, allowed=allowed) from error

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning plan``: what training a model would need, before there is a device."""
+"""``python -m sp_lightning plan``: predict what training a model needs, before there is a device."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from . import check_picture
 if TYPE_CHECKING:
     from ..planning import Plan
 
-SHOWN = 12  # rows of the sweep, in the table; --json has all
+SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--model",
         required=True,
         help="a transformers config.json or its directory, a torchvision name, package.module:function or a known name",
     )
-    parser.add_argument("--batch", type=int, default=1, help="rows of a batch (default: 1)")
+    parser.add_argument("--batch", type=int, default=1, help="rows in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a row (default: as many as the model has, or 2048)")
-    parser.add_argument("--data", help="package.module:function of rows and tokens that gives the batch")
-    parser.add_argument("--precision", default="bf16-mixed", help="as the Trainer's (default: bf16-mixed)")
-    parser.add_argument("--optimizer", help="such as AdamW or SGD (default: the module's own, or AdamW)")
+    parser.add_argument("--data", help="package.module:function of rows and tokens that returns the batch")
+    parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's precision (default: bf16-mixed)")
+    parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
     parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
-    parser.add_argument("--device-memory", help="such as 24GiB (default: the machine's)")
+    parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
     parser.add_argument("--window", default="auto", help="units on the device at once (default: auto)")
     parser.add_argument("--transfer", default="auto", help="units exchanged at a time (default: auto)")
-    parser.add_argument("--memory-budget", help="device bytes for what streams, such as 10GiB")
-    parser.add_argument("--units", nargs="+", default="auto", help="class names (default: auto)")
+    parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
+    parser.add_argument("--units", nargs="+", default="auto", help="class names of the units (default: auto)")
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or recompute+offload")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time of every window and transfer")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Plans and prints; 1 if it does not fit."""
+    """Print the plan; return 1 if the run does not fit."""
     import json
 
     from ..planning import plan
@@ -147,7 +147,7 @@ def _bytes_table(plan: Plan) -> Any:
 
 
 def _clock(plan: Plan) -> tuple[str, Callable[[float], str]]:
-    """The unit that suits the step, and how times are told in it."""
+    """Return the time unit that suits the step, and a function that writes times in it."""
     unit, per_s = ("s", 1.0) if plan.step_s >= 1 else ("ms", 1e3)
     return unit, lambda seconds: f"{seconds * per_s:.4g}"
 
@@ -156,7 +156,7 @@ def _time_table(plan: Plan) -> Any:
     unit, time = _clock(plan)
     table = _table("Time of a step", "", unit)
     table.add_row("predicted", time(plan.step_s))
-    table.add_row(f"its floor, made of the {plan.binds}", time(plan.floor_s))
+    table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
     table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))
@@ -171,13 +171,13 @@ def _sweep_table(plan: Plan) -> Any:
 
     unit, time = _clock(plan)
     table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
-    shown = [choice for choice in plan.sweep if choice.transfer in (1, plan.transfer)]
+    shown = [point for point in plan.sweep if point.transfer in (1, plan.transfer)]
     step = max(1, -(-len(shown) // SHOWN))
-    for number, choice in enumerate(shown):
-        chosen = (choice.window, choice.transfer) == (plan.window, plan.transfer)
+    for number, point in enumerate(shown):
+        chosen = (point.window, point.transfer) == (plan.window, plan.transfer)
         if chosen or number % step == 0:
-            mark = "chosen" if chosen else "" if choice.nbytes <= plan.available else "too large"
-            table.add_row(str(choice.window), str(choice.transfer), size(choice.nbytes), time(choice.step_s), mark)
+            mark = "chosen" if chosen else "" if point.nbytes <= plan.available else "too large"
+            table.add_row(str(point.window), str(point.transfer), size(point.nbytes), time(point.step_s), mark)
     return table
 
 
@@ -185,7 +185,7 @@ def _changes_table(plan: Plan) -> Any:
     from ..options import format_bytes as size
 
     unit, time = _clock(plan)
-    table = _table("What could be changed", "", "device", unit, "time per sample", "")
+    table = _table("Possible changes", "", "device", unit, "time per sample", "")
     for change in plan.changes:
         mark = "" if change.nbytes <= plan.available else "too large"
         table.add_row(change.what, size(change.nbytes), time(change.step_s), f"{change.cost(plan):.2f}x", mark)

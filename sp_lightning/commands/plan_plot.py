@@ -1,6 +1,6 @@
-"""A plan's windows and transfers as a picture: memory against time, with the chosen point and what there is.
+"""A plan's windows and transfers as a picture: memory against time, the chosen point, and the device's memory.
 
-Needs matplotlib, of the extra "plots".
+Needs matplotlib, from the extra "plots".
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}
 
 
 def check_matplotlib() -> None:
-    """Before the work is done."""
+    """Raise MissingExtraError, before any work, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(feature="a picture of a plan", package="matplotlib", extra="plots")
 
 
 def figure(plan: Plan) -> Any:
-    """A matplotlib figure: a line for each transfer, its points labelled with their windows."""
+    """Make a matplotlib figure: a line for each transfer, its points labelled with their windows."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(9, 5), facecolor="white")
     axis = drawn.subplots()
     shown = _shown(plan)
-    widths = [plan.available, *(choice.nbytes for choice in shown)]
+    widths = [plan.available, *(point.nbytes for point in shown)]
     left, right = 0.95 * min(widths) / GIB, 1.02 * max(widths) / GIB
-    for number, transfer in enumerate(sorted({choice.transfer for choice in shown})[: len(TRANSFERS)]):
-        _draw_line(axis, [choice for choice in shown if choice.transfer == transfer], number, plan.available)
+    for number, transfer in enumerate(sorted({point.transfer for point in shown})[: len(TRANSFERS)]):
+        _draw_line(axis, [point for point in shown if point.transfer == transfer], number, plan.available)
     axis.scatter([plan.device_nbytes / GIB], [plan.step_s], s=170, facecolors="none", edgecolors=CHOSEN, linewidths=2)
     note = f"chosen: window {plan.window},\ntransfer {plan.transfer},\n{format_bytes(plan.device_nbytes)}"
     place: dict[str, Any] = {"xytext": (14, 18), "textcoords": "offset points", "bbox": BEHIND, "zorder": 9}
     axis.annotate(note, (plan.device_nbytes / GIB, plan.step_s), color=CHOSEN, fontsize=9, **place)
-    axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="what the device has")
+    axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="device memory")
     axis.axvspan(plan.available / GIB, right, color=LIMIT, alpha=0.05, linewidth=0)
-    axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"floor, made of the {plan.binds}")
-    axis.set_ylim(0, 1.2 * max(choice.step_s for choice in shown))
+    axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"lower bound, set by the {plan.binds}")
+    axis.set_ylim(0, 1.2 * max(point.step_s for point in shown))
     axis.set_xlim(left, right)
     axis.set_xlabel("device memory in GiB; the numbers are windows", color=INK)
     axis.set_ylabel("predicted seconds of a step", color=INK)
@@ -59,28 +59,28 @@ def figure(plan: Plan) -> Any:
 
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Draws and writes it; the file's ending says in which format. Directories are made."""
+    """Draw a plan to a file, in the format of its ending; make missing directories."""
     drawn = figure(plan)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=150)
 
 
 def _shown(plan: Plan) -> list[SweepPoint]:
-    """What is near: far beyond the device there is nothing to choose."""
-    near = [choice for choice in plan.sweep if choice.nbytes <= 1.6 * plan.available]
+    """List the points near the device's memory: those far beyond it are no choice."""
+    near = [point for point in plan.sweep if point.nbytes <= 1.6 * plan.available]
     return near if len(near) > 2 else list(plan.sweep)
 
 
-def _draw_line(axis: Any, choices: list[SweepPoint], number: int, available: int) -> None:
-    """Points on one another stay visible: those of a larger transfer are smaller. Too large ones are hollow."""
+def _draw_line(axis: Any, points: list[SweepPoint], number: int, available: int) -> None:
+    """Draw a transfer's line. Larger transfers have smaller points, so all stay visible; too large ones are hollow."""
     color, size = TRANSFERS[number], (8, 5.5, 3.5, 2)[number]
-    gib, seconds = [choice.nbytes / GIB for choice in choices], [choice.step_s for choice in choices]
-    label = f"transfer {choices[0].transfer}"
+    gib, seconds = [point.nbytes / GIB for point in points], [point.step_s for point in points]
+    label = f"transfer {points[0].transfer}"
     axis.plot(gib, seconds, linewidth=1.2, color=color, zorder=3 + number)
     axis.plot([], [], marker="o", markersize=size, linewidth=1.2, color=color, label=label)
-    for choice, x, y in zip(choices, gib, seconds, strict=True):
-        face = color if choice.nbytes <= available else "white"
+    for point, x, y in zip(points, gib, seconds, strict=True):
+        face = color if point.nbytes <= available else "white"
         axis.plot([x], [y], marker="o", markersize=size, color=color, markerfacecolor=face, zorder=4 + number)
         if number == 0:
             place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points"}
-            axis.annotate(str(choice.window), (x, y), fontsize=8, color=INK, ha="center", **place)
+            axis.annotate(str(point.window), (x, y), fontsize=8, color=INK, ha="center", **place)

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning timeline TRACE.json --plot FILE.png``: a recorded or simulated timeline as a picture."""
+"""``python -m sp_lightning timeline TRACE.json --plot FILE.png``: draw a recorded or simulated timeline."""
 
 import argparse
 
@@ -6,15 +6,17 @@ from . import check_picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("trace", metavar="TRACE.json", help="a timeline that a run or a plan wrote")
     parser.add_argument("--plot", metavar="FILE.png", help="the picture to make (needs the extra 'plots')")
     parser.add_argument("--predicted", metavar="OTHER.json", help="another timeline, drawn above it on the same axis")
-    parser.add_argument("--step", type=int, metavar="N", help="the N-th step of the trace, from 0; else a typical one")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the N-th step of the trace, from 0 (default: a typical one)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints where the step's time goes, and draws it if asked to."""
+    """Print where the step's time goes, and draw it with ``--plot``."""
     from ..observe import timeline, timeline_plot
 
     if args.plot is not None:

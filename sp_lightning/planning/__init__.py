@@ -1,4 +1,4 @@
-"""Will it fit, which window, how long a step takes, and what to change first: before there is a device."""
+"""Plan a training run before there is a device: what fits, which window, how long a step takes, what to change."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ def plan(
     name: str | None = None,
     **options: Any,
 ) -> Plan:
-    """What training this model with the strategy would need: memory on both sides, and time. Needs no device.
+    """Predict the memory, on device and host, and the step time of training this model with the strategy.
 
-    Takes seconds, and next to no memory: neither weights nor activations are made. The module is not changed.
+    Needs no device. Takes seconds and almost no memory: neither weights nor activations are allocated. The module is
+    not changed.
 
     Args:
         module: A module, which is copied without its weights; or a function without arguments that makes one, which
-            runs on tensors without data; or one of ``workloads.WORKLOADS``, or its name, whose numbers are given.
-        batch: A batch as the module takes it, or a function that makes one. Of a workload: the number of tokens.
-        precision: As the Trainer's.
+            runs on tensors without data; or a workload of ``workloads.WORKLOADS``, or its name, whose numbers are
+            listed there.
+        batch: A batch as the module takes it, or a function that makes one. For a workload: the number of tokens.
+        precision: The Trainer's precision.
         optimizer: A name such as "AdamW", a class, or a function of parameters; by default the module's own, or AdamW.
-        machine: A name in ``machine.MACHINES``, a profile, or "here": this machine, measured.
-        device: What it computes on, for the choice of kernels; by default what is here, or else "cuda".
-        device_memory: Its bytes, such as "24GiB", where that is not the machine's.
-        loss: Runs the module on a batch and returns its loss; by default ``training_step``, or ``forward``.
-        name: Of the model, for a reader.
-        **options: As for ``SuperpipelineStrategy``.
+        machine: A name in ``machine.MACHINES``, a profile, or "here" to measure this machine.
+        device: The device type whose kernels are counted. By default "cuda" for a machine's name, this machine's
+            device for "here", and its accelerator, or else "cuda", for a profile.
+        device_memory: Bytes of device memory, such as "24GiB", if they differ from the machine's.
+        loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``.
+        name: The model's name in the plan.
+        **options: Options of ``SuperpipelineStrategy``.
     """
-    from .planner import planned  # which takes time to import
+    from .planner import make_plan  # slow to import
 
-    return planned(module, batch, precision, optimizer, machine, device, device_memory, loss, name, options)
+    return make_plan(module, batch, precision, optimizer, machine, device, device_memory, loss, name, options)

@@ -1,12 +1,12 @@
-"""A training step gone through once, without a device, for the script of it: visits, bytes, work.
+"""Run one training step without a device to get its trace: visits, bytes and work.
 
-1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, only on
+1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, but on
    tensors without data (fake_tensors.py). What is on the device beside weights is counted (tally.py).
-2. Units stand as they do at run time: one buffer each, behind a link that takes their gradients when all are there
-   (bridge.py, Rules 1 and 2). A gradient is held while autograd collects the unit's, and once more packed, until the
-   next unit's are packed (gradients.py, Rule 3).
-3. What is rehearsed is the first step, in which weights travel as they are: it takes the most. Which of them autocast
-   alone sees is found by the way.
+2. Units are arranged as at run time: one buffer each, behind a bridge that receives their gradients when all are
+   complete (bridge.py, Rules 1 and 2). A gradient takes memory while autograd collects its unit's gradients, and again
+   as part of the packed ones, until the next unit's are packed (gradients.py, Rule 3).
+3. The step is a run's first one, in which all weights travel as they are: it takes the most memory. Which weights only
+   autocast reads, and which therefore travel cast later, is found along the way.
 """
 
 from __future__ import annotations
@@ -38,36 +38,38 @@ from .tally import MemoryTracker, storage_key
 Runner = Callable[[nn.Module, Any], Any]
 
 
-def rehearse(
+def dry_run(
     module: nn.Module,
     batch: Any,
     run: Runner,
     options: Options,
-    stage: FakeTensors | RealTensors,
+    tensors: FakeTensors | RealTensors,
     compute_dtype: torch.dtype | None = None,
 ) -> StepTrace:
-    """Goes through one training step of a module that was made on this stage, and is used up by it.
+    """Run one training step of a module on these tensors and return its trace; the module cannot be used afterwards.
 
     Args:
-        module: Its parameters' values do not matter, and are gone afterwards.
-        batch: As ``run`` takes it.
-        run: Gives what the step returns: the loss, or something that holds it or leads to it.
-        options: ``units`` and ``activations`` of them.
-        stage: What the module was made on, entered by now.
-        compute_dtype: Of what is FP32 on the host, with ``master_weights``.
+        module: Its parameters' values do not matter, and are lost.
+        batch: The batch that ``run`` takes.
+        run: Returns what the step returns: the loss, or an output that contains or leads to it.
+        options: ``units``, ``activations``, ``wire_dtype`` and ``compile_units`` matter.
+        tensors: The context in which the module was made, still entered.
+        compute_dtype: With ``master_weights``: the type on the device of what is FP32 on the host.
     """
-    rehearsal = _DryRun(module, options, compute_dtype)
-    stage.observe = rehearsal.tally.observe
+    step = _DryRun(module, options, compute_dtype)
+    tensors.observe = step.tally.observe
     try:
-        rehearsal.perform(batch, run)
+        step.perform(batch, run)
     finally:
-        stage.observe = None
-    return rehearsal.script()
+        tensors.observe = None
+    return step.trace()
 
 
-class _Read(dict[str, Any]):
-    """A module's parameters, which notice that somebody else than its forward reads the weight, if only to ask for its
-    type: a use without a cast."""
+class _WatchedParameters(dict[str, Any]):
+    """A module's parameters, which note each read of the weight from outside the module's own forward.
+
+    Such a read, even of the weight's dtype alone, is a use without a cast.
+    """
 
     def __init__(self, parameters: Mapping[str, Any], uses: list[torch.dtype | None]) -> None:
         super().__init__(parameters)
@@ -81,7 +83,7 @@ class _Read(dict[str, Any]):
 
 
 class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The other stage: tensors with data, on the CPU, for a step that depends on what it computes."""
+    """A context of tensors with data, on the CPU, for a step that depends on values that it computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,7 +97,7 @@ class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A copy of it."""
+        """Return a copy of a tensor."""
         return tensor.detach().clone()
 
 
@@ -103,37 +105,37 @@ class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FakeDevice(Device):
-    """The device as recomputation and offloading see it: idle streams, and tensors where the rehearsal has them."""
+    """The device as recomputation and offloading see it: idle streams, and tensors where the dry run has them."""
 
     def __init__(self, where: torch.device) -> None:
         super().__init__("cpu")
         self.torch_device = where
 
     def passing(self, nbytes: int) -> Tensor:
-        """A host buffer."""
+        """Allocate a host buffer."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
 
 class _FakeOffload(Offload):
-    """Moves nothing; what it makes on the way down is no device memory."""
+    """Offloading that moves nothing; what it makes on the way down does not count as device memory."""
 
-    def __init__(self, stage: _FakeDevice, tally: MemoryTracker) -> None:
-        super().__init__(stage, Counters())
+    def __init__(self, device: _FakeDevice, tally: MemoryTracker) -> None:
+        super().__init__(device, Counters())
         self._tally = tally
 
     def pack(self, tensor: Tensor) -> Any:
-        """Forgets a tensor."""
+        """Offload a tensor without keeping it on the device."""
         with torch._C.DisableTorchFunction(), self._tally.on_host():
             return super().pack(tensor.detach())
 
     def fetch(self, saved: OffloadedTensor) -> None:
-        """Takes memory for it again."""
+        """Allocate memory for an offloaded tensor again."""
         with torch._C.DisableTorchFunction():
             super().fetch(saved)
 
 
 class _FakeUnit:
-    """A unit in the rehearsal: one buffer, and stand-ins over it."""
+    """A unit in the dry run: one buffer, and stand-ins over it."""
 
     def __init__(self, unit: Unit, device_dtype: Callable[[torch.dtype], torch.dtype], receive: Any) -> None:
         self.unit = unit
@@ -156,27 +158,27 @@ class _FakeUnit:
             node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
             node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
         self.depth = 0
-        self._aliases = 0  # tensors over its bytes when its forward was done; what autograd saved are places there
+        self._aliases = 0  # tensors over the unit's bytes when its forward ended, those that autograd saved included
 
-    def left(self) -> None:
-        """Its visit is over."""
+    def end_visit(self) -> None:
+        """End a visit, and count the tensors over the unit's bytes."""
         if not self.depth:
             self._aliases = self._count_aliases()
 
-    def in_use(self) -> bool:
-        """Whether backward made others, which hold the unit on the device: a backward that autograd records does."""
+    def is_used_by_backward(self) -> bool:
+        """Whether backward, recorded by autograd, made more such tensors, which keep the unit on the device."""
         return not self.depth and 0 < self._aliases < self._count_aliases()
 
     def _count_aliases(self) -> int:
         return storage_uses_at([self._address])[0]
 
     def sizes(self) -> UnitBytes:
-        """As the runtime plans with them."""
+        """Return the unit's sizes as the runtime plans with them."""
         pairs = zip(self.layout.fields, self.params, strict=True)
         return UnitBytes(self.unit.name, self.nbytes, sum(place.nbytes for place, p in pairs if p.requires_grad))
 
     def wire(self, cast: dict[int, torch.dtype]) -> UnitBytes:
-        """As it travels when these parameters do in these types."""
+        """Return the unit's sizes when these parameters, by id, travel in these types."""
         fields = zip(self.layout.fields, self.params, strict=True)
         sized = [(aligned(p.numel() * cast.get(id(p), place.dtype).itemsize), p) for place, p in fields]
         nbytes = max(sum(nbytes for nbytes, _ in sized), ALIGNMENT)
@@ -184,7 +186,7 @@ class _FakeUnit:
 
 
 class _DryRun:
-    """The engine's choreography (engine.py, Rules 1 to 3), without anything to move."""
+    """The engine's choreography (engine.py, Rules 1 to 3), with nothing to move."""
 
     def __init__(self, module: nn.Module, options: Options, compute_dtype: torch.dtype | None) -> None:
         self.module = module
@@ -193,7 +195,9 @@ class _DryRun:
         self._open: list[_FakeUnit] = []
         self._last: _FakeUnit | None = None
         self._packed_nbytes = 0
-        self._casts: dict[int, list[torch.dtype | None]] = {}  # of weights that may be cast: to what, at each use
+        self._casts: dict[
+            int, list[torch.dtype | None]
+        ] = {}  # by weight that may be cast: the type at each use; None: no cast
         self._watches = options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units
 
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -207,15 +211,15 @@ class _DryRun:
                 for slot in places[parameter]:
                     slot.set(output)
         where = self.units[0].flat.untyped_storage().device
-        stage = _FakeDevice(where)
-        self.offload = _FakeOffload(stage, self.tally)
+        device = _FakeDevice(where)
+        self.offload = _FakeOffload(device, self.tally)
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
-        self.recompute = Recompute(stage, Written(), offload_arguments)
+        self.recompute = Recompute(device, Written(), offload_arguments)
         self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
         self._wrap(places)
 
-    def script(self) -> StepTrace:
-        """What was found."""
+    def trace(self) -> StepTrace:
+        """Return the trace of the step that was run."""
         cast = {key: uses[0] for key, uses in self._casts.items() if len(uses) == 1 and uses[0] is not None}
         converted = (p.numel() * cast[id(p)].itemsize for unit in self.units for p in unit.params if id(p) in cast)
         return StepTrace(
@@ -227,7 +231,7 @@ class _DryRun:
         )
 
     def perform(self, batch: Any, run: Runner) -> None:
-        """The step."""
+        """Run the step."""
         for buffer in self.module.buffers():
             self.tally.add(buffer, BUFFERS)
         for tensor in tensors_in(batch):
@@ -237,7 +241,7 @@ class _DryRun:
         losses, gradients = losses_in(output)
         torch.autograd.backward(losses, gradients)
         self.offload.backward_done()
-        self._let_go()
+        self._free_packed()
 
     # ---- visits
 
@@ -267,7 +271,7 @@ class _DryRun:
             return
         uses = self._casts[id(weight)] = []
         forward = module.forward
-        read = module._parameters = _Read(module._parameters, uses)
+        read = module._parameters = _WatchedParameters(module._parameters, uses)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not in_backward():
@@ -295,7 +299,7 @@ class _DryRun:
                 while len(self._open) > depth:
                     self._open.pop().depth -= 1
                 for unit in units:
-                    unit.left()
+                    unit.end_visit()
 
         return call
 
@@ -346,7 +350,7 @@ class _DryRun:
             node.register_prehook(before_backward)
 
     def _use(self, index: int) -> None:
-        """A weight is read; outside of its unit's visits that is one."""
+        """Note that a unit's weight is read; outside its visits, the read is a visit."""
         unit = self.units[index]
         if not unit.depth:
             self._require(unit)
@@ -354,9 +358,9 @@ class _DryRun:
     def _require(self, unit: _FakeUnit) -> None:
         if not unit.unit.resident and unit is not self._last:
             self._last = unit
-            referred_to = (other for other in self.units if in_backward() and other.in_use())
-            held = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
-            self.tally.begin(Visit(unit.index, held, in_backward()))
+            referred_to = (other for other in self.units if in_backward() and other.is_used_by_backward())
+            in_use = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
+            self.tally.begin(Visit(unit.index, in_use, in_backward()))
 
     def _term(self) -> str:
         if in_backward():
@@ -366,22 +370,22 @@ class _DryRun:
     # ---- gradients (Rule 2)
 
     def _receive(self, unit: _FakeUnit, grads: Gradients) -> Gradients:
-        self._let_go()
+        self._free_packed()
         for grad in grads:
             if grad is not None:
-                self.tally.is_gradient(grad)
+                self.tally.mark_gradient(grad)
         self._packed_nbytes = sum(aligned(grad.nbytes) for grad in grads if grad is not None)
         self.tally.change(GRADIENTS, self._packed_nbytes)
         self.tally.visits[-1].sends.append(unit.index)
         return (None,) * len(grads)
 
-    def _let_go(self) -> None:
+    def _free_packed(self) -> None:
         self.tally.change(GRADIENTS, -self._packed_nbytes)
         self._packed_nbytes = 0
 
 
 def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """What a step's output is differentiated from: its loss, or all it holds; and the gradients to begin with."""
+    """List the tensors of a step's output to differentiate, its loss or all of them, and their initial gradients."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
     found: Sequence[Tensor] = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
     losses = [tensor for tensor in found if tensor.requires_grad]

@@ -1,11 +1,11 @@
 """Kernels and casts of a target device, for tensors without data.
 
-1. Autocast, and torch's own choice of kernels, ask for the tensors' device, which meta tensors have not. So a dispatch
-   key above autograd that nobody uses is switched on for the calling thread: there, operators are cast as CUDA's
-   autocast casts them, and attention and dropout become the kernels that the target would run.
-2. Whether to cast is the CPU's flag: model code that is told that it is on the CPU turns that one off and on.
-3. A device that is at hand is asked which attention it picks, by running it on next to nothing; of others it is known.
-   It is begun before model code runs: torch refuses a checkpoint within which a device is.
+1. Autocast, and torch's own choice of kernels, depend on the tensors' device, which meta tensors lack. So an unused
+   dispatch key above autograd is switched on for the calling thread: under it, operators are cast as CUDA's autocast
+   casts them, and attention and dropout become the kernels that the target would run.
+2. The CPU's autocast flag decides whether to cast: model code sees the CPU, and switches that flag off and on.
+3. A target device at hand shows which attention kernel it picks by running a tiny one; for others the choice is listed.
+   Such a device is initialized before model code runs: torch refuses a checkpoint in which one is initialized.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ KEY = "AutocastIPU"  # Rule 1
 FUSED = ("cuda", "xpu")  # device types with fused attention for training
 
 
-class _Now:
-    """Of the thread that pretends: there is one."""
+class _Target:
+    """The device whose kernels are counted, for the one thread that plans."""
 
     target = "cuda"
-    device: torch.device | None = None  # of that type, where there is one at hand
+    device: torch.device | None = None  # one of that type, if at hand
 
 
-_now = _Now()
+_target = _Target()
 
 
 @contextlib.contextmanager
-def of(target: str, autocast: torch.dtype | None) -> Iterator[None]:
-    """Within, operators on meta tensors are that device type's."""
+def kernels_of(target: str, autocast: torch.dtype | None) -> Iterator[None]:
+    """Run operators on meta tensors as that device type would, within this context."""
     _register()
-    before = _now.target, _now.device
-    _now.target, _now.device = target, _at_hand(target)
+    before = _target.target, _target.device
+    _target.target, _target.device = target, _at_hand(target)
     try:
         with _key_is_on(), _autocast_flag(autocast):
             yield
     finally:
-        _now.target, _now.device = before
+        _target.target, _target.device = before
 
 
 def _at_hand(target: str) -> torch.device | None:
-    """Rule 3."""
+    """Return the initialized device of that type; None if there is none (Rule 3)."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type != target:
         return None
     try:
         torch.accelerator.current_device_index()
-    except RuntimeError as error:  # others have all of it, or this process was forked from one that had it
-        log.debug("superpipeline: device %r can not be asked which attention it picks: %s", target, error)
+    except RuntimeError as error:  # other processes use all of it, or this one was forked after it was in use
+        log.debug("superpipeline: cannot find out which attention kernel device %r picks: %s", target, error)
         return None
     return device
 
@@ -78,7 +78,7 @@ def _key_is_on() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
-    """Whether to cast is the CPU's flag, which model code that is told of the CPU turns off and on."""
+    """Set the CPU's autocast flag and type within this context (Rule 2)."""
     before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     torch.set_autocast_enabled("cpu", dtype is not None)
     if dtype is not None:
@@ -90,8 +90,8 @@ def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_autocast_dtype("cpu", before[1])
 
 
-# CUDA's autocast: what runs in the lower precision, what in FP32, what in the widest of its arguments' types, and what
-# is told to give FP32. What this torch does not cast is left out.
+# CUDA's autocast: operators that run in the lower precision, in FP32, in the widest of their arguments' types, and
+# with dtype=float32. Names that the installed torch does not cast are skipped.
 LOWER = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul mm mv
@@ -121,7 +121,7 @@ _registered: list[Any] = []
 
 
 def _register() -> None:
-    """Once for the process: without the key, which is this thread's within `of`, nothing comes here."""
+    """Register the casts and kernels once for the process; they run only under the key, within `kernels_of`."""
     if _registered:
         return
     rest = _library.Library("_", "IMPL")
@@ -144,7 +144,7 @@ def _overload(name: str) -> Any:
 
 
 def _below() -> Any:
-    """Operators called within go on to autograd."""
+    """Send operators called within this guard on to autograd."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY)))
 
 
@@ -175,7 +175,7 @@ def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
-        if _casts() and _now.target != "cpu":
+        if _casts() and _target.target != "cpu":
             dtype = torch.float32
             return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
         return op(*args, **kwargs)
@@ -194,7 +194,7 @@ def _fp32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         arguments = [argument.name for argument in op._schema.arguments]
         given = dict(zip(arguments, args, strict=False)) | kwargs
-        if _casts() and _now.target != "cpu" and given.get("dtype") is None and _is_eligible(args[0]):
+        if _casts() and _target.target != "cpu" and given.get("dtype") is None and _is_eligible(args[0]):
             positional = args[: arguments.index("dtype")] if "dtype" in arguments[: len(args)] else args
             return op(*positional, **{**kwargs, "dtype": torch.float32})
         return op(*args, **kwargs)
@@ -202,8 +202,8 @@ def _fp32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     with _below():
-        if train and 0 < p < 1 and _now.target in FUSED and x.numel():
-            return torch.native_dropout(x, p, train)[0]  # which keeps a mask of one byte each
+        if train and 0 < p < 1 and _target.target in FUSED and x.numel():
+            return torch.native_dropout(x, p, train)[0]  # it saves a mask of one byte per element
         return torch.dropout(x, p, train)
 
 
@@ -217,7 +217,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that the target picks."""
+    """Run attention by the kernel that the target picks."""
     with _below():
         if _casts():
             lower = torch.get_autocast_dtype("cpu")
@@ -249,7 +249,7 @@ def _attention(
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask of truth values, as what is added to the scores."""
+    """Turn a boolean mask into one that is added to the scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=META).masked_fill(mask.logical_not(), float("-inf"))
@@ -258,7 +258,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, grouped: bool
 ) -> str:
-    asked = Attention(
+    call = Attention(
         query.dtype,
         query.shape[-1] if query.shape[-1] == key.shape[-1] == value.shape[-1] and query.dim() == 4 else 0,
         mask is not None,
@@ -266,52 +266,52 @@ def _attention_kernel(
         dropout > 0,
         grouped and query.shape[1] != key.shape[1],
     )
-    if _now.device is not None and asked.width and not asked.mask_trains:
-        with contextlib.suppress(torch.OutOfMemoryError, torch.AcceleratorError):  # of a device that others fill
-            return _picked(_now.device, asked)
-    return attention_kernel(_now.target, asked)
+    if _target.device is not None and call.width and not call.mask_trains:
+        with contextlib.suppress(torch.OutOfMemoryError, torch.AcceleratorError):  # other processes fill the device
+            return _picked(_target.device, call)
+    return attention_kernel(_target.target, call)
 
 
 class Attention(NamedTuple):
-    """What decides on the kernel for ``scaled_dot_product_attention``."""
+    """The properties of a call of ``scaled_dot_product_attention`` that decide its kernel."""
 
     dtype: torch.dtype
-    width: int  # of a head; 0 if queries, keys and values differ, or are no batch of heads
+    width: int  # of a head; 0 if queries, keys and values differ in it, or are not batches of heads
     masked: bool = False
     mask_trains: bool = False
     drops: bool = False
-    grouped: bool = False  # several heads of queries for one of keys
+    grouped: bool = False  # several query heads share a key head
 
 
-def attention_kernel(target: str, asked: Attention) -> str:
-    """What a device of that type picks: "flash", "efficient", "cpu" (flash on the CPU) or "math"."""
-    if not asked.width:
+def attention_kernel(target: str, call: Attention) -> str:
+    """Return the kernel that a device of that type picks: "flash", "efficient", "cpu" (flash on the CPU) or "math"."""
+    if not call.width:
         return "math"
     if target == "cpu":
-        return "math" if asked.drops or asked.grouped or asked.mask_trains else "cpu"
-    if target not in FUSED or asked.dtype is torch.float64:
+        return "math" if call.drops or call.grouped or call.mask_trains else "cpu"
+    if target not in FUSED or call.dtype is torch.float64:
         return "math"
-    if asked.dtype in (torch.float16, torch.bfloat16) and not asked.masked and asked.width <= 256:
+    if call.dtype in (torch.float16, torch.bfloat16) and not call.masked and call.width <= 256:
         return "flash"
-    return "math" if asked.grouped else "efficient"
+    return "math" if call.grouped else "efficient"
 
 
 _NAMES = {"FlashAttentionForCpu": "cpu", "FlashAttention": "flash", "CudnnAttention": "flash", "Efficient": "efficient"}
 
 
 @functools.cache
-def _picked(device: torch.device, asked: Attention) -> str:
-    """What a device that is at hand picks, found by running it on next to nothing."""
-    # Detached: an output that is saved as it is leads back to its own node, which would never be freed.
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+def _picked(device: torch.device, call: Attention) -> str:
+    """Find the kernel that a device at hand picks, by running a tiny attention on it."""
+    # Detached: an output that is saved as it is refers to its own node, which would never be freed.
+    detached = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     same_numbers = torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), unseen, same_numbers:
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), detached, same_numbers:
         query, key = (
-            torch.zeros(1, heads, 8, asked.width, dtype=asked.dtype, device=device, requires_grad=True)
-            for heads in (2, 1 if asked.grouped else 2)
+            torch.zeros(1, heads, 8, call.width, dtype=call.dtype, device=device, requires_grad=True)
+            for heads in (2, 1 if call.grouped else 2)
         )
-        mask = torch.zeros(1, 2, 8, 8, dtype=asked.dtype, device=device) if asked.masked else None
+        mask = torch.zeros(1, 2, 8, 8, dtype=call.dtype, device=device) if call.masked else None
         attention = torch.nn.functional.scaled_dot_product_attention
-        out = attention(query, key, key, mask, dropout_p=0.1 * asked.drops, enable_gqa=asked.grouped)
+        out = attention(query, key, key, mask, dropout_p=0.1 * call.drops, enable_gqa=call.grouped)
         name = "" if out.grad_fn is None else out.grad_fn.name()
     return next((kernel for found, kernel in _NAMES.items() if found in name), "math")

@@ -1,11 +1,11 @@
-"""Model code on tensors without data, as if they were on a device: no memory is taken, next to nothing is computed.
+"""Model code on tensors without data, as if they were on a device: almost no memory, almost no computation.
 
-1. Every tensor is a meta tensor, and model code is told that it is on the CPU: so it takes its plainest way, everywhere
-   the same, and a tensor made on the host mixes with one of the device.
-2. What a few numbers decide (token ids, masks, grid sizes: anything small that only depends on such) is computed beside
-   it on the CPU, so that ``.item()``, ``nonzero()`` and a mask as an index have an answer. Values stand for storages:
-   views and writes in place follow by themselves. What has no answer raises `Unknown`.
-3. Kernels and casts are the target's (fake_kernels.py).
+1. Every tensor is a meta tensor, and model code sees it on the CPU. So model code takes its plainest path, the same on
+   every machine, and a tensor made on the host mixes with one of the device.
+2. What a few numbers decide (token ids, masks, grid sizes: anything small that depends only on such values) is also
+   computed on the CPU, so that ``.item()``, ``nonzero()`` and a mask as an index have an answer. Values are known by
+   storage, so views and writes in place need nothing more. What has no answer raises `Unknown`.
+3. Kernels and casts are the target device's (fake_kernels.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from . import fake_kernels
 
 aten = torch.ops.aten
 META, HOST = torch.device("meta"), torch.device("cpu")
-KNOWN_NBYTES = 2**24  # of the integers whose values are known (Rule 2)
-KNOWN_FLOATS = 64
-KNOWN_CONSTANTS = 2**18  # floats that are made all alike, as masks of ones are
+KNOWN_NBYTES = 2**24  # bytes of the largest integer tensor whose values are known (Rule 2)
+KNOWN_FLOATS = 64  # elements of the largest float tensor whose values are known
+KNOWN_CONSTANTS = 2**18  # the same for floats filled with one value, such as a mask of ones
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
 
 
 class Unknown(SuperpipelineError, RuntimeError):
-    """Model code asked for a value that is not known before it runs on data."""
+    """Model code needs a value that is unknown without data."""
 
 
 class FakeTensors:
@@ -44,45 +44,45 @@ class FakeTensors:
 
     Args:
         target: The device type whose kernels are counted, such as "cuda".
-        autocast: What the precision casts to; None for no autocast.
+        autocast: The type that the precision casts to; None for no autocast.
     """
 
     def __init__(self, target: str, autocast: torch.dtype | None = None) -> None:
         self.target = target
-        self.observe: Observer | None = None  # is told of each operator, with its arguments and its result
-        self.building = False  # a module is being made: what its weights begin with does not matter
+        self.observe: Observer | None = None  # called with each operator, its arguments and its result
+        self.building = False  # a module is being made: its initial weights do not matter
         self._autocast = autocast
-        self._numbers = _Numbers()
+        self._known_values = _KnownValues()
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> FakeTensors:
         enter = self._contexts.enter_context
         enter(torch.random.fork_rng(devices=[]))
-        enter(fake_kernels.of(self.target, self._autocast))
-        enter(_also_in_backward(enter(_Attributes(self._numbers))))
-        enter(_Operators(self._numbers, self))
+        enter(fake_kernels.kernels_of(self.target, self._autocast))
+        enter(_also_in_backward(enter(_Attributes(self._known_values))))
+        enter(_Operators(self._known_values, self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._contexts.close()
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """The same without data; small integers keep their values."""
+        """Return a tensor like this one without data; values of small tensors stay known."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return self._numbers.adopt(tensor)
+            return self._known_values.adopt(tensor)
 
 
 # ---- values (Rule 2)
 
 
-class _Numbers:
-    """The values of storages that are known, on the CPU."""
+class _KnownValues:
+    """The known values of storages, on the CPU."""
 
     def __init__(self) -> None:
-        self._known: dict[int, torch.UntypedStorage] = {}  # by storages, as long as those are there
+        self._known: dict[int, torch.UntypedStorage] = {}  # by storage, as long as that exists
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The tensor with its values, if they are known."""
+        """Return the tensor with its values; None if they are unknown."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is None:
             return None
@@ -90,11 +90,11 @@ class _Numbers:
         return empty.set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether they are known."""
+        """Whether the tensor's values are known."""
         return tensor.untyped_storage()._cdata in self._known
 
     def adopt(self, real: Tensor) -> Tensor:
-        """A meta tensor in the place of a real one; what is one already is it."""
+        """Return a meta tensor in place of a real one; a meta tensor is returned as it is."""
         if real.is_meta:
             return real
         made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=META)
@@ -102,7 +102,7 @@ class _Numbers:
         return made
 
     def learn(self, tensor: Tensor, values: Tensor, floats: int = KNOWN_FLOATS) -> None:
-        """These are the values of a tensor that has its storage to itself."""
+        """Note the values, if it is small, of a tensor that has its storage to itself."""
         if is_small(tensor, floats) and tensor.layout is torch.strided:
             storage, key = tensor.untyped_storage(), tensor.untyped_storage()._cdata
             if key not in self._known:
@@ -111,23 +111,23 @@ class _Numbers:
             mine = self.of(tensor)
             assert mine is not None
             for index, step in enumerate(tensor.stride()):
-                if step == 0 and tensor.shape[index]:  # one place for all of them
+                if step == 0 and tensor.shape[index]:  # one element for all of them
                     mine, values = mine.narrow(index, 0, 1), values.narrow(index, 0, 1)
             mine.copy_(values)
 
     def forget(self, tensor: Tensor) -> None:
-        """It was written with something unknown."""
+        """Forget the values of a tensor to which something unknown was written."""
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
 
 def is_small(tensor: Tensor, floats: int = KNOWN_FLOATS) -> bool:
-    """Whether its values are worth computing."""
+    """Whether a tensor's values are worth computing."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.numel() <= floats
     return tensor.numel() * tensor.element_size() <= KNOWN_NBYTES
 
 
-# What a result of these does not depend on is the values of their tensor.
+# Results of these do not depend on the values of their tensor.
 _LIKE = {
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided),
@@ -136,13 +136,13 @@ _ALIKE = (aten.ones, aten.zeros, aten.full, aten.ones_like, aten.zeros_like, ate
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each operator without data, and on values where they are known."""
+    """A mode that runs each operator without data, and on values where they are known."""
 
-    def __init__(self, numbers: _Numbers, pretence: FakeTensors) -> None:
+    def __init__(self, known_values: _KnownValues, context: FakeTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers = numbers
-        self._pretence = pretence
-        self._remembered: dict[Any, Any] = {}  # what results look like: layers are alike, and asking takes long
+        self._known_values = known_values
+        self._context = context
+        self._remembered: dict[Any, Any] = {}  # specs of results by call: layers repeat, and finding out takes long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # Rule 1 is for model code
@@ -158,26 +158,26 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
             args = (args[0], self._as_integers(args[1]), *args[2:])
         out = self._run(func, args, kwargs, tensors)
-        if self._pretence.observe is not None:
-            self._pretence.observe(func, args, kwargs, out)
+        if self._context.observe is not None:
+            self._context.observe(func, args, kwargs, out)
         return out
 
     def _without_data(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else self._numbers.adopt(tensor)
+        return tensor if tensor.is_meta else self._known_values.adopt(tensor)
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         known = self._known(func, tensors)
-        if func is aten.masked_select.default and (mask := self._numbers.of(args[1])) is not None:
+        if func is aten.masked_select.default and (mask := self._known_values.of(args[1])) is not None:
             return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
         try:
             out = func(*args, **kwargs) if known else self._result(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not known and self._pretence.building and func is aten._local_scalar_dense.default:
+            if not known and self._context.building and func is aten._local_scalar_dense.default:
                 return 0
             if not known or not tensors:
                 raise _unknown(func, error) from error
             return self._decided(func, args, kwargs)
-        if func._overloadpacket is aten.set_:  # another storage, whose values are known or not
+        if func._overloadpacket is aten.set_:  # the tensor has another storage now
             return out
         if func._schema.is_mutable:
             self._write(func, args, kwargs, known)
@@ -191,27 +191,27 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = func(*self._values(func, args), **self._values(func, kwargs))
             for tensor, value in zip(tensors_of((out,)), tensors_of((values,)), strict=True):
                 if self._is_new(tensor, tensors, floats):
-                    self._numbers.learn(tensor, value, floats)
+                    self._known_values.learn(tensor, value, floats)
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Tensors as the operator's, which are no views."""
+        """Return an operator's result, from the specs of an earlier one where it consists of new tensors."""
         if not _is_fresh(func):
             return func(*args, **kwargs)
         try:
-            asked = (func, _described(args), _described(tuple(kwargs.items())))
-            found = self._remembered.get(asked)
-        except TypeError:  # something that can not be told apart
+            call = (func, _described(args), _described(tuple(kwargs.items())))
+            found = self._remembered.get(call)
+        except TypeError:  # an argument that cannot be a key
             return func(*args, **kwargs)
         if found is None:
             out = func(*args, **kwargs)
-            self._remembered[asked] = _described(out) if _is_plain(out) else NotImplemented
+            self._remembered[call] = _described(out) if _is_plain(out) else NotImplemented
             return out
         return func(*args, **kwargs) if found is NotImplemented else _made(found)
 
     def _known(self, func: Any, tensors: list[Tensor]) -> bool:
         if func._overloadpacket in _LIKE:
             return True
-        return all(map(self._numbers.knows, tensors))
+        return all(map(self._known_values.knows, tensors))
 
     @staticmethod
     def _is_new(tensor: Tensor, inputs: list[Tensor], floats: int) -> bool:
@@ -226,35 +226,37 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_of((value,)):
-                    self._numbers.forget(tensor)
+                    self._known_values.forget(tensor)
 
     def _decided(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What has a result only with values: numbers, and tensors whose shapes depend on them."""
+        """Run an operator whose result needs values: a number, or tensors whose shapes depend on them."""
         values = func(*self._values(func, args), **self._values(func, kwargs))
-        return tree_map_only(Tensor, self._numbers.adopt, values)
+        return tree_map_only(Tensor, self._known_values.adopt, values)
 
     def _values(self, func: Any, tree: Any) -> Any:
         def value(tensor: Tensor) -> Tensor:
-            known = self._numbers.of(tensor)
+            known = self._known_values.of(tensor)
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if known is None else known
 
         tree = tree_map_only(Tensor, value, tree)
         return tree_map_only(torch.device, lambda _: HOST, tree)
 
     def _as_integers(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Masks as indices, as places: how many are set decides the shape."""
+        """Turn masks among indices into positions: how many are set decides the shape."""
         result: list[Tensor | None] = []
         for index in indices:
-            values = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self._numbers.of(index)
+            values = (
+                None if index is None or index.dtype not in (torch.bool, torch.uint8) else self._known_values.of(index)
+            )
             if values is None:
                 result.append(index)
             else:
-                result += [self._numbers.adopt(column) for column in values.nonzero(as_tuple=True)]
+                result += [self._known_values.adopt(column) for column in values.nonzero(as_tuple=True)]
         return result
 
 
 def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Tensor]:
-    """The tensors among an operator's arguments or results, which come alone or in lists."""
+    """List the tensors among an operator's arguments or results, single or in lists."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -264,30 +266,30 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> lis
     return found
 
 
-class _Look(NamedTuple):
+class _TensorSpec(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _described(value: Any) -> Any:
-    """What a result's look depends on, or is."""
+    """Describe arguments as a key, or results so that `_made` can make them again."""
     if isinstance(value, Tensor):
-        return _Look(value.shape, value.stride(), value.dtype)
+        return _TensorSpec(value.shape, value.stride(), value.dtype)
     if isinstance(value, tuple | list):
         return tuple(map(_described, value))
-    return type(value), value  # 1, 1.0 and True are equal, and give other types
+    return type(value), value  # 1, 1.0 and True are equal, but lead to different types
 
 
 def _made(described: Any) -> Any:
-    if isinstance(described, _Look):
+    if isinstance(described, _TensorSpec):
         return torch.empty_strided(described.shape, described.stride, dtype=described.dtype, device=META)
     return tuple(map(_made, described))
 
 
 @functools.cache
 def _is_fresh(func: Any) -> bool:
-    """Whether all that an operator returns is new."""
+    """Whether everything that an operator returns is new."""
     schema = func._schema
     return not schema.is_mutable and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
@@ -301,7 +303,7 @@ def _unknown(func: Any, error: Exception) -> Exception:
     return Unknown(f"{name} has no result without data: {str(error).splitlines()[0]}")
 
 
-# ---- what Python asks of a tensor (Rule 1)
+# ---- attributes that Python reads (Rule 1)
 
 _GET_DEVICE, _GET_META, _GET_CPU = (getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
@@ -310,11 +312,11 @@ _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class _Attributes(TorchFunctionMode):
-    """Says that every tensor is on the CPU."""
+    """A mode in which every tensor appears to be on the CPU."""
 
-    def __init__(self, numbers: _Numbers) -> None:
+    def __init__(self, known_values: _KnownValues) -> None:
         super().__init__()
-        self._numbers = numbers
+        self._known_values = known_values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DEVICE:
@@ -337,27 +339,30 @@ class _Attributes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _read(self, tensor: Tensor) -> Tensor:
-        values = self._numbers.of(tensor)
+        values = self._known_values.of(tensor)
         if values is None:
-            raise Unknown(f"a tensor of shape {tuple(tensor.shape)} is read as numbers, which it has not without data")
+            raise Unknown(f"a tensor of shape {tuple(tensor.shape)} is read as numbers, which are unknown without data")
         return values
 
 
 @contextlib.contextmanager
 def _also_in_backward(attributes: _Attributes) -> Iterator[None]:
-    """Model code that backward runs, as checkpoints do, is told the same: torch asks a mode about the call of backward,
-    and while that call runs the mode is off."""
+    """Keep the mode on in model code that backward runs, as checkpoints do.
+
+    torch passes the call of backward to the mode, and switches the mode off while that call runs.
+    """
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def run_with_mode(*args: Any, **kwargs: Any) -> Any:
         with attributes:
             return run(*args, **kwargs)
 
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     compared = checks["default"]
-    # Saved tensors' devices, which a hook sees as they are where an operator of Python saves, and as told elsewhere.
+    # A checkpoint compares the devices of saved tensors. Its hook sees the real one, meta, where an operator of Python
+    # saves, and the CPU elsewhere.
     checks["default"] = checks["none"]
-    torch.autograd._engine_run_backward = told  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_with_mode  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -366,7 +371,7 @@ def _also_in_backward(attributes: _Attributes) -> Iterator[None]:
 
 
 def _index(index: Any) -> Any:
-    """Lists in an index as tensors, whose values are known: torch would make them on the meta device."""
+    """Turn lists in an index into tensors with known values: torch would make them on the meta device."""
     if isinstance(index, list):
         return torch.tensor(index) if index and all(isinstance(value, int) for value in index) else index
     return tuple(map(_index, index)) if isinstance(index, tuple) else index

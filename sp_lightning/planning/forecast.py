@@ -1,4 +1,4 @@
-"""What planning found: bytes term by term, time, and what could be done otherwise; in plain numbers and sentences."""
+"""The result of planning: bytes term by term, times, and possible changes, in plain numbers and sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..options import Options, format_both, format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A window and a transfer, and what they come to."""
+    """A window and a transfer size, with the device memory and the step time that they lead to."""
 
     window: int
     transfer: int
@@ -25,20 +25,20 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Change:
-    """Something to do otherwise."""
+    """A change to the run, with the memory and the step time that it leads to."""
 
     what: str
     nbytes: int  # on the device then
     step_s: float
-    samples: float = 1.0  # per step, compared with the plan's
+    samples: float = 1.0  # per step, as a multiple of the plan's
     host_nbytes: int | None = None  # on the host then; None: as planned
 
     def cost(self, plan: Plan) -> float:
-        """Time per sample, compared with the plan's."""
+        """Return the time per sample, as a multiple of the plan's."""
         return self.step_s / self.samples / plan.step_s
 
-    def told(self, plan: Plan) -> str:
-        """For a message: what it takes, and what it costs."""
+    def describe(self, plan: Plan) -> str:
+        """Describe the change for a message, with its memory and its cost."""
         nbytes = f"{format_bytes(self.nbytes)} on the device"
         if self.host_nbytes is not None:
             nbytes = f"{format_bytes(self.host_nbytes)} on the host"
@@ -48,39 +48,39 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training run needs."""
+    """The predicted memory and time of a training run."""
 
     model: str
     parameters: int
-    trained: int  # of them
+    trained: int  # parameters that train
     rows: int  # of the batch
-    counted: str  # what rows are: "rows" or "tokens"
+    counted: str  # what `rows` counts: "rows" or "tokens"
     precision: str
     machine: Machine
     options: Options
     window: int
     transfer: int
-    units: tuple[str, ...]  # that stream
+    units: tuple[str, ...]  # names of those that stream
     device_terms: dict[str, int]
     host: HostBytes
     available: int  # bytes on the device
     simulation: Simulation
     largest_window: int  # that fits; 0 if none does
-    largest_batch: int | None  # rows that fit with this window; None where that was not found
+    largest_batch: int | None  # rows that fit with this window; None if unknown
     sweep: tuple[SweepPoint, ...]
     changes: tuple[Change, ...]  # cheapest first; those that fit before those that do not
-    host_changes: tuple[Change, ...] = ()  # that make room on the host, where there is too little
+    host_changes: tuple[Change, ...] = ()  # that free host memory, if the host has too little
     notes: tuple[str, ...] = ()
     flops: float = 0.0
 
     @property
     def device_nbytes(self) -> int:
-        """All terms of the device."""
+        """Bytes on the device, all terms together."""
         return sum(self.device_terms.values())
 
     @property
     def chosen(self) -> dict[str, int]:
-        """For `Handle.resume`: a run with automatic sizes starts from these."""
+        """Sizes for `Handle.resume`, from which a run with automatic sizes starts."""
         others = self.device_nbytes - self.device_terms.get("window", 0) - self.device_terms.get("reserve", 0)
         return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
 
@@ -91,27 +91,30 @@ class Plan:
 
     @property
     def floor_s(self) -> float:
-        """What the step has to do at least. The way of the first unit, which the floor counts apart, may run beside the
-        steps of others where the optimizer binds: it is not shown as more than the step."""
+        """Lower bound of the step time in seconds, never more than the predicted step.
+
+        The bound counts the first unit's way up separately; where the optimizer binds, that may run beside the steps
+        of other units.
+        """
         return min(self.simulation.floor.seconds, self.step_s)
 
     @property
     def binds(self) -> str:
-        """What the floor is made of: "compute", "link" or "optimizer"."""
+        """Part that sets the lower bound: "compute", "link" or "optimizer"."""
         return self.simulation.floor.binds
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have room for it."""
+        """Whether the run fits on both device and host."""
         return self.device_nbytes <= self.available and self.host.total <= self.machine.host_nbytes
 
     def check(self) -> None:
-        """Stops a run that can not fit: with what it needs, what there is, and what would make it fit."""
+        """Raise MemoryBudgetError if the run does not fit: with its needs, what is available, and what would fit."""
         if self.device_nbytes > self.available:
-            needs, there_are = format_both(self.device_nbytes, self.available)
+            needed, available = format_both(self.device_nbytes, self.available)
             raise MemoryBudgetError(
-                f"training {self.model} needs {needs} on the device with window "
-                f"{self.window} and {self.rows} {self.counted}, and there are {there_are}; " + self._remedies()
+                f"training {self.model} needs {needed} on the device with window "
+                f"{self.window} and {self.rows} {self.counted}, but {available} are available; " + self._remedies()
             )
         if self.host.total > self.machine.host_nbytes:
             raise MemoryBudgetError(
@@ -124,18 +127,18 @@ class Plan:
         fitting = [change for change in self.changes if change.nbytes <= self.available][:3]
         if not fitting:
             return "no window, policy or batch that was tried fits: name smaller units, or use a larger device"
-        return "what would fit: " + "; ".join(change.told(self) for change in fitting)
+        return "what would fit: " + "; ".join(change.describe(self) for change in fitting)
 
     def _host_remedies(self) -> str:
         most = self.machine.host_nbytes
         enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= most][:3]
         if not enough:
             return "a host with more memory is needed"
-        return "what would fit: " + "; ".join(change.told(self) for change in enough)
+        return "what would fit: " + "; ".join(change.describe(self) for change in enough)
 
     @property
     def first(self) -> str:
-        """The one sentence about what to change first."""
+        """What to change first, as one sentence."""
         if self.device_nbytes > self.available:
             return self._remedies()
         if not self.fits:
@@ -156,7 +159,7 @@ class Plan:
         return f"{best.what}: {best.cost(self):.2f} times as long per sample, as {why}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in plain values."""
+        """Return everything as plain values."""
         options = asdict(self.options)
         options["units"] = options["units"] if isinstance(options["units"], str | tuple) else "callable"
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -171,7 +174,7 @@ class Plan:
             "binds": self.binds,
             "fits": self.fits,
             "first": self.first,
-            "sweep": [asdict(choice) for choice in self.sweep],
+            "sweep": [asdict(point) for point in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
             "host_changes": [asdict(change) | {"cost": change.cost(self)} for change in self.host_changes],
         }

@@ -1,9 +1,9 @@
-"""A model to plan for: what its units cost, what is on the device with it, and what on the host.
+"""A model to plan for: what its units cost, and what it needs on the device and on the host.
 
-1. A module is rehearsed (dry_run.py). What a rehearsal can not do is said in ``notes``: a training_step that asks its
-   Trainer for something is replaced by ``forward``; a model whose way depends on what it computes runs on the CPU, with
-   data, if it is small enough.
-2. A workload has its numbers listed (workloads.py).
+1. A module is measured by a dry run (dry_run.py). ``notes`` report what a dry run cannot do: a training_step that needs
+   its Trainer is replaced by ``forward``; a model whose control flow depends on values that it computes runs on the
+   CPU, with data, if it is small enough.
+2. A workload's numbers are listed (workloads.py).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ..core.sizing import UnitBytes
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..options import Options, format_bytes
-from .dry_run import RealTensors, Runner, rehearse
+from .dry_run import RealTensors, Runner, dry_run
 from .fake_tensors import FakeTensors, Unknown
 from .step_trace import StepTrace
 from .workloads import Workload
 
-LARGEST_REAL = 2**30  # bytes of weights with which a step is tried on the CPU (Rule 1)
+LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What does not depend on window and transfer, and what does."""
+    """The needs of a step: what does not depend on window and transfer, and the device's peak, which does."""
 
     costs: list[UnitCost]  # in the order of their first visits, resident ones last
     works: list[SimulatedVisit]
-    peak: Callable[[int, int], dict[str, int]]
+    peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
-    script: StepTrace | None = None
+    trace: StepTrace | None = None  # None for a workload
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -59,32 +59,32 @@ class PlannedModel(ABC):
 
     name: str
     rows: int
-    counted = "rows"  # or what else a batch's size is given in
+    counted = "rows"  # what `rows` counts
     notes: list[str]
 
     @abstractmethod
     def needs(self, options: Options, machine: Machine) -> Requirements:
-        """With the batch."""
+        """Return the requirements of a step with the given batch."""
 
     @abstractmethod
     def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements | None:
-        """With another number of rows; None if that can not be told."""
+        """Return the requirements with another number of rows; None if they are unknown."""
 
     @abstractmethod
     def host(self, options: Options, needs: Requirements) -> HostBytes:
-        """What it takes of the host's memory."""
+        """Return the host memory that a run takes."""
 
     def states(self) -> float:
-        """Tensors that the optimizer keeps of each parameter."""
+        """Return how many tensors of a parameter's size the optimizer stores for it."""
         return STATES["AdamW"]
 
     def in_half(self) -> PlannedModel | None:
-        """The same computed in half precision; None where it is, or where that is not known."""
+        """Return the same model computed in half precision; None unless it is a module that computes in FP32."""
         return None
 
 
 class TracedModel(PlannedModel):
-    """A module, by a rehearsal."""
+    """A module, measured by a dry run."""
 
     def __init__(
         self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | None
@@ -99,21 +99,21 @@ class TracedModel(PlannedModel):
         self._target = target
         self._loss = loss
         self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
-        self._scripts: dict[tuple[Options, int], StepTrace] = {}
+        self._traces: dict[tuple[Options, int], StepTrace] = {}
         self._states: float | None = None
-        self._nbytes = 0  # of weights; known when the module was made
-        self._real = False  # whether it has to run with data
-        self._forward = False  # whether training_step can not
-        self._made: Any = None  # the class of the module, when one was made
+        self._nbytes = 0  # of weights; known once the module was made
+        self._real = False  # whether the model has to run with data
+        self._forward = False  # whether forward replaces training_step
+        self._made_class: Any = None  # class of the module that was made, if one was
         self.rows = _rows(self._batch)
         self.notes: list[str] = []
         self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
 
     def needs(self, options: Options, machine: Machine) -> Requirements:
-        return self._needs(self._script(options, 1), options, machine)
+        return self._needs(self._trace(options, 1), options, machine)
 
     def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements | None:
-        """On the straight line through this batch and one of twice the rows."""
+        """Return the requirements on the straight line through this batch and one of twice the rows."""
         if options not in self._lines:
             self._lines[options] = self._line(options)
         line = self._lines[options]
@@ -122,28 +122,28 @@ class TracedModel(PlannedModel):
         return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine)
 
     def _line(self, options: Options) -> tuple[StepTrace, StepTrace] | None:
-        one = self._script(options, 1)
+        one = self._trace(options, 1)
         try:
-            two = self._script(options, 2)
+            two = self._trace(options, 2)
         except SuperpipelineError:
-            self.notes.append("twice the batch could not be measured, so the largest one is not known")
+            self.notes.append("a batch of twice the rows could not be measured, so the largest batch is unknown")
             return None
         return (one, two) if one.is_like(two) else None
 
     @staticmethod
-    def _needs(script: StepTrace, options: Options, machine: Machine) -> Requirements:
-        costs, works = _costs(script, options, machine)
-        return Requirements(costs, works, script.peak, script.sizes, script)
+    def _needs(trace: StepTrace, options: Options, machine: Machine) -> Requirements:
+        costs, works = _costs(trace, options, machine)
+        return Requirements(costs, works, trace.peak, trace.sizes, trace)
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
-        assert needs.script is not None
+        assert needs.trace is not None
         half = self._half() if options.master_weights else None
 
         def travels_as(dtype: torch.dtype) -> torch.dtype:
             return half if half is not None and dtype is torch.float32 else dtype
 
-        units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.script.units]
-        units.append(UnitHostBytes(weights=0, wire=needs.script.cast_nbytes))
+        units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.trace.units]
+        units.append(UnitHostBytes(weights=0, wire=needs.trace.cast_nbytes))
         stowed = sum(work.stowed_nbytes for work in needs.works)
         return host_bytes(units, states=self.states(), activations=stowed)
 
@@ -158,36 +158,36 @@ class TracedModel(PlannedModel):
     def _half(self) -> torch.dtype | None:
         return HALF.get(self._precision.split("-")[0])
 
-    def _script(self, options: Options, scale: int) -> StepTrace:
-        if (options, scale) not in self._scripts:
-            self._scripts[options, scale] = self._found(options, scale)
-        return self._scripts[options, scale]
+    def _trace(self, options: Options, scale: int) -> StepTrace:
+        if (options, scale) not in self._traces:
+            self._traces[options, scale] = self._find_trace(options, scale)
+        return self._traces[options, scale]
 
-    def _found(self, options: Options, scale: int) -> StepTrace:
-        """By the plainest way that works, which the first one shows for all (Rule 1)."""
+    def _find_trace(self, options: Options, scale: int) -> StepTrace:
+        """Trace a step in the plainest way that works; the first trace decides the way of all others (Rule 1)."""
         batch = _scaled(self._batch, self.rows, scale)
         first: Exception | None = None
         while True:
             try:
-                return self._rehearse(options, batch)
+                return self._dry_run(options, batch)
             except Unknown as error:
-                if self._real or self._scripts:
+                if self._real or self._traces:
                     raise
                 if self._nbytes > LARGEST_REAL:
                     raise UnsupportedError(
-                        f"{self.name} asks for values that it computes ({error}), and {format_bytes(self._nbytes)} of "
-                        f"weights are more than the {format_bytes(LARGEST_REAL)} with which that is tried on the CPU: "
-                        "plan with fewer layers, or pass loss=, a function of module and batch that does not ask"
+                        f"{self.name} depends on values that it computes ({error}), and {format_bytes(self._nbytes)} "
+                        f"of weights are more than the {format_bytes(LARGEST_REAL)} that may run on the CPU instead: "
+                        "plan with fewer layers, or pass loss=, a function of module and batch without those values"
                     ) from error
                 self._real = True
                 self.notes.append(
-                    "its way depends on what it computes: measured on the CPU, with data, by the CPU's kernels"
+                    "the model depends on values that it computes: measured on the CPU, with data, by the CPU's kernels"
                 )
             except SuperpipelineError:
                 raise
             except Exception as error:
                 first = first or error
-                if self._forward or self._scripts or self._loss is not None or not self._has_training_step():
+                if self._forward or self._traces or self._loss is not None or not self._has_training_step():
                     raise UnsupportedError(
                         f"{self.name} does not run without a Trainer and without data: {_in_a_line(first)}; pass "
                         "another batch (--data), or loss=, a function that takes the module and a batch and returns "
@@ -195,35 +195,35 @@ class TracedModel(PlannedModel):
                     ) from error
                 self._forward = True
                 self.notes.append(
-                    f"training_step was not measured, as it needs more than a batch ({_in_a_line(error)}): "
-                    "forward, and backward from all it returns, were"
+                    f"training_step was not measured, because it needs more than a batch ({_in_a_line(error)}): "
+                    "forward, and backward from all its outputs, were measured instead"
                 )
 
     def _has_training_step(self) -> bool:
-        return hasattr(type(self._module) if isinstance(self._module, nn.Module) else self._made, "training_step")
+        return hasattr(type(self._module) if isinstance(self._module, nn.Module) else self._made_class, "training_step")
 
-    def _rehearse(self, options: Options, batch: Any) -> StepTrace:
+    def _dry_run(self, options: Options, batch: Any) -> StepTrace:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nobody trains here
-            return self._rehearsed(options, batch)
+            warnings.simplefilter("ignore")  # nothing is trained here
+            return self._run_in_context(options, batch)
 
-    def _rehearsed(self, options: Options, batch: Any) -> StepTrace:
+    def _run_in_context(self, options: Options, batch: Any) -> StepTrace:
         mixed = self._precision.endswith("mixed")
         autocast = self._half() if mixed else None
         if self._real:
             with torch.autocast("cpu", dtype=autocast, enabled=mixed), torch.random.fork_rng(devices=[]):
-                with (stage := RealTensors()):
-                    return self._perform(stage, batch, options)
-        with (pretence := FakeTensors(self._target, autocast)):
-            return self._perform(pretence, batch, options)
+                with (real := RealTensors()):
+                    return self._run_on(real, batch, options)
+        with (tensors := FakeTensors(self._target, autocast)):
+            return self._run_on(tensors, batch, options)
 
-    def _perform(self, stage: FakeTensors | RealTensors, batch: Any, options: Options) -> StepTrace:
-        module = self._make(stage)
-        self._made = type(module)
+    def _run_on(self, tensors: FakeTensors | RealTensors, batch: Any, options: Options) -> StepTrace:
+        module = self._make(tensors)
+        self._made_class = type(module)
         self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
         if not self._nbytes:
             raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
-        adopted = apply_to_collection(batch, Tensor, stage.adopt)
+        adopted = apply_to_collection(batch, Tensor, tensors.adopt)
         half = self._half()
         if options.master_weights and (half is None or self._precision.endswith("mixed")):
             allowed = "'bf16-true' or '16-true' with master_weights=True"
@@ -235,13 +235,13 @@ class TracedModel(PlannedModel):
                 _convert(module, dtype, options.master_weights)
         module.train()
         if self._states is None:
-            self._states = self._count_states(module)
+            self._states = self._states_of_optimizer(module)
         compute_dtype = half if options.master_weights else None
-        return rehearse(module, adopted, self._runner(module), options, stage, compute_dtype)
+        return dry_run(module, adopted, self._runner(module), options, tensors, compute_dtype)
 
-    def _make(self, stage: FakeTensors | RealTensors) -> nn.Module:
+    def _make(self, tensors: FakeTensors | RealTensors) -> nn.Module:
         if not isinstance(self._module, nn.Module):
-            stage.building = True
+            tensors.building = True
             try:
                 made = self._module()
             except SuperpipelineError:
@@ -249,11 +249,11 @@ class TracedModel(PlannedModel):
             except Exception as error:
                 raise UnsupportedError(f"{self.name} could not be made: {_in_a_line(error)}") from error
             finally:
-                stage.building = False
+                tensors.building = False
             if not isinstance(made, nn.Module):
                 raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
             return made
-        return _copied(self._module, stage)
+        return _copied(self._module, tensors)
 
     def _runner(self, module: nn.Module) -> Runner:
         if self._loss is not None:
@@ -264,20 +264,20 @@ class TracedModel(PlannedModel):
             return lambda _, batch: step(*(batch, 0)[:takes])
         return _forward
 
-    def _count_states(self, module: nn.Module) -> float:
+    def _states_of_optimizer(self, module: nn.Module) -> float:
         try:
             return states_of(self._optimizer, module)
         except OptionError:
             raise
         except Exception as error:
             self.notes.append(
-                f"the module's own optimizer was not made ({_in_a_line(error)}): planned with AdamW's state"
+                f"the module's own optimizer could not be made ({_in_a_line(error)}): planned with AdamW's state"
             )
             return STATES["AdamW"]
 
 
 class ListedModel(PlannedModel):
-    """A workload, by its numbers."""
+    """A workload, by its listed numbers."""
 
     counted = "tokens"
 
@@ -290,7 +290,9 @@ class ListedModel(PlannedModel):
         self._workload = workload
         self.rows = tokens
         self.name = workload.name
-        self.notes = ["planned from listed numbers: weights and gradients travel in bf16, attention's scores not kept"]
+        self.notes = [
+            "planned from listed numbers: weights and gradients travel in bf16, attention's scores are not saved"
+        ]
 
     def needs(self, options: Options, machine: Machine) -> Requirements:
         return self.with_rows(self.rows, options, machine)
@@ -322,7 +324,7 @@ class ListedModel(PlannedModel):
 
 
 def _sweep(costs: Sequence[UnitCost]) -> list[SimulatedVisit]:
-    """Forward over all units and backward the other way; what stays on the device computes between the two."""
+    """List a plain step's visits: forward over all units, what is resident, then backward in reverse order."""
     streamed = [index for index, cost in enumerate(costs) if not cost.resident]
     roots = [index for index, cost in enumerate(costs) if cost.resident]
     extra = sum(costs[index].forward_flops for index in roots)
@@ -337,17 +339,17 @@ def _sweep(costs: Sequence[UnitCost]) -> list[SimulatedVisit]:
     return works
 
 
-def _costs(script: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitCost], list[SimulatedVisit]]:
-    """A script for the simulation: units by their first visits."""
-    order = list(dict.fromkeys(script.order))
-    order += [unit.index for unit in script.units if unit.index not in order]
+def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitCost], list[SimulatedVisit]]:
+    """Turn a trace into the simulation's costs and visits, with units in the order of their first visits."""
+    order = list(dict.fromkeys(trace.order))
+    order += [unit.index for unit in trace.units if unit.index not in order]
     place = {index: position for position, index in enumerate(order)}
     ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}
     works: list[SimulatedVisit] = []
     first = order[0]
-    for visit in script.visits:
+    for visit in trace.visits:
         index = first if visit.unit is None else visit.unit
         flops = visit.flops + ratio * visit.fp32_flops
         flops_of = backward if visit.backward else forward
@@ -358,7 +360,7 @@ def _costs(script: StepTrace, options: Options, machine: Machine) -> tuple[list[
             SimulatedVisit(
                 place[index],
                 flops,
-                tuple(place[held] for held in visit.held),
+                tuple(place[unit] for unit in visit.in_use),
                 tuple(place[unit] for unit in visit.sends),
                 visit.stowed_nbytes,
                 visit.fetched_nbytes,
@@ -367,7 +369,7 @@ def _costs(script: StepTrace, options: Options, machine: Machine) -> tuple[list[
         )
     costs = []
     for index in order:
-        unit, size = script.units[index], script.wire[index]
+        unit, size = trace.units[index], trace.wire[index]
         trained = sum(parameter.numel() for _, parameter in unit.params if parameter.requires_grad)
         costs.append(
             UnitCost(
@@ -392,7 +394,7 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
-    """What the precision plugin does; with master weights parameters are FP32."""
+    """Convert a module as the precision plugin does; with master weights, parameters become FP32."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -402,19 +404,19 @@ def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
             parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
 
 
-def _copied(module: nn.Module, stage: FakeTensors | RealTensors) -> nn.Module:
-    """The module on that stage; itself it is not touched."""
+def _copied(module: nn.Module, tensors: FakeTensors | RealTensors) -> nn.Module:
+    """Copy a module to tensors of this kind; the module itself is not changed."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         with torch.no_grad():
-            memo[id(parameter)] = nn.Parameter(stage.adopt(parameter.detach()), parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(tensors.adopt(parameter.detach()), parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = stage.adopt(buffer.detach())
+        memo[id(buffer)] = tensors.adopt(buffer.detach())
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise UnsupportedError(
-            f"{type(module).__name__} can not be copied ({type(error).__name__}: {error}); "
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
             "pass a function without arguments that makes it"
         ) from error
 
@@ -426,7 +428,7 @@ def _forward(module: nn.Module, batch: Any) -> Any:
 
 
 def states_of(optimizer: Any, module: nn.Module) -> float:
-    """Tensors that an optimizer keeps of each parameter, in its size and type; found by stepping one parameter."""
+    """Count the tensors that an optimizer stores per parameter, in its size and type, by stepping one parameter."""
     if isinstance(optimizer, str):
         names = {name.lower(): name for name in (*STATES, "Adafactor")}
         if optimizer.lower() not in names:
@@ -439,23 +441,23 @@ def states_of(optimizer: Any, module: nn.Module) -> float:
             return STATES["AdamW"]
         return _mean_states(list(_optimizers_in(configure())))
     with torch.random.fork_rng(devices=[]):
-        return _states_kept(optimizer)
+        return _count_stored(optimizer)
 
 
 def _mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """Of several optimizers: by the parameters that each trains."""
-    parameters, kept = 0, 0.0
+    """Average the count over several optimizers, by the number of parameters that each trains."""
+    parameters, stored = 0, 0.0
     with torch.random.fork_rng(devices=[]):
         for made in optimizers:
             trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
             count = sum(parameter.numel() for parameter in trained)
             parameters += count
-            kept += count * _states_kept(functools.partial(type(made), **_arguments(made)))
-    return kept / max(1, parameters)
+            stored += count * _count_stored(functools.partial(type(made), **_arguments(made)))
+    return stored / max(1, parameters)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its defaults that it can be made with: some note more."""
+    """Return the defaults that are arguments of the optimizer's class: some classes add others."""
     takes = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
@@ -470,14 +472,14 @@ def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers_in(item)
 
 
-def _states_kept(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         parameter = nn.Parameter(torch.ones(64, 64))
         parameter.grad = torch.ones(64, 64)
         optimizer = make([parameter])
         optimizer.step()
-        kept = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
-    return kept // 64 * 64 / parameter.nbytes  # a counter of steps is none
+        stored = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+    return stored // 64 * 64 / parameter.nbytes  # without the step counter
 
 
 def _rows(batch: Any) -> int:
@@ -486,7 +488,7 @@ def _rows(batch: Any) -> int:
 
 
 def _scaled(batch: Any, rows: int, scale: int) -> Any:
-    """A batch of ``scale`` times the rows."""
+    """Return a batch of ``scale`` times the rows."""
     if scale == 1:
         return batch
 

@@ -1,10 +1,9 @@
-"""Tries windows, transfers, batches and policies for a model, in numbers, and chooses.
+"""Try windows, transfers, batches and policies for a model, in numbers, and choose.
 
-1. Nothing here is a rule of thumb about models: a training step is rehearsed on tensors without data
-   (planned_model.py), and its visits go through the runtime's own schedule, for bytes (`Script.peak`) and for time
-   (simulation.py).
-2. The device's own share, and what its allocator wastes, is a reserve that was not measured (`RESERVE`).
-3. Bytes and time in a batch's rows are straight lines through two rehearsals: with the batch, and with twice the rows.
+1. Nothing here is a rule of thumb about models: a training step is traced on tensors without data (planned_model.py),
+   and its visits go through the runtime's own schedule, for bytes (`StepTrace.peak`) and for time (simulation.py).
+2. The device's context, and what its allocator wastes, are a reserve that is assumed, not measured (`RESERVE`).
+3. Bytes and time are linear in a batch's rows: straight lines through two traces, of the batch and of twice its rows.
 4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
    does in a run (sizing.py, Rule 1), with the same errors.
 """
@@ -31,19 +30,19 @@ from .forecast import Change, Plan, SweepPoint
 from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel
 from .workloads import WORKLOADS, Workload
 
-RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the part of the rest that an allocator wastes
+RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
 RESERVED = "reserve"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
-ENOUGH = 3  # changes that would fit: then no more are looked for
-NEAR = 1.6  # times what there is: a window that takes more is not looked at
-EQUAL = 1.02  # step times that differ by less are alike (Rule 4)
-ADAMW_WORDS = 7  # read and written per parameter, to which a machine's bytes per parameter refer
+ENOUGH = 3  # changes that fit: no more are searched for
+NEAR = 1.6  # times the available memory: windows that take more are left out
+EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
+ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
-def planned(
+def make_plan(
     module: Any,
     batch: Any,
     precision: str | int,
@@ -55,7 +54,7 @@ def planned(
     name: str | None,
     options: dict[str, Any],
 ) -> Plan:
-    """`plan.plan`, whose arguments these are."""
+    """Make the plan; the arguments are those of `planning.plan`."""
     parsed = Options.parse(**options)
     precision = _precision(precision)
     profile, target = _machine(machine, device, precision)
@@ -74,7 +73,7 @@ def planned(
     return _Planner(source, profile, target, precision, parsed).plan()
 
 
-# ---- what is given
+# ---- arguments
 
 
 def _precision(given: str | int) -> str:
@@ -85,7 +84,7 @@ def _precision(given: str | int) -> str:
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
-    """The profile, and the type of device whose kernels count."""
+    """Return the machine's profile, and the device type whose kernels count."""
     here = torch.accelerator.current_accelerator(check_available=True)
     target = torch.device(device).type if device is not None else None
     if given == "here":
@@ -104,7 +103,7 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
 
 
 class _Planner:
-    """Tries windows, transfers, and what could be changed."""
+    """Tries windows, transfers and other changes for one model."""
 
     def __init__(self, source: PlannedModel, machine: Machine, target: str, precision: str, options: Options) -> None:
         self.source = source
@@ -152,7 +151,7 @@ class _Planner:
         )
 
     def _most_units(self) -> int:
-        """Of a window; with a budget, which is for weights and gradients alone, those that a run would begin with."""
+        """Return the largest window to try: all units or, with a memory budget, the window that a run begins with."""
         if self.options.memory_budget is None:
             return max(1, len(self.needs.streamed))
         streamed = [size for size in self.needs.sizes if not size.resident]
@@ -160,8 +159,8 @@ class _Planner:
         return first_window(self.options, streamed, root, on_host=False)
 
     def _parameters(self) -> int:
-        script = self.needs.script
-        return sum(cost.parameters for cost in self.needs.costs) if script is None else script.parameters
+        trace = self.needs.trace
+        return sum(cost.parameters for cost in self.needs.costs) if trace is None else trace.parameters
 
     def _terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
         terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
@@ -200,16 +199,16 @@ class _Planner:
         return set() if value == "auto" else {min(value, count)}
 
     def _chosen(self, sweep: list[SweepPoint]) -> SweepPoint:
-        """The smallest of the fastest that fit; the smallest at all if none does."""
+        """Choose the smallest of the fastest points that fit, or the smallest of all if none fits."""
         if self.options.window != "auto":
             given = self._given("window", max(1, len(self.needs.streamed)))
-            sweep = [choice for choice in sweep if choice.window in given]
-        fitting = [choice for choice in sweep if choice.nbytes <= self.available]
+            sweep = [point for point in sweep if point.window in given]
+        fitting = [point for point in sweep if point.nbytes <= self.available]
         if not fitting:
-            return min(sweep, key=lambda choice: choice.nbytes)
-        fastest = min(choice.step_s for choice in fitting)
-        alike = [choice for choice in fitting if choice.step_s <= EQUAL * fastest]
-        return min(alike, key=lambda choice: (choice.nbytes, choice.step_s))
+            return min(sweep, key=lambda point: point.nbytes)
+        fastest = min(point.step_s for point in fitting)
+        alike = [point for point in fitting if point.step_s <= EQUAL * fastest]
+        return min(alike, key=lambda point: (point.nbytes, point.step_s))
 
     def _largest_window(self, count: int) -> int:
         fits = 0
@@ -245,7 +244,7 @@ class _Planner:
         return low
 
     def _host_is_short(self, options: Options, needs: Requirements, source: PlannedModel) -> bool:
-        """Of room for what the plan itself does not take, as more offloaded activations are."""
+        """Whether these needs exceed the host's memory, and the plan's own needs: more offloaded activations may."""
         nbytes = source.host(options, needs).total
         return nbytes > max(self.machine.host_nbytes, self.source.host(self.options, self.needs).total)
 
@@ -285,17 +284,17 @@ class _Planner:
                 yield Change(f"a batch of {rows} {self.source.counted}", nbytes, step_s, rows / given)
 
     def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
-        """What keeps less of what autograd saves; or, where there is room, more."""
+        """Yield the policy to try next: one that leaves less on the device or, for "offload", recomputes instead."""
         others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
         policy: Any = others.get(self.options.activations)
         if policy is not None:
             yield from self._changed(f"activations={policy!r}", chosen, activations=policy)
 
     def _rescues(self, chosen: SweepPoint) -> Iterator[Change]:
-        """What else makes room on the device, one by one: each is another rehearsal."""
+        """Yield further changes that free device memory, one at a time: each takes another dry run."""
         if self.options.activations == "keep":
             yield from self._changed("activations='recompute+offload'", chosen, activations="recompute+offload")
-        classes = finer_classes(self.needs.script.units) if self.needs.script is not None else []
+        classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
         if classes:
             yield from self._changed(f"units={classes}", chosen, units=tuple(classes))
         half = self.source.in_half()
@@ -313,14 +312,14 @@ class _Planner:
         try:
             needs = source.needs(changed, self.machine)
         except SuperpipelineError:
-            return  # it can not run that way
+            return  # the model cannot run that way
         if self._host_is_short(changed, needs, source):
             return
         step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
         yield Change(what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
 
     def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
-        """What makes room on the host, where that is needed."""
+        """Yield changes that free host memory, if the host has too little."""
         needs, host = self.needs, self.source.host(self.options, self.needs)
         if host.total <= self.machine.host_nbytes:
             return
@@ -333,7 +332,7 @@ class _Planner:
                 step_s = self._simulated(needs, chosen.window, chosen.transfer, machine).step_s
                 yield Change(what, chosen.nbytes, step_s, host_nbytes=host.total - less)
 
-        if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.script is not None:
+        if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.trace is not None:
             as_is = self.source.needs(replace(self.options, wire_dtype="as-is"), self.machine)
             yield from change("wire_dtype='as-is'", host.wire, as_is)
         if host.activations:

@@ -1,7 +1,7 @@
 """Models to plan for and to measure with: published shapes, with random weights.
 
-Called with a batch, each gives its loss. Weights are a million random numbers, repeated: as many as the largest models
-have would take longer than measuring them.
+Each model returns its loss for a batch. Weights repeat a million random numbers: drawing all of a large model's weights
+would take longer than measuring it.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from ..errors import OptionError
 
 Batch: TypeAlias = dict[str, Tensor]
 
-DEVIATION = 0.02  # of weights, as transformers has it
+DEVIATION = 0.02  # standard deviation of weights, as in transformers
 LABELS = 1000
 
 
 class Shape(Protocol):
-    """A model, what it is fed with, and how many tokens meet each of its parameters."""
+    """A model, its inputs, and how many tokens each of its parameters is multiplied with."""
 
     @property
     def batch(self) -> int:
-        """Sequences, unless told otherwise."""
+        """Default number of sequences."""
 
     @property
     def seq(self) -> int:
-        """Tokens of each, unless told otherwise."""
+        """Default number of tokens in a sequence."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Class names of what repeats."""
+        """Class names of the repeated blocks."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Libraries beside torch."""
+        """Libraries that the model needs beside torch."""
 
     def check(self, seq: int) -> None:
-        """Refuses sequences that the model does not have."""
+        """Raise OptionError for a sequence length that the model cannot have."""
 
     def make(self) -> nn.Module:
-        """The model, with whatever weights."""
+        """Make the model, with any weights."""
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
-        """What it is called with."""
+        """Make a batch of inputs."""
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """Real tokens of such a batch that a parameter of this name meets, if it meets any."""
+        """Count the real tokens of such a batch that a parameter of this name is multiplied with, if it is used so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """A causal transformer that needs nothing but torch."""
+    """A causal transformer that needs only torch."""
 
     width: int
     layers: int
@@ -68,18 +68,18 @@ class Toy:
     needs: tuple[str, ...] = ()
 
     def check(self, seq: int) -> None:
-        """Any."""
+        """Accept any sequence length."""
 
     def make(self) -> nn.Module:
-        """With attention of four heads."""
+        """Make the model, with attention of four heads."""
         return _Toy(self.width, self.layers, self.vocabulary)
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
-        """Random tokens, of which each is to be told from those before."""
+        """Make random tokens; the model predicts each from those before."""
         return {"tokens": torch.randint(self.vocabulary, (batch, seq + 1), generator=generator)}
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """All."""
+        """Count all tokens."""
         return batch * seq
 
 
@@ -120,7 +120,7 @@ class _ToyBlock(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A decoder with grouped queries and gated MLPs."""
+    """A decoder with grouped-query attention and gated MLPs."""
 
     hidden: int
     layers: int
@@ -135,10 +135,10 @@ class Llama:
     needs: tuple[str, ...] = ("transformers",)
 
     def check(self, seq: int) -> None:
-        """Any."""
+        """Accept any sequence length."""
 
     def config(self) -> Any:
-        """As transformers has it."""
+        """Return the config of transformers."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -154,18 +154,18 @@ class Llama:
         )
 
     def make(self) -> nn.Module:
-        """transformers' model."""
+        """Make the model of transformers."""
         from transformers import LlamaForCausalLM
 
         return _WithLoss(LlamaForCausalLM(self.config()))
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
-        """Random tokens, all real."""
+        """Make random tokens, all real."""
         tokens = torch.randint(self.vocabulary, (batch, seq), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """All."""
+        """Count all tokens."""
         return batch * seq
 
 
@@ -182,11 +182,11 @@ class _Tower:
 
     @property
     def patches(self) -> int:
-        """Of an image."""
+        """Number of patches of an image."""
         return (self.image // self.patch) ** 2
 
     def settings(self) -> dict[str, int]:
-        """As transformers names them."""
+        """Return the settings by the names of transformers."""
         return {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -197,7 +197,7 @@ class _Tower:
         }
 
     def noise(self, batch: int, generator: torch.Generator) -> Tensor:
-        """So many images of it."""
+        """Make images of noise."""
         return torch.randn(batch, 3, self.image, self.image, generator=generator)
 
 
@@ -211,30 +211,30 @@ class Vit(_Tower):
 
     @property
     def seq(self) -> int:
-        """Patches, and one token for the class."""
+        """Number of patches, and one token for the class."""
         return self.patches + 1
 
     def check(self, seq: int) -> None:
-        """The model's own."""
+        """Raise OptionError unless this is the model's only sequence length."""
         if seq != self.seq:
             raise OptionError(argument="seq", found=seq, allowed=f"{self.seq} for this model: patches and a class")
 
     def make(self) -> nn.Module:
-        """transformers' model."""
+        """Make the model of transformers."""
         from transformers import ViTConfig, ViTForImageClassification
 
-        config = ViTConfig(**self.settings(), num_labels=LABELS)  # type: ignore[arg-type, call-arg]  # of every config
+        config = ViTConfig(**self.settings(), num_labels=LABELS)  # type: ignore[arg-type, call-arg]  # every config has it
         return _WithLoss(ViTForImageClassification(config))
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
-        """Noise, and a class for each."""
+        """Make images of noise, and a class for each."""
         return {
             "pixel_values": self.noise(batch, generator),
             "labels": torch.randint(LABELS, (batch,), generator=generator),
         }
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """The classifier meets one of each image."""
+        """Count all tokens, but for the classifier one per image."""
         return batch if "classifier" in parameter else batch * seq
 
 
@@ -244,17 +244,17 @@ class Llava(_Tower):
 
     text: Llama
     batch: int
-    seq: int  # of the decoder: patches and text
+    seq: int  # tokens of the decoder: patches and text
     blocks: tuple[str, ...] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
     needs: tuple[str, ...] = ("transformers",)
 
     def check(self, seq: int) -> None:
-        """An image and some text."""
+        """Raise OptionError unless an image and some text fit into a sequence."""
         if seq <= self.patches:
             raise OptionError(argument="seq", found=seq, allowed=f"more than the {self.patches} patches of an image")
 
     def make(self) -> nn.Module:
-        """transformers' model; the tower is trained too."""
+        """Make the model of transformers; the tower is trained, too."""
         from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
         config = LlavaConfig(
@@ -267,7 +267,7 @@ class Llava(_Tower):
         return _WithLoss(LlavaForConditionalGeneration(config), use_cache=False)
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:
-        """An image of noise before each text."""
+        """Make texts with an image of noise before each."""
         tokens = torch.randint(self.text.vocabulary - 1, (batch, seq), generator=generator)
         labels = tokens.clone()
         tokens[:, : self.patches] = self.text.vocabulary - 1
@@ -275,7 +275,7 @@ class Llava(_Tower):
         return {"input_ids": tokens, "pixel_values": self.noise(batch, generator), "labels": labels}
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """The tower meets patches and a class, the projector patches, the decoder all."""
+        """Count patches and a class for the tower, patches for the projector, all tokens for the decoder."""
         if "vision_tower" in parameter:
             return batch * (self.patches + 1)
         return batch * self.patches if "multi_modal_projector" in parameter else batch * seq
@@ -296,11 +296,11 @@ class _WithLoss(nn.Module):
 
 
 def build(shape: Shape) -> nn.Module:
-    """The model with its weights, every time the same."""
+    """Build the model with its weights, which are the same every time."""
     with torch.random.fork_rng(devices=[]), _MatricesLater():
         torch.manual_seed(0)
         module = shape.make()
-    # A prime number of them, so that no two rows of a matrix are alike.
+    # A prime number of values, so that no two rows of a matrix are alike.
     block = DEVIATION * torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
     for parameter in module.parameters():
         if parameter.dim() > 1 and not parameter.is_meta:
@@ -310,7 +310,10 @@ def build(shape: Shape) -> nn.Module:
 
 
 class _MatricesLater(TorchFunctionMode):
-    """Initialisation draws random numbers for vectors only; matrices are zeros, which ends loops that reject some."""
+    """A mode in which initialization draws random numbers for vectors only.
+
+    Matrices are zeros, which also ends loops that redraw values they reject.
+    """
 
     RANDOM: tuple[Callable[..., Any], ...] = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_)
     RANDOM += (nn.init.kaiming_uniform_, nn.init.trunc_normal_)
@@ -326,7 +329,7 @@ class _MatricesLater(TorchFunctionMode):
 
 
 def multiplied(module: nn.Module) -> dict[str, int]:
-    """Elements of each parameter that a token is multiplied with: all, or none of a table that is only looked up."""
+    """Count the elements of each parameter that a token is multiplied with: none in a table that is only looked up."""
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     tables -= {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
     return {name: 0 if id(p) in tables else math.prod(p.shape) for name, p in module.named_parameters()}

@@ -1,9 +1,9 @@
-"""What a rehearsal found: who is visited when, and what each visit takes, whatever the window is.
+"""The trace of a step: which unit is visited when, and what each visit takes, whatever the window is.
 
-1. Which weights are on the device is the schedule's matter: ``Script.peak`` runs it over the visits, beside whose bytes
-   its own count. So one script serves every window.
-2. Each byte has a term. What a visit leaves behind is "kept for backward"; what comes and goes is the unit's own.
-3. What is between two batches lies on the straight line between their scripts, visit by visit.
+1. The schedule decides which weights are on the device: ``StepTrace.peak`` runs it over the visits, and adds the
+   resident weights to the bytes of each visit. So one trace serves every window.
+2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is the unit's own.
+3. The trace of a batch between two others lies on the straight line between theirs, visit by visit.
 """
 
 from __future__ import annotations
@@ -23,92 +23,89 @@ OUTSIDE = "outside the units"
 GRADIENTS = "gradient buffers"
 WINDOW = "window"
 ROOT = "resident root"
-ALL = "beside the weights"  # where terms are not told apart
+ALL = "beside the weights"  # all terms together
 
-PASSES = 3  # the first one predicts nothing; from the second on all are alike, unless the first left something
+PASSES = 3  # the first predicts nothing; the second may find what the first left; from then on all are alike
 
 
 @dataclass
 class Visit:
-    """From the moment in which a unit is needed to that in which another one is."""
+    """The time from the moment a unit is needed until another unit is."""
 
-    unit: int | None  # None before the first one
-    held: tuple[int, ...]  # units that are being visited meanwhile
+    unit: int | None  # None before the first visit
+    in_use: tuple[int, ...]  # units in use meanwhile, which cannot be evicted
     backward: bool
     flops: float = 0.0  # in half precision
-    fp32_flops: float = 0.0  # in all others
-    kernels: int = 0
+    fp32_flops: float = 0.0  # in all other types
     sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
-    stowed_nbytes: int = 0  # activations that go to the host
-    fetched_nbytes: int = 0  # and come back
-    nbytes: int = 0  # most of what is on the device beside weights
-    terms: dict[str, int] = field(default_factory=dict)  # at that moment
-    moment: int = 0
-    course: list[int] = field(default_factory=list)  # bytes whenever some were added: the most moves with the batch
+    stowed_nbytes: int = 0  # activations offloaded to the host
+    fetched_nbytes: int = 0  # activations fetched back
+    nbytes: int = 0  # peak on the device beside weights
+    terms: dict[str, int] = field(default_factory=dict)  # of the peak
+    moment: int = 0  # of the peak: storages allocated by then
+    totals: list[int] = field(default_factory=list)  # after each increase: which is the peak depends on the batch
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a rehearsal found: all that the window does not change."""
+    """All of a step that does not depend on the window."""
 
     units: tuple[Unit, ...]
-    sizes: tuple[UnitBytes, ...]  # of all units, the resident ones included, as they are in the first step
-    wire: tuple[
-        UnitBytes, ...
-    ]  # and as they travel later, when some weights are known to be cast (autocast_weights.py)
-    cast_nbytes: int  # of what is converted for that
+    sizes: tuple[UnitBytes, ...]  # of all units, resident ones included, in the first step
+    wire: tuple[UnitBytes, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
+    cast_nbytes: int  # of the wire copies of those weights
     visits: tuple[Visit, ...]
 
     def between(self, other: StepTrace, share: float) -> StepTrace:
-        """On the line from this script (0) through the other (1), which has the same visits (Rule 3)."""
+        """Return the trace on the line from this one (0) through the other (1), which has the same visits (Rule 3)."""
 
         def line(one: float, two: float) -> float:
             return max(0.0, one + share * (two - one))
 
         def visit(one: Visit, two: Visit) -> Visit:
-            course = [int(line(*pair)) for pair in zip(one.course, two.course, strict=True)]
+            totals = [int(line(*pair)) for pair in zip(one.totals, two.totals, strict=True)]
             return replace(
                 one,
                 flops=line(one.flops, two.flops),
                 fp32_flops=line(one.fp32_flops, two.fp32_flops),
                 stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
                 fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),
-                nbytes=max(course),
-                terms={ALL: max(course)},
-                course=course,
+                nbytes=max(totals),
+                terms={ALL: max(totals)},
+                totals=totals,
             )
 
         pairs = zip(self.visits, other.visits, strict=True)
         return replace(self, visits=tuple(visit(one, two) for one, two in pairs))
 
     def is_like(self, other: StepTrace) -> bool:
-        """Whether both have the same visits."""
-        mine, theirs = ([(visit.unit, len(visit.course)) for visit in script.visits] for script in (self, other))
+        """Whether both traces have the same visits."""
+        mine, theirs = ([(visit.unit, len(visit.totals)) for visit in trace.visits] for trace in (self, other))
         return mine == theirs
 
     @property
     def streamed(self) -> list[UnitBytes]:
-        """The units that come and go."""
+        """Sizes of the units that stream."""
         return [size for unit, size in zip(self.units, self.sizes, strict=True) if not unit.resident]
 
     @property
     def root_nbytes(self) -> int:
-        """What stays."""
+        """Bytes of the units that stay on the device."""
         return sum(size.nbytes for unit, size in zip(self.units, self.sizes, strict=True) if unit.resident)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def order(self) -> list[int]:
-        """The visits that the schedule sees."""
+        """Units in the order in which the schedule sees them visited."""
         indices = (visit.unit for visit in self.visits)
         return [index for index in indices if index is not None]
 
     def peak(self, window: int, transfer: int = 1) -> dict[str, int]:
-        """The most bytes on the device, term by term, with that window."""
+        """Return the peak of the bytes on the device with that window, term by term."""
         worst, most = -1, {}
         schedule = Schedule([size.nbytes for size in self.sizes], window, transfer)
         trained = [unit.index for unit in self.units if unit.trainable]
@@ -117,7 +114,7 @@ class StepTrace:
             schedule.begin(self.order if number else ())
             for visit in self.visits:
                 if visit.unit is not None:
-                    schedule.visit(visit.unit, visit.held)
+                    schedule.visit(visit.unit, visit.in_use)
                 weights = schedule.resident_nbytes
                 if weights + visit.nbytes > worst:
                     worst = weights + visit.nbytes

@@ -1,7 +1,7 @@
-"""Models whose training step can be planned without having them: their units in plain numbers, from published configs.
+"""Models whose training step can be planned without making them: their units in numbers, from published configs.
 
-What a unit costs is proportional to the tokens of a step (for a UNet: latent positions), except for the weights' way.
-Products of activations with each other (attention's quadratic part) are left out: they only add compute.
+A unit's costs are proportional to the tokens of a step (for a UNet: latent positions), except for the bytes of weights
+and gradients. Products of activations with each other (attention's quadratic part) are left out: they only add compute.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from ..core.machine import Machine
 from ..core.simulation import UnitCost, floor
 
-HALF = 2  # bytes of what is bf16
+HALF = 2  # bytes of a bf16 number
 
 
 @dataclass(frozen=True)
 class WorkloadPart:
-    """A unit, whatever the number of tokens."""
+    """A unit's numbers, for any number of tokens."""
 
     name: str
     parameters: int
@@ -33,15 +33,15 @@ class Workload:
 
     name: str
     parts: tuple[WorkloadPart, ...]
-    uniform: bool  # its blocks are all alike
+    uniform: bool  # whether all blocks are alike
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(part.parameters for part in self.parts)
 
     def units(self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF) -> list[UnitCost]:
-        """What a step with so many tokens costs, with weights and gradients that travel in so many bytes each."""
+        """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each."""
         return [
             UnitCost(
                 name=part.name,
@@ -58,9 +58,10 @@ class Workload:
         ]
 
     def tokens(self, machine: Machine, window: int, recompute: bool, into_forward: bool, margin: float) -> int:
-        """The fewest with which compute takes `margin` times what is to hide behind it, in forward and in backward.
+        """Return the fewest tokens with which compute takes `margin` times as long as all that hides behind it.
 
-        `into_forward` is whether the optimizer may hide behind forward too, or behind backward alone.
+        Forward and backward are compared separately. `into_forward`: whether the optimizer may hide behind forward too,
+        or only behind backward.
         """
         one = floor(self.units(1), window, machine, recompute)
         behind = one.compute_backward + into_forward * one.compute_forward
@@ -84,11 +85,11 @@ def decoder(
     experts: int = 1,
     chosen: int = 1,
 ) -> Workload:
-    """A decoder with gated MLPs and an untied head. `queries` and `keys` are features of all heads together."""
+    """Return a decoder with gated MLPs and an untied head; `queries` and `keys` are features of all heads together."""
     attention = 2 * hidden * queries + 2 * hidden * keys + 2 * hidden
     mlp = 3 * hidden * intermediate
     router = hidden * experts if experts > 1 else 0
-    # Saved in bf16: the norms' in- and outputs, queries, keys, values, attention's output; in the MLP four products.
+    # Saved in bf16: inputs and outputs of norms, queries, keys, values, attention's output; in the MLP four tensors.
     saved = HALF * (6 * hidden + 2 * queries + 2 * keys + 4 * chosen * intermediate)
     table = vocabulary * hidden
     block = WorkloadPart(
@@ -99,7 +100,7 @@ def decoder(
         input_nbytes=HALF * hidden,
     )
     logits = (HALF + 4) * vocabulary  # and their FP32 softmax
-    if 4 * table < block.parameters:  # small beside a block: all of it stays on the device, and comes as one
+    if 4 * table < block.parameters:  # small beside a block: both stay on the device, and travel as one
         embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True)
         head = WorkloadPart("head", 0, table, logits, HALF * hidden, resident=True)
     else:
@@ -109,7 +110,7 @@ def decoder(
 
 
 def vision_transformer(name: str, *, hidden: int, layers: int, intermediate: int, patch: int, classes: int) -> Workload:
-    """A ViT; what is not a block is small and stays on the device."""
+    """Return a ViT; all but its blocks is small and stays on the device."""
     attention = 4 * hidden * (hidden + 1)
     block = WorkloadPart(
         "block",
@@ -124,7 +125,7 @@ def vision_transformer(name: str, *, hidden: int, layers: int, intermediate: int
 
 
 def sdxl_unet() -> Workload:
-    """The UNet of SDXL, from 320 features at every latent position to 1280 at every sixteenth."""
+    """Return the UNet of SDXL, from 320 features at every latent position to 1280 at every sixteenth."""
 
     def resnet(inputs: int, outputs: int, share: float) -> WorkloadPart:
         weights = 9 * inputs * outputs + 9 * outputs * outputs + (inputs * outputs if inputs != outputs else 0)
