@@ -291,16 +291,16 @@ def test_a_table_before_and_a_report_after(caplog):
     lines = said(caplog)
     (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
     assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
-    assert re.search(r"device +[\d.]+ KiB for weights and gradients, beside activations", table)
+    assert re.search(r"device +[\d.]+ KiB for weights and gradients, plus activations", table)
     assert re.search(r"host +[\d.]+ KiB: weights ([\d.]+ KiB), gradients \1, optimizer \1\b", table)  # momentum
-    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, beside what units compute", table)
+    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, plus compute", table)
     took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
     assert re.match(
         r"superpipeline: a step took .* ms \(at least .* ms predicted, without compute\), "
-        r"floor .* ms \(.* of it\): .*compute \d+ %",
+        r"floor .* ms \(.* of the step\): .*compute \d+ %",
         took,
     )
-    assert "device peak" in memory and "were to take" in memory and "each step" in sentence
+    assert "device peak" in memory and "predicted for weights and gradients" in memory and "each step" in sentence
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_with_a_plan_predicted_stands_against_measured(caplog):
     table, took, memory, _ = (line for line in said(caplog) if "superpipeline" in line)
     assert re.search(rf"device +{format_bytes(plan.device_nbytes)} planned: window ", table)
     assert re.search(rf"host +{format_bytes(plan.host.total)} planned", table)
-    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, made of the \w+", table)
+    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, set by the \w+", table)
     assert re.match(r"superpipeline: a step took [\d.]+ ms \([\d.]+ ms planned\), floor", took)
     measured, predicted = re.search(r"device peak ([\d.]+) KiB \(([\d.]+) KiB planned\) with window 2", memory).groups()
     assert float(measured) == pytest.approx(float(predicted), rel=0.1)  # of so little, the loader's next batch counts

@@ -80,7 +80,7 @@ def test_the_typical_step_is_the_one_of_median_length():
 
 
 def test_the_summary_says_where_the_time_went():
-    said = "A model, measured: step 7 took 5 s, floor 4 s (0.80 of it): compute 48 %, outside of units 30 %, "
+    said = "A model, measured: step 7 took 5 s, floor 4 s (0.80 of the step): compute 48 %, outside of units 30 %, "
     assert timeline.summary(example()).startswith(said)
 
 

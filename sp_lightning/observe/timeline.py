@@ -120,7 +120,9 @@ def _with_phases(spans: Iterable[Span]) -> list[Span]:
 def summary(timeline: Timeline, place: int | None = None) -> str:
     """Describe a step in one line: its time, its lower bound, and where its time went."""
     step = timeline.step(place)
-    floor = "" if step.floor_s is None else f", floor {step.floor_s:.3g} s ({step.floor_s / step.seconds:.2f} of it)"
+    floor = (
+        "" if step.floor_s is None else f", floor {step.floor_s:.3g} s ({step.floor_s / step.seconds:.2f} of the step)"
+    )
     where = in_words(causes(timeline.spans, step.start, step.end))
     return f"{timeline.title}, {timeline.source}: {step.name} took {step.seconds:.3g} s{floor}: {where}"
 
