@@ -1,6 +1,6 @@
 """Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
 
-Importing this package registers the strategy with Lightning, and does nothing else.
+Importing this package registers the strategy with Lightning and does nothing else.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

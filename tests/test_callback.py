@@ -228,10 +228,10 @@ def test_its_own_rhythm_is_kept():
     [
         ({"log_every_n_steps": 0}, "log_every_n_steps must be None or an int >= 1, got 0"),
         ({"log_every_n_steps": "5"}, "log_every_n_steps must be None or an int >= 1, got '5'"),
-        ({"timeline_steps": 5}, "timeline_steps must be batches from 0, at least one, got 5"),
-        ({"timeline_steps": ["5"]}, "timeline_steps must be batches from 0, at least one, got \\['5'\\]"),
-        ({"timeline_steps": ()}, "timeline_steps must be batches from 0, at least one"),
-        ({"timeline_steps": [-1]}, "timeline_steps must be batches from 0, at least one"),
+        ({"timeline_steps": 5}, "timeline_steps must be one or more ints >= 0, got 5"),
+        ({"timeline_steps": ["5"]}, "timeline_steps must be one or more ints >= 0, got \\['5'\\]"),
+        ({"timeline_steps": ()}, "timeline_steps must be one or more ints >= 0"),
+        ({"timeline_steps": [-1]}, "timeline_steps must be one or more ints >= 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, said):
@@ -291,16 +291,16 @@ def test_a_table_before_and_a_report_after(caplog):
     lines = said(caplog)
     (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
     assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
-    assert re.search(r"device +[\d.]+ KiB for weights and gradients, beside activations", table)
+    assert re.search(r"device +[\d.]+ KiB for weights and gradients, plus activations", table)
     assert re.search(r"host +[\d.]+ KiB: weights ([\d.]+ KiB), gradients \1, optimizer \1\b", table)  # momentum
-    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, beside what units compute", table)
+    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, plus compute", table)
     took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
     assert re.match(
         r"superpipeline: a step took .* ms \(at least .* ms predicted, without compute\), "
-        r"floor .* ms \(.* of it\): .*compute \d+ %",
+        r"floor .* ms \(.* of the step\): .*compute \d+ %",
         took,
     )
-    assert "device peak" in memory and "were to take" in memory and "each step" in sentence
+    assert "device peak" in memory and "predicted for weights and gradients" in memory and "each step" in sentence
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_the_report_knows_why_units_are_not_stepped_while_backward_runs(options,
     class Asking(Callback):
         def on_train_end(self, trainer, module):
             (own,) = [one for one in trainer.callbacks if isinstance(one, sp_lightning.SuperpipelineCallback)]
-            seen.append(own._observer.measured().setting)
+            seen.append(own._report.measured().setting)
 
     fit([Asking()], enable_progress_bar=True, batches=6, **options)
     assert [(setting.overlaps, setting.waits_as) for setting in seen] == [(overlaps, why)]
@@ -348,7 +348,7 @@ def test_with_a_plan_predicted_stands_against_measured(caplog):
     table, took, memory, _ = (line for line in said(caplog) if "superpipeline" in line)
     assert re.search(rf"device +{format_bytes(plan.device_nbytes)} planned: window ", table)
     assert re.search(rf"host +{format_bytes(plan.host.total)} planned", table)
-    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, made of the \w+", table)
+    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, set by the \w+", table)
     assert re.match(r"superpipeline: a step took [\d.]+ ms \([\d.]+ ms planned\), floor", took)
     measured, predicted = re.search(r"device peak ([\d.]+) KiB \(([\d.]+) KiB planned\) with window 2", memory).groups()
     assert float(measured) == pytest.approx(float(predicted), rel=0.1)  # of so little, the loader's next batch counts
@@ -356,7 +356,7 @@ def test_with_a_plan_predicted_stands_against_measured(caplog):
 
 def test_a_plan_is_what_plan_returned():
     with pytest.raises(
-        sp_lightning.errors.OptionError, match=r"plan must be None or what sp_lightning.plan\(\) returned"
+        sp_lightning.errors.OptionError, match=r"plan must be None or a plan from sp_lightning.plan\(\)"
     ):
         sp_lightning.SuperpipelineCallback(plan="llama3-8b")
 
@@ -390,7 +390,7 @@ def test_without_matplotlib_there_is_a_trace_and_a_word_about_the_picture(tmp_pa
 
 def test_a_timeline_that_can_not_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
-    said = r"timeline must be a directory that can be written to \(File exists\), got '.*file'"
+    said = r"timeline must be a writable directory \(File exists\), got '.*file'"
     with pytest.raises(sp_lightning.errors.OptionError, match=said):
         fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "file")])
 
@@ -402,7 +402,7 @@ def test_a_timeline_that_finds_no_room_in_the_end_does_not_end_the_training(tmp_
     monkeypatch.setattr(timeline, "save", full)
     trainer = fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path, timeline_steps=[0])], batches=5)
     assert trainer.global_step == 5
-    assert f"the timeline is not all in {tmp_path}: [Errno 28] No space left on device" in caplog.text
+    assert f"could not write all of the timeline to {tmp_path}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_it_leaves_metrics_and_progress_alone(tmp_path):

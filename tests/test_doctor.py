@@ -78,7 +78,7 @@ SICK = {
         "link",
         r"25\.0 GB/s up and 12\.0 GB/s down: .* bind the process",
     ),
-    "a shared wire": (facts(duplex=0.52), "duplex", r"each keep 52% of the link: .* accumulate_grad_batches"),
+    "a shared wire": (facts(duplex=0.52), "duplex", r"each keeps 52% of its rate: .* accumulate_grad_batches"),
     "few page locks": (
         facts(pinned_nbytes=GIB, lock_limit_nbytes=8 * 2**20),
         "pinned memory",
@@ -92,7 +92,7 @@ SICK = {
     "little memory": (
         facts(host_free_nbytes=16 * GIB),
         "host memory",
-        r"16\.00 GiB of host memory are free beside a device of 24\.00 GiB, .* 18 bytes .*: add memory",
+        r"16\.00 GiB of host memory are free for a device of 24\.00 GiB, .* 18 host bytes .*: add memory",
     ),
     "slow memory": (facts(dram_bytes_per_s=9 * GB), "memory speed", r"moves 9\.0 GB/s, .* every channel"),
     "few threads": (facts(threads=1), "threads", r"1 thread on 16 cores, .* idle: set OMP_NUM_THREADS=16"),
@@ -124,7 +124,7 @@ SICK = {
         "device",
         r"was not built for the 1 AMD GPU that .*: install a ROCm build",
     ),
-    "a hidden GPU": (on_cpu(), "device", r"although the system shows 1 NVIDIA GPU: pass --device cuda:0, .* driver"),
+    "a hidden GPU": (on_cpu(), "device", r"although the system shows 1 NVIDIA GPU: pass --device cuda:0; .* driver"),
     "no GPU": (on_cpu(gpus={}, torch_accelerator=None), "device", r"0 accelerators were found, and links are copies"),
 }
 
@@ -216,7 +216,7 @@ def test_a_device_without_data_is_refused():
 
 def test_a_folder_that_is_not_there_is_refused(capsys):
     status, _, err = run(capsys, "--folder", "nowhere")
-    assert status == 2 and "folder must be a directory that can be written to, got 'nowhere'" in err
+    assert status == 2 and "folder must be a writable directory, got 'nowhere'" in err
 
 
 def test_gpus_are_found_by_what_their_drivers_show(tmp_path):

@@ -316,7 +316,7 @@ def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
     previous, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit_files_to(len(before) // 2)  # a write beyond it fails, as on a full disk
     try:
-        with pytest.raises(OSError, match=r"File too large; what was there before is whole: '.*/last.ckpt'"):
+        with pytest.raises(OSError, match=r"File too large; the previous checkpoint is intact: '.*/last.ckpt'"):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
     finally:
         limit_files_to(previous)
@@ -373,7 +373,9 @@ def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(e
     before = (tmp_path / "last.ckpt").read_bytes()
     module.net.head.bias.data.add_(1)
     calls = recorded(monkeypatch, {"file": error})
-    with pytest.raises(OSError, match=rf"{os.strerror(error)}; what was there before is whole: '.*/last.ckpt'") as info:
+    with pytest.raises(
+        OSError, match=rf"{os.strerror(error)}; the previous checkpoint is intact: '.*/last.ckpt'"
+    ) as info:
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before

@@ -80,7 +80,7 @@ def test_the_typical_step_is_the_one_of_median_length():
 
 
 def test_the_summary_says_where_the_time_went():
-    said = "A model, measured: step 7 took 5 s, floor 4 s (0.80 of it): compute 48 %, outside of units 30 %, "
+    said = "A model, measured: step 7 took 5 s, floor 4 s (0.80 of the step): compute 48 %, outside of units 30 %, "
     assert timeline.summary(example()).startswith(said)
 
 
@@ -88,9 +88,9 @@ def test_the_summary_says_where_the_time_went():
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "is not a timeline of ours: it lacks otherData.format"),
-        (json.dumps({"traceEvents": []}), "is not a timeline of ours"),
-        (json.dumps({"otherData": {"format": timeline.FORMAT}}), "is damaged: an event of it lacks"),
+        ("[]", "is no timeline of sp_lightning: it lacks otherData.format"),
+        (json.dumps({"traceEvents": []}), "is no timeline of sp_lightning"),
+        (json.dumps({"otherData": {"format": timeline.FORMAT}}), "is damaged: missing or wrong in an event: "),
         (json.dumps(timeline.to_trace(example()) | {"traceEvents": []}), "has 0 spans but no step"),
     ],
 )
@@ -106,12 +106,12 @@ def test_what_is_no_trace_is_refused(content, said, tmp_path, capsys):
 def test_an_unknown_lane_is_damage():
     trace = timeline.to_trace(example())
     trace["traceEvents"][-1]["args"]["lane"] = "sideways"
-    with pytest.raises(TraceError, match="wrong lane 'sideways'; write it anew"):
+    with pytest.raises(TraceError, match="in an event: lane 'sideways'; write it again"):
         timeline.from_trace(trace)
 
 
 def test_a_missing_file_is_said():
-    with pytest.raises(TraceError, match=r"nowhere\.json can not be read: No such file"):
+    with pytest.raises(TraceError, match=r"nowhere\.json cannot be read: No such file"):
         timeline.load("nowhere.json")
 
 

@@ -30,7 +30,7 @@ def test_an_optimizer_that_could_run_beside_backward():
     assert "50 % of each step waits for the host optimizer; with units stepped while backward runs" in sentence(m)
     assert sentence(m).endswith("the step would take about 0.93 s instead of 1.4 s.")
     m = figures(optimizer=0.7, optimizer_s=0.7, setting={"overlaps": False, "waits_as": "gradients are clipped"})
-    assert "with units stepped while backward runs (not so now, as gradients are clipped) the step" in sentence(m)
+    assert "with units stepped while backward runs (not now, because gradients are clipped) the step" in sentence(m)
 
 
 def test_two_changes_that_gain_as_much_stand_side_by_side():
@@ -49,7 +49,7 @@ def test_two_changes_that_differ_have_a_time_each():
 
 def test_a_window_of_one_hides_nothing():
     m = figures(weights=0.7, up_s=0.7, setting={"window": 1})
-    said = "with window=2 (a unit comes up while another computes) the step would take about 0.70 s instead of 1.4 s"
+    said = "with window=2 (one unit is copied while another computes) the step would take about 0.70 s instead of 1.4 s"
     assert said in sentence(m)
 
 
@@ -58,7 +58,7 @@ def test_a_window_of_one_hides_nothing():
     [
         ("weights", "50 % of each step waits for weights on their way up; the link is the limit: a larger batch"),
         ("gradients", "50 % of each step waits for gradients on their way down; the link is the limit"),
-        ("activations", "50 % of each step waits for offloaded activations; the link is the limit: keep what"),
+        ("activations", "50 % of each step waits for offloaded activations; the link is the limit: keep activations"),
         ("optimizer", "50 % of each step waits for the host optimizer; all cores work on it already"),
         ("other", "50 % of each step passes outside of the units"),
     ],

@@ -1,1 +1,1 @@
-"""Lightning's strategy and callback over the engine."""
+"""The Lightning strategy and callback, on top of the engine."""

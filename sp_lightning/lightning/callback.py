@@ -1,4 +1,4 @@
-"""What a run tells about itself, through what Lightning has for that: loggers, the progress bar, the log."""
+"""The callback that reports on a run through Lightning's loggers, its progress bar and the log."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ TIMELINE_STEPS = (10, 11, 12)
 
 @runtime_checkable
 class Streaming(Protocol):
-    """A strategy that streams the module's weights."""
+    """A strategy that streams the weights of its module."""
 
     handle: Handle | None
 
 
 class SuperpipelineCallback(Callback):
-    """Tells what each training step moved, how long it took and what it waited for.
+    """Report what each training step moved, how long it took and what it waited for.
 
-    The strategy adds one for the time of a run when the user added none. It changes no result and nothing that you
-    monitor, print or save. Steps are recorded while a progress bar, a timeline or, with ``log_metrics=True``, a logger
-    is there to be served: host time for each unit and step (``python benchmarks/telemetry.py``), and no
-    synchronisation; else it does nothing.
+    The strategy adds this callback for the time of a run if the user passed none. Results, and the metrics that you
+    monitor, print or save, stay as they are. Steps are recorded only for a progress bar, a timeline or, with
+    ``log_metrics=True``, a logger. Recording costs host time for each unit and step
+    (``python benchmarks/telemetry.py``) and no synchronisation.
 
-    With ``log_metrics=True`` **loggers** get these values, all with ``superpipeline/`` before them. The first three are
-    those of the step that is logged; the others are means over the steps since the last time, of which the latest is
-    two steps old, because nothing waits for the device to be read.
+    With ``log_metrics=True`` **loggers** get these values, each with the prefix ``superpipeline/``. The first three
+    belong to the logged step. The others are means over the steps since the last logged one; the latest of them is two
+    steps old, because reading never waits for the device.
 
     ==================== ===========================================================================================
-    ``fetches``          units brought up
-    ``bytes_up``         to the device
-    ``bytes_down``       to the host
-    ``step_ms``          from one batch to the next
-    ``floor_ms``         what such a step has to take at the rates that were measured
-    ``floor_share``      floor / step: 1 is as fast as it gets
-    ``compute_ms``       in which units computed
+    ``fetches``          units copied to the device
+    ``bytes_up``         bytes copied to the device
+    ``bytes_down``       bytes copied to the host
+    ``step_ms``          time from one batch to the next
+    ``floor_ms``         lower bound of such a step at the measured rates
+    ``floor_share``      lower bound / step: 1 is the best possible
+    ``compute_ms``       time in which units computed
     ``stall_weights_ms``, ``stall_gradients_ms``, ``stall_activations_ms``, ``stall_optimizer_ms``
-                         in which they did not, by what was waited for
-    ``outside_ms``       in which neither is so: data loading, the loss, logging
+                         time in which units waited, by what for
+    ``outside_ms``       the rest of the step: data loading, the loss, logging
     ``up_gb_per_s``, ``down_gb_per_s``
-                         10**9 bytes per second, while copies ran
+                         10**9 bytes per second while copies ran
     ``device_peak_bytes``, ``host_peak_bytes``
-                         the most that was in use so far
-    ``resident_share``   of the weights, that is on the device
+                         the most memory in use so far
+    ``resident_share``   share of the weights that is on the device
     ``samples_per_s``, ``tokens_per_s``
-                         tokens where a batch has ``input_ids``, or begins with whole numbers in two dimensions
+                         tokens only if a batch has ``input_ids``, or begins with a two-dimensional integer tensor
     ==================== ===========================================================================================
 
-    The **progress bar** (tqdm or rich) shows the device's peak and the share of a step that waits. When training begins
-    a table predicts what will be where and what a step takes; when it ends, also by an exception, predicted stands
-    against measured, and one sentence says what holds the run back.
+    The **progress bar** (tqdm or rich) shows the device's peak memory and the share of a step that waits. When training
+    begins, a table predicts memory and the time of a step. When it ends, by an exception too, the report compares
+    predicted with measured values and names the bottleneck in one sentence.
 
     Args:
-        log_every_n_steps: How often loggers get values, if they do; None is the Trainer's own rhythm.
-        timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.png``, a picture of it.
-        timeline_steps: Which training batches of this fit those show, from 0. Of a shorter run, its last ones.
-        plan: For this run (`sp_lightning.plan`): what it predicts is shown and compared with what is measured, and a
-            ``window`` that is "auto" starts from its choice.
-        progress: Whether to show anything on the terminal: in the progress bar, when training begins and when it ends,
-            and while weights move into host memory or a checkpoint is loaded or saved, if that takes over a second.
+        log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
+        timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and its picture ``timeline.png``.
+        timeline_steps: The training batches of this fit in the timeline, from 0. A shorter run shows its last ones.
+        plan: The plan of this run (`sp_lightning.plan`): its predictions are shown and compared with measured values,
+            and an "auto" ``window`` starts from its choice.
+        progress: Whether to show anything on the terminal: values in the progress bar, the table and the report, and a
+            bar while moving weights into host memory, loading or saving takes over a second.
         log_metrics: Whether loggers get the values above.
     """
 
@@ -98,48 +98,48 @@ class SuperpipelineCallback(Callback):
             raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
         steps = list(timeline_steps) if isinstance(timeline_steps, Iterable) else []
         if not steps or not all(is_int(step) and step >= 0 for step in steps):
-            raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="batches from 0, at least one")
+            raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="one or more ints >= 0")
         self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
         self.timeline_steps = frozenset(steps)
         if plan is not None and not isinstance(plan, Plan):
-            raise OptionError(argument="plan", found=plan, allowed="None or what sp_lightning.plan() returned")
+            raise OptionError(argument="plan", found=plan, allowed="None or a plan from sp_lightning.plan()")
         self.progress = progress
         self.plan = plan
         self.log_metrics = log_metrics
-        self._observer: RunReport | None = None
+        self._report: RunReport | None = None
         self._before: Mapping[str, Any] = {}
-        self._drawn: list[RecordedStep] = []  # in the timeline
+        self._drawn: list[RecordedStep] = []  # the steps of the timeline
         self._written = False
-        self._chosen: dict[str, int] = {}  # by "auto" in the run that is resumed
-        self._handle: Handle | None = None  # of the last fit
+        self._chosen: dict[str, int] = {}  # by "auto", in the run being resumed
+        self._handle: Handle | None = None  # of the latest fit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what watches a run out of a copy, which keeps what "auto" chose, as a checkpoint does."""
-        return {**vars(self), "_handle": None, "_observer": None, "_chosen": SuperpipelineCallback.state_dict(self)}
+        """Leave the handle and the report out of a copy; keep the sizes that "auto" chose, as a checkpoint does."""
+        return {**vars(self), "_handle": None, "_report": None, "_chosen": SuperpipelineCallback.state_dict(self)}
 
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a strategy that streams nothing, and a timeline that could not be written after hours of training."""
-        self._handle = None  # the last one holds as much host memory as the next one will
+        """Refuse another strategy, and a timeline directory to which nothing could be written after training."""
+        self._handle = None  # the previous one occupies as much host memory as the next one will
         if not isinstance(trainer.strategy, Streaming):
             raise UnsupportedError(
-                f"SuperpipelineCallback reports what strategy 'superpipeline' moves, but the Trainer uses "
+                f"SuperpipelineCallback reports on strategy 'superpipeline', but the Trainer uses "
                 f"{type(trainer.strategy).__name__}; pass strategy='superpipeline' or remove the callback"
             )
         if self.timeline is not None and stage == "fit":
             _check_directory(self.timeline)
         if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
             log.warning(
-                "superpipeline: %s gets a trace but no picture, which needs matplotlib: pip install "
-                "'sp-lightning[plots]', then python -m sp_lightning timeline %s --plot FILE.png",
+                "superpipeline: %s gets a trace but no picture, because matplotlib is missing: pip install "
+                "'sp-lightning[plots]', then run python -m sp_lightning timeline %s --plot FILE.png",
                 self.timeline,
                 self.timeline / "trace.json",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recording begins if somebody will look; sizes are those that "auto" chose in the run that is resumed."""
+        """Begin to record if the record has a reader, and with the sizes of the plan or of the run being resumed."""
         self._handle = _handle(trainer)
         if self._chosen:
             self._handle.resume(self._chosen)
@@ -149,62 +149,62 @@ class SuperpipelineCallback(Callback):
         self._drawn, self._written = [], False
         if self._handle.units and (self._loggers(trainer) or bar is not None or self.timeline is not None):
             drawn = self.timeline_steps if self.timeline is not None else ()
-            also = {*drawn, *(step - 1 for step in drawn)}  # whose optimizer may run on into it
-            self._observer = RunReport(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
-        if bar is not None and self._observer is not None:
-            bar.get_metrics = _Shown(bar, self._observer)
-            rank_zero_info(_table(self._observer.table(trainer.optimizers)))
+            also = {*drawn, *(step - 1 for step in drawn)}  # whose deferred step may run on into it
+            self._report = RunReport(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
+        if bar is not None and self._report is not None:
+            bar.get_metrics = _BarMetrics(bar, self._report)
+            rank_zero_info(_table(self._report.table(trainer.optimizers)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What "auto" chose; empty, and so not in the checkpoint, where it chose nothing."""
+        """Return the sizes that "auto" chose; empty, and so not in the checkpoint, if it chose none."""
         return self._chosen if self._handle is None else self._handle.chosen()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """For `on_fit_start`: there is nothing yet that streams."""
+        """Store the sizes of the run being resumed until `on_fit_start`, because nothing streams yet."""
         self._chosen = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counters before the step."""
+        """Read the counters before the step."""
         self._before = _handle(trainer).stats() if self._loggers(trainer) else {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """What it added to them, and what can be told of the steps before."""
-        if self._observer is not None:
-            self._keep(self._observer.update(), pl_module)
+        """Give loggers what the step added to the counters, and the figures of the steps before."""
+        if self._report is not None:
+            self._keep(self._report.update(), pl_module)
         if not self._before or not self._is_due(trainer):
             return
         now = _handle(trainer).stats()
         values = {name: float(now[name] - self._before[name]) for name in MOVED}
-        if self._observer is not None:
-            values |= self._observer.figures()
+        if self._report is not None:
+            values |= self._report.figures()
             values |= _per_second(batch, values["step_ms"] / 1e3) if "step_ms" in values else {}
         for logger in self._loggers(trainer):
-            # Not through self.log(): what the user monitors, prints and saves stays what it was.
+            # Not through self.log(), which would add to what the user monitors, prints and saves.
             logger.log_metrics(
                 {f"superpipeline/{name}": value for name, value in values.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was, and what holds the run back."""
+        """Print the report and write the timeline."""
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same, as far as it came."""
-        with contextlib.suppress(Exception):  # the exception that is under way is what the user has to see
+        """Print the report of an unfinished run, and write its timeline."""
+        with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
-        self._leave(trainer)  # Lightning does not call teardown then
+        self._leave(trainer)  # Lightning does not call teardown after an exception
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The progress bar is as it was."""
+        """Restore the progress bar."""
         self._leave(trainer)
 
     # ---- details
 
     def _leave(self, trainer: Trainer) -> None:
-        self._observer = None
+        self._report = None
         self._before = {}
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.__dict__.pop("get_metrics", None)
@@ -225,7 +225,7 @@ class SuperpipelineCallback(Callback):
         return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % self.log_every_n_steps == 0)
 
     def _keep(self, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
-        """Those of the timeline, which is written when all of them are there."""
+        """Collect the steps of the timeline, and write it when all of them were recorded."""
         if self.timeline is None or self._written:
             return
         self._drawn += [step for step in steps if step.number in self.timeline_steps]
@@ -233,29 +233,29 @@ class SuperpipelineCallback(Callback):
             self._write(self.timeline, self._drawn, pl_module)
 
     def _write(self, directory: Path, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
-        assert self._observer is not None
+        assert self._report is not None
         self._written = True
-        made = self._observer.timeline(type(pl_module).__name__, steps)
+        made = self._report.timeline(type(pl_module).__name__, steps)
         try:
             trace = timeline.save(made, directory / "trace.json")
             rank_zero_info(f"superpipeline: wrote {trace}")
             if importlib.util.find_spec("matplotlib") is not None:
                 timeline_plot.save([made], directory / "timeline.png")
         except (OSError, ImportError) as error:  # a full disk, a broken matplotlib: training goes on
-            log.warning("superpipeline: the timeline is not all in %s: %s", directory, error)
+            log.warning("superpipeline: could not write all of the timeline to %s: %s", directory, error)
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        observer = self._observer
-        if observer is None:
+        report = self._report
+        if report is None:
             return
-        self._keep(observer.close(), pl_module)
-        steps = self._drawn or observer.last[-len(self.timeline_steps) :]
+        self._keep(report.close(), pl_module)
+        steps = self._drawn or report.last[-len(self.timeline_steps) :]
         if self.timeline is not None and not self._written and steps:
             self._write(self.timeline, steps, pl_module)
         if self._bar(trainer) is not None:
-            for line in observer.report():
+            for line in report.report():
                 rank_zero_info(f"superpipeline: {line}")
-        self._observer = None
+        self._report = None
 
 
 def _check_directory(path: Path) -> None:
@@ -264,24 +264,25 @@ def _check_directory(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        allowed = f"a directory that can be written to ({error.strerror})"
+        allowed = f"a writable directory ({error.strerror})"
         raise OptionError(argument="timeline", found=str(path), allowed=allowed) from error
 
 
-class _Shown:
-    """Serve as the ``get_metrics`` of a progress bar, from which it learns what to show: a value that is logged to it
-    could be monitored, too. A copy of the bar has its own ``get_metrics`` again."""
+class _BarMetrics:
+    """Replace a progress bar's ``get_metrics`` to add our values to those it shows.
 
-    def __init__(self, bar: Any, observer: RunReport) -> None:
+    Values logged to the bar could be monitored, too. A copy of the bar has its own ``get_metrics`` again."""
+
+    def __init__(self, bar: Any, report: RunReport) -> None:
         self._bar = bar
-        self._asked = bar.get_metrics
-        self._observer = observer
+        self._original = bar.get_metrics
+        self._report = report
 
     def __call__(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        share = self._observer.stall_share()
+        share = self._report.stall_share()
         waits = {} if share is None else {"waits": f"{share:.0%}"}
-        peak = format_bytes(self._observer.device_peak())
-        return {**self._asked(trainer, pl_module), "device": peak, **waits}
+        peak = format_bytes(self._report.device_peak())
+        return {**self._original(trainer, pl_module), "device": peak, **waits}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._bar, "get_metrics")
@@ -301,7 +302,7 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _per_second(batch: Any, step_s: float) -> dict[str, float]:
-    """Samples, and tokens where the batch shows them."""
+    """Return samples per second, and tokens per second if the batch shows its tokens."""
     first = next(_tensors(batch), None)
     if first is None or not first.dim():
         return {}

@@ -1,4 +1,4 @@
-"""Checkpoint files of models that fill the host."""
+"""Checkpoint files of models that fill the host's memory."""
 
 from __future__ import annotations
 
@@ -13,64 +13,67 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
-COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # out of a checkpoint, when it resumes
-CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # says a file system that has no such thing
+COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
+CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
-    """Of a model that fills the host there is no room for a second copy: a local checkpoint file is mapped into memory,
-    and written straight from the tensors, beside the one that it replaces once it is whole."""
+    """Save and load checkpoints without a second copy of the model in memory.
+
+    A local file is mapped into memory when loaded. It is written straight from the tensors into a file beside the
+    previous checkpoint, which it replaces once it is complete."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Lightning's own way, by way of memory and the directory of temporary files, for what is not local."""
+        """Write a local checkpoint straight from the tensors; leave any other path to Lightning, which copies first."""
         local = local_path(path)
         if storage_options is not None or local is None:
             return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         folder = os.path.dirname(local)
         os.makedirs(folder, exist_ok=True)
-        part = f"{local}.part"  # in the same directory: from another disk it could not replace the file in one go
+        part = f"{local}.part"  # in the same directory: a rename across disks would not be atomic
         try:
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
-                _sync(file.fileno())  # else the disk may know the new name before it has the bytes
+                _sync(file.fileno())  # otherwise the disk may have the new name before it has the bytes
             os.replace(part, local)
         except (OSError, RuntimeError) as error:
-            reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the system's
+            reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the cause
             if not isinstance(reason, OSError):
                 raise
-            raise OSError(reason.errno, f"{reason.strerror}; what was there before is whole", local) from error
+            raise OSError(reason.errno, f"{reason.strerror}; the previous checkpoint is intact", local) from error
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(part)
         _sync_folder(folder)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's own way for what can not be mapped: a remote file, or one of torch's old format."""
+        """Map a local checkpoint into memory; leave remote files and torch's old format to Lightning."""
         local = local_path(path)
         if local is None or not os.path.isfile(local) or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         checkpoint = torch.load(local, map_location=map_location, weights_only=weights_only, mmap=True)
-        # Who else finds something in there may keep it, and reading it when the file is no more would end the process.
-        kept = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}
-        return {**checkpoint, **apply_to_collection(kept, torch.Tensor, on_host)}
+        # Lightning copies the largest entries. Other readers may store tensors of the rest, and to read a mapped tensor
+        # whose file is gone would kill the process.
+        others = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}
+        return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
 
 
 def local_path(path: Any) -> str | None:
-    """Find the file of the system that Lightning means by this path or URL; None for one that is elsewhere."""
+    """Return the local file that Lightning means by a path or URL, or None if it is remote."""
     path = os.fspath(path)
     return os.path.abspath(get_filesystem(path)._strip_protocol(path)) if _is_local_file_protocol(path) else None
 
 
 def size_so_far(path: Any) -> int:
-    """Bytes of a file that a `MappedCheckpointIO` is writing."""
+    """Return how many bytes of a checkpoint `MappedCheckpointIO` has written so far."""
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{local_path(path)}.part")
     return 0
 
 
 def _sync(file: int) -> None:
-    """Wait until the disk has all of this file, where the file system can tell."""
+    """Wait until the disk has this file's bytes, where the file system supports it."""
     try:
         os.fsync(file)
     except OSError as error:
@@ -79,7 +82,7 @@ def _sync(file: int) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Wait until the disk has the names of this folder, where it can be opened and synced; either file is whole."""
+    """Wait until the disk has this folder's file names, where possible; if not, the old or the new file is intact."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -89,5 +92,5 @@ def _sync_folder(path: str) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in ordinary memory."""
+    """Copy a tensor into ordinary host memory."""
     return tensor.to("cpu", copy=True)

@@ -36,9 +36,8 @@ from .callback import SuperpipelineCallback
 from .checkpoint_io import MappedCheckpointIO, on_host, size_so_far
 
 HOST = torch.device("cpu")
-OTHER_HOOKS = "there are step hooks beside ours"
+OTHER_HOOKS = "other step hooks are registered"
 ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
-
 
 log = logging.getLogger(__name__)
 
@@ -46,35 +45,35 @@ log = logging.getLogger(__name__)
 class SuperpipelineStrategy(SingleDeviceStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
-    Weights, gradients and optimizer state live in host memory; units of the model (usually one block each) visit the
-    device through a small window. Results are those of the plain run, to the last bit.
+    Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
+    device through a small window. Results equal those of the plain run to the last bit.
 
     Args:
-        window: Units on the device at a time, those on their way up included. An int >= 1, or "auto": found in the
-            first steps, from the memory that they leave and the times that they take. Costs a look at the device's
-            memory for each visit of a unit.
-        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": found with the window.
-        memory_budget: Device bytes for weights, gradients and what streams, such as "10GiB", which a window that is
-            "auto" does not exceed. None plans with all of the device's memory but a twentieth.
+        window: Units on the device at a time, including those being copied there. An int >= 1, or "auto": chosen in
+            the first steps from the memory that they leave free and the times that they take. "auto" reads the
+            device's memory counters at each visit of a unit.
+        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": chosen with the window.
+        memory_budget: Device bytes for resident and streamed weights and gradients, such as "10GiB", which an "auto"
+            window does not exceed. None uses all of the device's memory but a twentieth.
         units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable
-            that takes the module and gives the submodules that are to be units.
+            that takes the module and returns the submodules that become units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute"
             keeps the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
             "recompute+offload" moves the inputs and runs forward again.
-        optimizer_overlap: Step a unit on the host as soon as its gradients have arrived, while backward goes on, where
-            nothing between backward and the step looks at gradients: no clipping, scaling or overridden hook. What is
-            left then, and with those all, is stepped while the next forward begins, where no hook of yours is called
-            between the two.
+        optimizer_overlap: Step each unit on the host as soon as its gradients have arrived, while backward goes on.
+            This needs final gradients, so clipping, gradient scaling or an overridden hook between backward and the
+            step prevents it. Units that are not stepped by then are stepped beside the next forward (a deferred
+            step), unless a hook of yours runs in between.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: faster, but not the bits of the default loop.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
-            convolutions travel in autocast's type where their layer's forward is their only use, with their gradients:
-            half the bytes, the same bits. "as-is": all travel as they are.
+            convolutions, and their gradients, travel in autocast's type where the layer's forward is the only use:
+            half the bytes, the same bits. "as-is": every weight travels in its own type.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
-        host_memory: "pinned" is page-locked memory for weights and gradients, from and to which the device copies by
-            itself, or an error; "pageable" is ordinary memory, and copies through a small page-locked ring, by a thread
-            for each direction; "auto" is pinned memory as far as it can be had. No choice where the CPU computes.
+        host_memory: "pinned" puts weights and gradients into page-locked memory, which the device copies by itself, or
+            raises an error; "pageable" uses ordinary memory, which one thread per direction copies through a small
+            page-locked ring; "auto" uses pinned memory as far as the system allows it. Ignored where the CPU computes.
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -121,22 +120,22 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             host_memory=host_memory,
             compile_units=compile_units,
         )
-        self.handle: Handle | None = None  # of the last run, closed when it ended
+        self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._device_given = device is not None
         self._parallel_devices: list[torch.device] | None = None
-        self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # that we keep on the host
-        self._callback: SuperpipelineCallback | None = None  # that we add to runs in which the user has none
+        self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # whose averages we keep on the host
+        self._callback: SuperpipelineCallback | None = None  # added to runs without a callback of the user's
         check_supported(self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the handle out of a copy: what streams is the module of this strategy."""
+        """Leave the handle out of a copy: it streams the original's module."""
         return {**super().__getstate__(), "handle": None}
 
     # ---- the device
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the Trainer chose; None before it has, as anything else would choose the accelerator."""
+        """The devices that the Trainer chose; None before that, as any other value would choose the accelerator."""
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -148,7 +147,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             raise OptionError(
                 argument="device",
                 found=str(self.root_device),
-                allowed=f"on the Trainer's accelerator ('{devices[0]}'); pass the Trainer another, or no device here",
+                allowed=f"on the Trainer's accelerator ('{devices[0]}'); change the Trainer's, or pass no device here",
             )
         if devices and not self._device_given:
             check_supported(devices[0])
@@ -167,7 +166,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     # ---- setup and teardown
 
     def setup_environment(self) -> None:
-        """The first that the strategy hears of a run; the callbacks' own setup comes next."""
+        """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
         super().setup_environment()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
@@ -175,8 +174,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._keep_averages_on_host(trainer)
 
     def _add_callback(self, trainer: Any) -> None:
-        """Add a callback for this run, unless the user has one: ahead of checkpoints, as Lightning has those of a user,
-        and without moving any."""
+        """Add a callback for this run unless the user passed one: before checkpoint callbacks, as Lightning orders
+        them, and without reordering the others."""
         callbacks = list(trainer.callbacks)
         if any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
             self._callback = None
@@ -187,8 +186,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             trainer.callbacks = callbacks
 
     def _remove_callback(self) -> None:
-        """Leave ``trainer.callbacks`` without ours, for whoever looks between runs, as Lightning's tuners do. Lightning
-        tears callbacks down after the strategy, and after an exception not at all."""
+        """Remove our callback from ``trainer.callbacks``, which Lightning's tuners and user code read between runs.
+
+        We tear it down too: Lightning does so after the strategy, and not at all after an exception."""
         ours = self._callback
         if ours is not None:
             assert self.lightning_module is not None
@@ -197,14 +197,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             ours.teardown(trainer, self.lightning_module, trainer.state.fn)
 
     def _keep_averages_on_host(self, trainer: Any) -> None:
-        """Where the weights are: these callbacks would copy the model in full to the device that computes."""
+        """Set weight-averaging callbacks to the host, since they would otherwise copy the whole model to the device."""
         for callback in trainer.callbacks:
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and callback._device is None:
                 callback._device = HOST
                 self._averages.append(callback)
 
     def setup(self, trainer: Trainer) -> None:
-        """As the base class does, but parameters and optimizer state stay on the host."""
+        """Set up as the base class does, but leave parameters and optimizer state on the host."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self._convert_module(self.model)
@@ -215,7 +215,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.setup_precision_plugin()
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
-        """The precision plugin's conversion; with master weights, of all but the parameters, which are FP32."""
+        """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""
         if not self.options.master_weights:
             return self.precision_plugin.convert_module(module)
         half = self._half_dtype()
@@ -231,7 +231,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         return module
 
     def _half_dtype(self) -> torch.dtype:
-        """What the device computes in, with master weights."""
+        """Return the type in which the device computes, with master weights."""
         if not isinstance(self.precision_plugin, HalfPrecision):
             raise OptionError(
                 argument="precision",
@@ -241,9 +241,9 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float16
 
     def model_to_device(self) -> None:
-        """Parameters begin to stream; buffers and metric states move."""
+        """Begin to stream the parameters; move buffers and metric states to the device."""
         assert self.lightning_module is not None
-        self.handle = None  # before the next one is made: the last one holds as much host memory
+        self.handle = None  # before the next one is made: the previous one occupies as much host memory
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
                 module._apply(self._unless_streamed)
@@ -257,7 +257,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
 
     def teardown(self) -> None:
-        """The module is plain again. Also called after an exception, wherever it came from."""
+        """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
         try:
             if self.handle is not None:
                 self.handle.close()
@@ -269,7 +269,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             self._base_teardown()
 
     def _base_teardown(self) -> None:
-        """As the base class does, but weights on the meta device stay; moving them would hide the error about them."""
+        """Tear down as the base class does, but leave meta weights alone: moving them would hide their error."""
         _optimizers_to_device(self.optimizers, HOST)
         if self.lightning_module is not None:
             self.lightning_module._apply(_unless_meta)  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Weights are made on the host, whoever makes them."""
+        """Create weights on the host, whatever code creates them."""
         keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
         with _EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
@@ -290,11 +290,11 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The Trainer's, or the default one, which maps a local file instead of reading it."""
+        """The Trainer's checkpoint plugin, or the default one, which maps local files instead of reading them."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # where the user chose none
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -302,21 +302,21 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self._checkpoint_io = io
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As written; the device's memory is left alone."""
+        """Load a checkpoint without emptying the device's memory cache."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As the base class does; a large model's takes its time."""
+        """Load weights as the base class does, with a progress bar if it takes long."""
         assert self.lightning_module is not None
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As the base class does; a large model's takes its time."""
+        """Save a checkpoint as the base class does, with a progress bar if it takes long."""
         ours = self._callback
         if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
-            checkpoint["callbacks"][ours.state_key] = chosen  # after the run the Trainer does not have the callback
+            checkpoint["callbacks"][ours.state_key] = chosen  # after the run, the callback is not in the Trainer
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
@@ -333,7 +333,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @property
     def _may_show(self) -> bool:
-        """Whether the user wants to see progress."""
+        """Whether progress may be shown on the terminal."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         ours = [callback for callback in trainer.callbacks if isinstance(callback, SuperpipelineCallback)]
@@ -342,14 +342,14 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @property
     def _display(self) -> Any:
-        """That of a progress bar which is drawn over a part of the screen now, as rich's is while it trains."""
+        """The live display of the Trainer's progress bar, such as rich's during training; None without one."""
         assert self.lightning_module is not None
         progress = getattr(self.lightning_module.trainer.progress_bar_callback, "progress", None)
         live = getattr(progress, "live", None)
         return progress if live is not None and live.is_started else None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restored state stays on the host, in memory of its own: the optimizer writes to it, and files come and go."""
+        """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             for parameter, values in optimizer.state.items():
@@ -359,7 +359,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     @property
     def _streaming(self) -> Handle | None:
-        """The handle of the run under way; outside of one, the module is plain and steps are the base class's."""
+        """The handle of the current run; None outside a run, where steps are the base class's."""
         return None if self.handle is None or self.handle.closed else self.handle
 
     def optimizer_step(
@@ -369,7 +369,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class does; where that is exact, units are stepped while the closure's backward still runs."""
+        """Step as the base class does; where exact, step units while the closure's backward still runs."""
         handle = self._streaming
         if handle is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -384,20 +384,20 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         assert self.handle is not None and self.lightning_module is not None
-        reason = user_hooks.backward_and_step(self, self.lightning_module, optimizer)
+        reason = user_hooks.why_gradients_must_be_final(self, self.lightning_module, optimizer)
         if reason is None and self.handle.steps.has_other_hooks(optimizer):
             reason = OTHER_HOOKS
         self.handle.steps.say(AFTER_BACKWARD, reason)
         return reason is None
 
     def _may_hold(self) -> bool:
-        """Tell whether the step may run on beside the next forward (deferred_step.py).
+        """Decide whether the step may be deferred, to run beside the next forward (deferred_step.py).
 
-        It may where no code of the user is called in between that is likely to look at weights. Other code that looks
-        waits for the step, which then gains nothing."""
+        It may if no hook runs in between that is likely to read weights. Any other code that reads weights waits for
+        the step."""
         module = self.lightning_module
         assert module is not None and self.handle is not None
-        reason = user_hooks.step_and_next(module)
+        reason = user_hooks.why_weights_must_be_stepped(module)
         if reason is None and self.handle.steps.has_other_hooks(module.trainer.optimizers[0], after=True):
             reason = OTHER_HOOKS
         self.handle.steps.say(WHOLE_STEP, reason)
@@ -417,28 +417,28 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             handle.close_scope()
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class does."""
+        """Run backward as the base class does, and explain errors that streaming causes."""
         handle = self._streaming
         with contextlib.nullcontext() if handle is None else handle.explaining():
             return super().backward(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, as one pass through the units."""
+        """Run the module's training_step as one pass over the units."""
         with self._step("train"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, as one pass through the units."""
+        """Run the module's validation_step as one pass over the units."""
         with self._step("validate"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, as one pass through the units."""
+        """Run the module's test_step as one pass over the units."""
         with self._step("test"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, as one pass through the units."""
+        """Run the module's predict_step as one pass over the units."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
 

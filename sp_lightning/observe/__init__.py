@@ -1,1 +1,1 @@
-"""What a run tells: timeline, bottleneck, report, doctor."""
+"""Observing a run: timeline, bottleneck, report, progress, and the doctor for the machine."""

@@ -1,9 +1,9 @@
-"""What holds a run back, from what was measured: the floor of its steps, and the one sentence that matters.
+"""The bottleneck of a run, from measured steps: their lower bound, and one sentence that says what to change.
 
-1. The floor is the simulation's, with measured times in the place of rates: what a step over these units has to do.
-2. A change is judged by the step as it was: of the time that a step waits for something, as much goes as the change
-   takes from what it waits for. Nothing else moves, and a step never gets shorter than what it computes.
-3. Only changes of which that much is known are named with a time; the sentence has the two that gain most.
+1. The lower bound (``floor``) is the simulation's, with measured times in place of the machine's rates.
+2. A change is judged by the measured step: what it saves of a lane's work, it saves of the time that the step waits for
+   that lane. Nothing else changes, and a step never gets shorter than its compute.
+3. Only changes whose saving is known that way are named with a time; the sentence has the two that save most.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..core.machine import Machine
 from ..core.recorder import RecordedStep, UnitTimes
 from ..core.simulation import LowerBound, UnitCost, floor
 
-SMALL = 0.05  # of a step: so much waiting is not worth a word
-WORTH_IT = 0.03  # of a step, that a change has to gain
+SMALL = 0.05  # of a step: less waiting than this is not worth advice
+WORTH_IT = 0.03  # of a step: a change that saves less is not named
 NANO = 1e9
 WAITED_FOR = {
     "weights": "waits for weights on their way up",
@@ -30,43 +30,43 @@ WAITED_FOR = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
-    """What a run was told to do, and what it had."""
+    """The sizes and options of a run, and the resources that it had."""
 
     window: int
     transfer: int
-    units: int  # that stream
-    spare_units: int = 0  # more of them that the device has memory for
-    threads: int = 1  # of the host's arithmetic
+    units: int  # streamed ones
+    spare_units: int = 0  # how many more fit into the device's memory
+    threads: int = 1  # of torch on the host
     cores: int = 1
-    overlaps: bool = True  # whether units are stepped while backward runs, or would gain nothing by it
-    waits_as: str = ""  # why they are not
+    overlaps: bool = True  # whether units are stepped while backward runs, or would not gain from it
+    waits_as: str = ""  # why they are stepped after backward
     single: bool = False  # whether weights travel in FP32
     activations: str = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A typical step, in seconds."""
+    """The times of a typical step, in seconds."""
 
     step_s: float
     causes: Mapping[str, float]  # spans.CAUSES
     forward_s: float = 0.0
     backward_s: float = 0.0
-    up_s: float = 0.0  # in which the way up worked
+    up_s: float = 0.0  # in which copies to the device ran
     down_s: float = 0.0
     optimizer_s: float = 0.0
-    fetches: int = 0  # ways up
+    fetches: int = 0  # units copied to the device
     floor_s: float | None = None
     setting: RunSetting = field(default_factory=lambda: RunSetting(window=1, transfer=1, units=1))
 
     @property
     def compute_s(self) -> float:
-        """In which units computed."""
+        """Seconds in which units computed."""
         return self.forward_s + self.backward_s
 
 
 class Advice(NamedTuple):
-    """Something to do, and what the step would take then."""
+    """A change, and how long the step would take with it."""
 
     what: str
     step_s: float
@@ -75,7 +75,7 @@ class Advice(NamedTuple):
 def measured(
     steps: Sequence[RecordedStep], times: Mapping[str, UnitTimes], setting: RunSetting, resident: Collection[str] = ()
 ) -> MeasuredRun:
-    """The step of median length among these, which must not be empty."""
+    """Summarise the step of median length; ``steps`` must not be empty."""
     step = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
     forward = sum(span.seconds for span in step.of("compute") if span.phase == "forward")
     return MeasuredRun(
@@ -93,7 +93,7 @@ def measured(
 
 
 def measured_floor(times: Iterable[UnitTimes], window: int, resident: Collection[str] = ()) -> LowerBound:
-    """What a step over these units has to do, at the rates that were measured (Rule 1)."""
+    """Compute the lower bound of a step over these units, at the measured rates (Rule 1)."""
     times = list(times)
     units = [
         UnitCost(
@@ -102,7 +102,7 @@ def measured_floor(times: Iterable[UnitTimes], window: int, resident: Collection
             down_nbytes=t.down_nbytes,
             parameters=round(t.step_s * NANO),
             forward_flops=t.forward_s,
-            backward_flops=t.backward_s,  # with what "recompute" repeats
+            backward_flops=t.backward_s,  # including the forward that "recompute" repeats
             resident=t.unit in resident,
         )
         for t in times
@@ -112,7 +112,7 @@ def measured_floor(times: Iterable[UnitTimes], window: int, resident: Collection
         flops_per_s=1.0,
         up_bytes_per_s=_rate([(t.up_nbytes, t.up_s) for t in times]),
         down_bytes_per_s=_rate([(t.down_nbytes, t.down_s) for t in times]),
-        duplex=1.0,  # measured rates have it in them
+        duplex=1.0,  # measured rates include it
         dram_bytes_per_s=NANO,
         device_nbytes=0,
         host_nbytes=0,
@@ -131,7 +131,7 @@ def _rate(copies: Iterable[tuple[int, float]]) -> float:
 
 
 def sentence(m: MeasuredRun) -> str:
-    """What holds the step back, and what would help."""
+    """Say in one sentence what holds the step back and what would help."""
     waits = {cause: m.causes.get(cause, 0.0) for cause in WAITED_FOR}
     outside = m.causes.get("other", 0.0)
     cause = max(waits, key=lambda name: waits[name])
@@ -143,8 +143,8 @@ def sentence(m: MeasuredRun) -> str:
         )
     if outside > waits[cause]:
         return (
-            f"{_percent(outside, m)} of each step passes outside of the units, with nothing under way that they wait "
-            f"for, and {streaming}: look at the data loader, the loss, logging and callbacks."
+            f"{_percent(outside, m)} of each step passes outside of the units, which wait for nothing then, and "
+            f"{streaming}: look at the data loader, the loss, logging and callbacks."
         )
     return f"{_percent(waits[cause], m)} of each step {WAITED_FOR[cause]}; {_advice(m, cause)}."
 
@@ -166,7 +166,7 @@ def _advice(m: MeasuredRun, cause: str) -> str:
 
 
 def in_unit_of(step_s: float, seconds: float) -> str:
-    """Two digits for a reader, in seconds or milliseconds, whichever suits the step: "1.4 s", "0.88 s", "85 ms"."""
+    """Format seconds with two digits, in seconds or milliseconds to suit the step: "1.4 s", "0.88 s", "85 ms"."""
     value, unit = (seconds, "s") if step_s >= 1 else (seconds * 1e3, "ms")
     rounded = float(f"{value:.2g}")
     digits = max(0, 1 - math.floor(math.log10(rounded))) if rounded > 0 else 0
@@ -174,11 +174,11 @@ def in_unit_of(step_s: float, seconds: float) -> str:
 
 
 WITHOUT_CHANGE = {
-    "weights": "the link is the limit: a larger batch, or more batches accumulated for a step, gives it more to hide "
-    "behind",
-    "gradients": "the link is the limit: a larger batch gives it more to hide behind",
-    "activations": "the link is the limit: keep what the device has room for (activations='keep', a smaller batch)",
-    "optimizer": "all cores work on it already: a larger batch gives it more to hide behind",
+    "weights": "the link is the limit: a larger batch, or more accumulated batches per step, gives more compute to "
+    "hide the copies",
+    "gradients": "the link is the limit: a larger batch gives more compute to hide the copies",
+    "activations": "the link is the limit: keep activations on the device (activations='keep', a smaller batch)",
+    "optimizer": "all cores work on it already: a larger batch gives more compute to hide its steps",
 }
 
 
@@ -193,7 +193,7 @@ def _optimizer(m: MeasuredRun) -> Iterator[Advice]:
         yield Advice(f"{s.cores} threads instead of {s.threads}", _without(m, "optimizer", faster))
     if not s.overlaps:
         why = (
-            f"not so now, as {s.waits_as}"
+            f"not now, because {s.waits_as}"
             if s.waits_as
             else "optimizer_overlap=True and nothing that needs all gradients first"
         )
@@ -204,7 +204,7 @@ def _weights(m: MeasuredRun) -> Iterator[Advice]:
     s = m.setting
     if s.window == 1 and s.units > 1:
         hidden = min(m.compute_s, m.up_s)
-        yield Advice("window=2 (a unit comes up while another computes)", _without(m, "weights", hidden))
+        yield Advice("window=2 (one unit is copied while another computes)", _without(m, "weights", hidden))
     elif s.spare_units and s.window < s.units and m.fetches:
         more = min(s.spare_units, s.units - s.window)
         spared = more * m.up_s / m.fetches
@@ -228,9 +228,7 @@ def _activations(m: MeasuredRun) -> Iterator[Advice]:
         yield Advice("activations='recompute'", again)
 
 
-CHANGES: dict[
-    str, Callable[[MeasuredRun], Iterator[Advice]]
-] = {  # what would take from what the step waits for (Rule 2)
+CHANGES: dict[str, Callable[[MeasuredRun], Iterator[Advice]]] = {  # by what the step waits for (Rule 2)
     "weights": _weights,
     "gradients": _gradients,
     "activations": _activations,

@@ -1,9 +1,9 @@
-"""What this machine has for streaming, what holds it back, and how to mend it.
+"""The doctor: this machine's resources for streaming, what slows it down, and how to mend that.
 
-1. ``examine`` collects facts, measuring where a datasheet would guess; ``findings`` and ``capacity`` are pure functions
-   of facts, so that each can be asked about a machine that is not at hand.
-2. A finding is one sentence with the number that was found and what to do about it. What nothing can be done about is
-   a fact, not a finding.
+1. ``examine`` collects facts by measuring, not from datasheets; ``findings`` and ``capacity`` are pure functions of
+   facts, so that they can be tried on the facts of any machine.
+2. A finding is one sentence with the number that was found and a remedy. A limit without a remedy is a fact, not a
+   finding.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
 
-# Below these there is something to mend.
+# Thresholds of the findings.
 SLOW_LINK = 10 * GB  # bytes/s: 16 lanes of the third generation carry 12 of 15.8
-SHARED_WIRE = 0.7  # duplex
-LOPSIDED = 0.6  # of the faster direction
+SHARED_WIRE = 0.7  # duplex factor
+LOPSIDED = 0.6  # slower direction / faster direction
 SLOW_DRAM = 20 * GB  # bytes/s: two channels of DDR4-2133 carry 34
 FUSED_GAIN = 1.25
 SLOW_DISK = 0.3 * GB  # bytes/s
 
-# Host bytes per parameter, and what is left for everything else.
-FULL = 12 + 2 + 4  # FP32 weight and AdamW's two moments; what travels in half precision; an FP32 gradient
+# Host bytes per parameter, and the share of free host memory that these may take.
+FULL = 12 + 2 + 4  # FP32 weight and AdamW's two moments; wire copy in half precision; FP32 gradient
 LORA_HALF, LORA_FULL = 2, 4  # frozen bf16 or FP32 weights; the adapters and their state are small beside them
 CHECKPOINT = 12
 HOST_SHARE = 0.9
 # The device holds at least two units in half precision and two gradient buffers: 8 bytes per parameter of a unit.
-BLOCKS = 64  # alike, as in a decoder of 30e9 parameters
-DEVICE_FLOOR = 8 / BLOCKS
+BLOCKS = 64  # equal ones, as in a decoder of 30e9 parameters
+DEVICE_MINIMUM = 8 / BLOCKS
 DEVICE_SHARE = 0.6  # the rest is for activations
 
 PIN_QUICK, PIN_THOROUGH = 1 << 30, 8 << 30
@@ -54,7 +54,7 @@ DISK_QUICK, DISK_THOROUGH = 64 << 20, 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found on a machine."""
+    """The facts about a machine."""
 
     device: str  # "cuda:0", "cpu"
     device_name: str
@@ -62,11 +62,11 @@ class Facts:
     device_free_nbytes: int
     host_free_nbytes: int
     host_limited_by: str  # "machine" or "cgroup"
-    machine_nbytes: int  # of host memory, whatever this process may take
+    machine_nbytes: int  # host memory of the whole machine, which may exceed this process's limit
     pin_tried_nbytes: int
-    pinned_nbytes: int | None  # of that could be page-locked; None where nothing is
+    pinned_nbytes: int | None  # how much of it could be page-locked; None if nothing is page-locked
     lock_limit_nbytes: int | None  # ulimit -l
-    parameters_per_s: float  # of AdamW on the host
+    parameters_per_s: float  # stepped by AdamW on the host
     fused_parameters_per_s: float
     cores: int
     threads: int  # of torch
@@ -75,8 +75,8 @@ class Facts:
     disk_write_bytes_per_s: float
     disk_read_bytes_per_s: float
     disk_free_nbytes: int
-    gpus: dict[str, int]  # by vendor, that kernel drivers show
-    torch_accelerator: str | None  # the kind that this torch was built for
+    gpus: dict[str, int]  # by vendor, as kernel drivers list them
+    torch_accelerator: str | None  # the kind for which torch was built
     versions: dict[str, str | None]
     torch_wanted_by_torchvision: str | None
 
@@ -88,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend."""
+    """A problem with its remedy (Rule 2)."""
 
     subject: str
     sentence: str
@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Parameters of the largest models that train here."""
+    """The largest models that train on this machine, in parameters."""
 
     full: int
     lora_half: int
@@ -106,7 +106,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Report:
-    """Facts and what follows from them."""
+    """Facts, findings and capacity of a machine."""
 
     facts: Facts
     findings: tuple[Finding, ...]
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The sentence that matters."""
+        """The capacity in one sentence."""
         found = self.capacity
         return (
             f"This machine trains up to {_billions(found.full)} parameters with FP32 AdamW (limited by "
@@ -123,7 +123,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and text only, as ``from_dict`` takes them."""
+        """Convert the report to numbers and text only, for ``from_dict``."""
         return {
             "facts": asdict(self.facts),
             "findings": [asdict(finding) for finding in self.findings],
@@ -133,7 +133,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Report:
-        """The report that this was made of."""
+        """Restore a report from the result of ``to_dict``."""
         facts = dict(values["facts"])
         return cls(
             Facts(**{**facts, "machine": Machine(**facts["machine"])}),
@@ -143,39 +143,39 @@ class Report:
 
 
 def doctor(device: str | None = None, folder: str | Path = ".", quick: bool = False) -> Report:
-    """Examine this machine: seconds if ``quick``, else about half a minute, and as much memory as is free to spare.
+    """Examine this machine in seconds if ``quick``, else in about half a minute, with part of the free memory.
 
     Args:
-        device: That computes, such as "cuda:0"; the first accelerator, or the CPU.
-        folder: Where checkpoints will be written: a file is, read and removed.
-        quick: Measure shortly and try to page-lock 1 GiB at most.
+        device: The device that computes, such as "cuda:0"; by default the first accelerator, else the CPU.
+        folder: The folder for checkpoints: a test file is written, read and removed there.
+        quick: Measure briefly, and try to page-lock at most 1 GiB.
     """
     facts = examine(device, folder, quick)
     return Report(facts, tuple(findings(facts)), capacity(facts))
 
 
 def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
-    """The facts (Rule 1)."""
+    """Collect the facts about this machine (Rule 1)."""
     folder = Path(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(argument="folder", found=str(folder), allowed="a directory that can be written to")
-    seam = Device(find(device))
+        raise OptionError(argument="folder", found=str(folder), allowed="a writable directory")
+    chosen = Device(find(device))
     memory = host_memory()
-    device_free_nbytes, _ = seam.memory()
+    device_free_nbytes, _ = chosen.memory()
     pin_tried_nbytes = min(PIN_QUICK if quick else PIN_THOROUGH, memory.free // 4)
     write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
     effort = QUICK if quick else THOROUGH
-    machine = measure(seam.torch_device, effort)
+    machine = measure(chosen.torch_device, effort)
     return Facts(
-        device=str(seam.torch_device),
-        device_name=seam.name,
+        device=str(chosen.torch_device),
+        device_name=chosen.name,
         machine=machine,
         device_free_nbytes=device_free_nbytes,
         host_free_nbytes=memory.free,
         host_limited_by=memory.limited_by,
         machine_nbytes=memory.machine,
         pin_tried_nbytes=pin_tried_nbytes,
-        pinned_nbytes=seam.lockable(pin_tried_nbytes),
+        pinned_nbytes=chosen.lockable(pin_tried_nbytes),
         lock_limit_nbytes=lock_limit(),
         parameters_per_s=machine.dram_bytes_per_s / machine.optimizer_bytes_per_parameter,
         fused_parameters_per_s=measure_optimizer(fused=True, effort=effort),
@@ -187,29 +187,29 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
         disk_read_bytes_per_s=read,
         disk_free_nbytes=shutil.disk_usage(folder).free,
         gpus=gpus_by_vendor(),
-        torch_accelerator=_built_for(),
+        torch_accelerator=_accelerator_of_build(),
         versions={name: _version(name) for name in PACKAGES},
-        torch_wanted_by_torchvision=_wanted_by_torchvision(),
+        torch_wanted_by_torchvision=_torch_required_by_torchvision(),
     )
 
 
 def capacity(facts: Facts) -> Capacity:
-    """What trains here: host bytes per parameter against free host memory, and the least that the device must hold."""
+    """Compute what trains here from free host memory, and from the least memory that the device needs."""
     host = facts.host_free_nbytes * HOST_SHARE
-    # On the CPU device memory is host memory, and the streamed units are small beside the rest.
-    floor = host if facts.on_host else facts.device_free_nbytes * DEVICE_SHARE
-    most = {nbytes: int(min(host / nbytes, floor / DEVICE_FLOOR)) for nbytes in (FULL, LORA_HALF, LORA_FULL)}
-    limited_by = "host memory" if host / FULL <= floor / DEVICE_FLOOR else "device memory"
+    # On the CPU, device memory is host memory, and the streamed units are small beside the rest.
+    device = host if facts.on_host else facts.device_free_nbytes * DEVICE_SHARE
+    most = {nbytes: int(min(host / nbytes, device / DEVICE_MINIMUM)) for nbytes in (FULL, LORA_HALF, LORA_FULL)}
+    limited_by = "host memory" if host / FULL <= device / DEVICE_MINIMUM else "device memory"
     return Capacity(full=most[FULL], lora_half=most[LORA_HALF], lora_full=most[LORA_FULL], full_limited_by=limited_by)
 
 
-# ---- what to mend (Rule 2)
+# ---- findings (Rule 2)
 
 
 def findings(facts: Facts) -> Iterator[Finding]:
-    """What holds this machine back, the worst first."""
-    for subject, find_out in CHECKS.items():
-        sentence = find_out(facts)
+    """Yield what slows this machine down, the worst first."""
+    for subject, check in CHECKS.items():
+        sentence = check(facts)
         if sentence is not None:
             yield Finding(subject, sentence)
 
@@ -227,12 +227,12 @@ def _device(facts: Facts) -> str | None:
                 f"install a {'CUDA' if build == 'cuda' else 'ROCm'} build of torch (pytorch.org/get-started)."
             )
         return (
-            f"The CPU was measured although the system shows {gpus}: pass --device cuda:0, and if torch does not see "
-            "it, update its driver or unset CUDA_VISIBLE_DEVICES."
+            f"The CPU was measured although the system shows {gpus}: pass --device cuda:0; if torch does not find it, "
+            "update the driver or unset CUDA_VISIBLE_DEVICES."
         )
     return (
-        "The CPU computes, 0 accelerators were found, and links are copies in memory: streaming works and gains "
-        "nothing here; run this where the accelerator is."
+        "The CPU computes, 0 accelerators were found, and links are copies in memory: streaming works but gains "
+        "nothing here; run this on a machine with an accelerator."
     )
 
 
@@ -242,14 +242,14 @@ def _link(facts: Facts) -> str | None:
         return None
     if min(up, down) < SLOW_LINK:
         return (
-            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down, of 12 that 16 lanes of PCIe 3 "
-            "give and 25 of PCIe 4: put the device into a slot with 16 lanes, look at its link width and speed under "
-            "load, and leave no riser or power saving in the way."
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down, of 12 with 16 lanes of PCIe 3 and "
+            "25 with PCIe 4: put the device into a slot with 16 lanes, check its link width and speed under load, and "
+            "remove risers and power saving."
         )
     if min(up, down) < LOPSIDED * max(up, down):
         return (
-            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down: the slower way crosses sockets or "
-            "an input-output memory unit; bind the process to the device's node, and set the latter to pass-through."
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down: the slower direction crosses "
+            "sockets or an IOMMU; bind the process to the device's memory node, and set the IOMMU to pass-through."
         )
     return None
 
@@ -258,9 +258,9 @@ def _duplex(facts: Facts) -> str | None:
     if facts.on_host or facts.machine.duplex >= SHARED_WIRE:
         return None
     return (
-        f"Both ways at once each keep {facts.machine.duplex:.0%} of the link: gradients on their way down slow the "
-        "weights on their way up; train more tokens per step (a larger batch, accumulate_grad_batches), so that "
-        "compute hides both."
+        f"With copies in both directions each keeps {facts.machine.duplex:.0%} of its rate: gradients on their way "
+        "down slow the weights on their way up; train more tokens per step (a larger batch, accumulate_grad_batches), "
+        "so that compute hides both."
     )
 
 
@@ -285,9 +285,9 @@ def _host_memory(facts: Facts) -> str | None:
     if facts.on_host or facts.host_free_nbytes >= 2 * facts.machine.device_nbytes:
         return None
     return (
-        f"{format_bytes(facts.host_free_nbytes)} of host memory are free beside a device of "
-        f"{format_bytes(facts.machine.device_nbytes)}, and AdamW takes {FULL} bytes per parameter of the host: add "
-        "memory (at least twice the device's), or train adapters, which takes 2."
+        f"{format_bytes(facts.host_free_nbytes)} of host memory are free for a device of "
+        f"{format_bytes(facts.machine.device_nbytes)}, and AdamW takes {FULL} host bytes per parameter: add memory (at "
+        "least twice the device's), or train adapters, which takes 2."
     )
 
 
@@ -295,8 +295,8 @@ def _dram(facts: Facts) -> str | None:
     if facts.machine.dram_bytes_per_s >= SLOW_DRAM:
         return None
     return (
-        f"Host memory moves {facts.machine.dram_bytes_per_s / GB:.1f} GB/s, where two channels of DDR4 give 40: put "
-        "modules into every channel, switch their rated profile on, and give torch all cores."
+        f"Host memory moves {facts.machine.dram_bytes_per_s / GB:.1f} GB/s, where two channels of DDR4 give 40: fill "
+        "every channel, enable the modules' rated profile, and give torch all cores."
     )
 
 
@@ -325,8 +325,8 @@ def _optimizer(facts: Facts) -> str | None:
         return None
     return (
         f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s on this host and "
-        f"{facts.fused_parameters_per_s / GB:.2f}e9 with torch's fused kernels: where the optimizer is what a step "
-        f"waits for, fused_optimizer=True makes it {gain:.1f} times as fast (and rounds otherwise)."
+        f"{facts.fused_parameters_per_s / GB:.2f}e9 with torch's fused kernels: where steps wait for the optimizer, "
+        f"fused_optimizer=True makes it {gain:.1f} times as fast (with other rounding)."
     )
 
 
@@ -336,7 +336,7 @@ def _disk_speed(facts: Facts) -> str | None:
     minutes = 10e9 * CHECKPOINT / facts.disk_write_bytes_per_s / 60
     return (
         f"{facts.folder} takes {facts.disk_write_bytes_per_s / 1e6:.0f} MB/s, so a checkpoint of 10e9 parameters would "
-        f"take {minutes:.0f} minutes: let ModelCheckpoint write to another disk (dirpath), or less often."
+        f"take {minutes:.0f} minutes: let ModelCheckpoint write to another disk (dirpath) or less often."
     )
 
 
@@ -346,7 +346,7 @@ def _disk_space(facts: Facts) -> str | None:
         return None
     return (
         f"{facts.folder} has {format_bytes(facts.disk_free_nbytes)} left, and a checkpoint of the largest model that "
-        f"trains here would take {format_bytes(needed)}: free some, or write elsewhere (default_root_dir)."
+        f"trains here would take {format_bytes(needed)}: free some, or write to another disk (default_root_dir)."
     )
 
 
@@ -384,8 +384,8 @@ def _billions(count: int) -> str:
 
 
 def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes per second written through to the disk, and read back (from the page cache where it was not dropped)."""
-    block = os.urandom(1 << 20)  # file systems that compress would make zeros fast
+    """Measure bytes per second written to the disk and read back (from the page cache if that cannot be dropped)."""
+    block = os.urandom(1 << 20)  # random, because a compressing file system would write zeros faster
     count = max(1, nbytes >> 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         begin = time.perf_counter()
@@ -403,7 +403,7 @@ def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
         return count * len(block) / (written - begin), count * len(block) / (time.perf_counter() - start)
 
 
-def _built_for() -> str | None:
+def _accelerator_of_build() -> str | None:
     if torch.version.hip:
         return "hip"
     return "cuda" if torch.version.cuda else None
@@ -418,8 +418,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _wanted_by_torchvision() -> str | None:
-    """The release of torch that the installed torchvision names."""
+def _torch_required_by_torchvision() -> str | None:
+    """Return the torch release that the installed torchvision requires."""
     try:
         wanted = importlib.metadata.requires("torchvision") or []
     except importlib.metadata.PackageNotFoundError:

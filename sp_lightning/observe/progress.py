@@ -1,8 +1,8 @@
-"""A bar on the terminal while the user waits for something that is not training.
+"""A progress bar on the terminal for waits outside of training, such as saving a checkpoint.
 
-It appears when the wait has lasted a second, leaves nothing behind, and is not there where nobody watches. What is
-done by then is asked for from a thread beside the work, which knows nothing of it. Where a display of rich is on the
-screen, as Lightning's while it trains, the wait becomes a line of that display, which would draw over a bar below it.
+The bar appears after one second, leaves nothing on the screen, and needs a terminal. A thread polls how much is done,
+so the work itself reports nothing. While a rich display is on the screen, as Lightning's is in training, the bar is a
+line of that display, because the display would draw over a bar below it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from tqdm import tqdm  # type: ignore[import-untyped]  # as Lightning's progress bar, beside which it may stand
+from tqdm import tqdm  # type: ignore[import-untyped]  # Lightning's own progress bar, beside which ours may appear
 
 PATIENCE_S = 1.0
 REFRESH_S = 0.2
@@ -21,9 +21,9 @@ MB = 1e6
 
 
 class Display(Protocol):
-    """What is needed of ``rich.progress.Progress``."""
+    """The part of ``rich.progress.Progress`` that is used here."""
 
-    live: Any  # that draws it
+    live: Any  # draws the display
 
     def add_task(self, description: str, *, total: float) -> Any: ...
 
@@ -38,14 +38,14 @@ class Display(Protocol):
 def waiting(
     what: str, total: int, done: Callable[[], int], shown: bool = True, display: Display | None = None
 ) -> Iterator[None]:
-    """Within, the wait.
+    """Show progress while the body of the ``with`` statement runs.
 
     Args:
-        what: Is waited for, such as "saving last.ckpt".
+        what: A title, such as "saving last.ckpt".
         total: Bytes in all.
-        done: How many of them are, so far; called by another thread.
-        shown: Whether there may be a bar; there is none either where standard error is no terminal.
-        display: That is on the screen now.
+        done: Returns how many bytes are done; called by another thread.
+        shown: Whether a bar may be shown; without a terminal there is none in any case.
+        display: The rich display on the screen, if any.
     """
     if not shown or not (sys.stderr.isatty() if display is None else display.live.console.is_terminal):
         yield
@@ -72,7 +72,7 @@ def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event
 
 @contextlib.contextmanager
 def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of its own."""
+    """Show a bar of its own; yield the function that advances it."""
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
 
         def advance(nbytes: int) -> None:
@@ -84,7 +84,7 @@ def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def _within(display: Display, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A line of the display, which counts in whole numbers."""
+    """Add a line, in whole megabytes, to the display; yield the function that advances it."""
     line = display.add_task(f"{what} (MB)", total=round(total / MB))
 
     def advance(nbytes: int) -> None:

@@ -1,6 +1,6 @@
-"""What a run tells about itself: figures for loggers, a table when it begins, a report when it ends.
+"""The report on a run: figures for loggers, a table when it begins, and a summary when it ends.
 
-Watches a handle through a recorder; nobody needs Lightning for it.
+A report reads a handle's recorder and works without Lightning.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .timeline import Timeline, in_words
 from .timeline import measured as measured_timeline
 
 GB = 1e9
-WARM_UP = 2  # steps that no figure is made of: the order of visits is learned, memory is taken
-ADAMW = "AdamW"  # whose steps are measured
-FP32_FROM = 3  # bytes that a parameter has on its way up, on average
+WARM_UP = 2  # steps left out of the figures: they record the order of visits and allocate memory
+ADAMW = "AdamW"  # the optimizer whose speed is measured
+FP32_FROM = 3  # bytes per parameter on the way up, on average, from which weights count as FP32
 
 
 class Planned(Protocol):
-    """What is told of a plan (forecast.py)."""
+    """The part of a plan that a report shows (forecast.py)."""
 
     @property
     def machine(self) -> Machine: ...
@@ -63,26 +63,26 @@ class Planned(Protocol):
 
 
 class RunReport:
-    """Records training passes of a handle and makes figures of them; closed, it leaves the handle as it was.
+    """Record training passes of a handle and turn them into figures; ``close`` restores the handle.
 
-    After the first few it records so many in a row once in ``every`` times as many; those of numbers in ``also``, too.
+    Of every ``every`` * ``KEPT`` passes the first ``KEPT`` are recorded, and all passes whose numbers are in ``also``.
     """
 
     def __init__(self, handle: Handle, plan: Planned | None = None, every: int = 1, also: Collection[int] = ()) -> None:
         self._handle = handle
         self._plan = plan
-        self._least_s: float | None = None  # of a step, predicted without a plan
+        self._least_s: float | None = None  # lower bound of a step, predicted without a plan
         self._recorder = handle.record(
             Recorder(handle.device, wanted=lambda batch: batch // KEPT % every == 0 or batch in also)
         )
-        self._seen = 0  # passes of any kind that were read, or are not recorded
-        self._fresh: list[RecordedStep] = []  # training passes that ``figures`` has not given yet
+        self._seen = 0  # passes of any kind, up to the last one that was read
+        self._fresh: list[RecordedStep] = []  # training passes since the last call of ``figures``
         self._last: deque[RecordedStep] = deque(maxlen=KEPT)
 
     # ---- while it runs
 
     def update(self) -> list[RecordedStep]:
-        """The training passes that can be read by now and could not before, numbered from 0 among all of them."""
+        """Return training passes that became readable since the last call, numbered from 0 among training passes."""
         new = [step for step in self._recorder.steps if step.number >= self._seen]
         self._seen = max([self._seen, *(step.number + 1 for step in new)])
         numbered = [replace(step, number=step.batch) for step in new if step.trains]
@@ -94,11 +94,11 @@ class RunReport:
 
     @property
     def last(self) -> list[RecordedStep]:
-        """The last training passes; of a long enough run, without the first ones."""
+        """The latest training passes, without the warm-up if the run is long enough."""
         return list(self._last)
 
     def figures(self) -> dict[str, float]:
-        """Means over the training passes since the last call; nothing if there was none."""
+        """Return means over the training passes since the last call; empty if there were none."""
         steps, self._fresh = self._fresh, []
         if not steps:
             return {}
@@ -118,7 +118,7 @@ class RunReport:
         }
 
     def memory(self) -> dict[str, float]:
-        """Peaks so far, and the share of the weights that is on the device now."""
+        """Return the peaks so far, and the share of the weights that is on the device now."""
         window = self._handle.engine.window
         total = sum(unit.store.nbytes for unit in window.units)
         return {
@@ -128,29 +128,29 @@ class RunReport:
         }
 
     def stall_share(self) -> float | None:
-        """Of the latest step that was read: what it waited, in parts of 1."""
+        """Return the share of the latest recorded step that was stalls, from 0 to 1."""
         if not self._last:
             return None
         causes = self._last[-1].causes()
         return sum(causes[cause] for cause in WAITED_FOR) / self._last[-1].seconds
 
     def device_peak(self) -> int:
-        """Bytes."""
+        """Return the peak of device memory in bytes."""
         return self._handle.device.memory_peak()
 
     def times(self) -> dict[str, UnitTimes]:
-        """Of each unit."""
+        """Return the measured times of each unit."""
         return self._recorder.times()
 
     def floor_s(self) -> float | None:
-        """The floor of the recorded steps."""
+        """Return the lower bound of the recorded steps, or None before there are any."""
         times, window = self.times(), self._handle.engine.window.schedule.window
         return measured_floor(times.values(), window, self._resident()).seconds if times else None
 
     # ---- when it begins and ends
 
     def table(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-        """What will be where, and how long a step will take, before the first one: by name."""
+        """Predict, before the first step, memory on both sides and the time of a step: rows by name."""
         stats, rest = self._handle.stats(), self._rest_nbytes()
         grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
         return {
@@ -164,12 +164,12 @@ class RunReport:
 
     def _device_in_words(self) -> str:
         if self._plan is None:
-            return f"{format_bytes(self.predicted_nbytes())} for weights and gradients, beside activations"
+            return f"{format_bytes(self.predicted_nbytes())} for weights and gradients, plus activations"
         listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self._plan.device_terms.items())
         return f"{format_bytes(self._plan.device_nbytes)} planned: {listed}"
 
     def _host_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-        """What streaming will hold, and the optimizers' state."""
+        """Describe the host memory of streaming and of the optimizers' state."""
         if self._plan is not None:
             return f"{format_bytes(self._plan.host.total)} planned"
         states = [state_nbytes(optimizer) for optimizer in optimizers]
@@ -177,25 +177,25 @@ class RunReport:
         found = self._host_bytes()
         terms = {"weights": found.weights, "converted": found.wire, "gradients": found.gradients, "optimizer": known}
         listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)
-        unknown = ", beside the optimizer's state" * (None in states)
+        unknown = ", plus optimizer state of unknown size" * (None in states)
         return f"{format_bytes(sum(terms.values()))}: {listed}{unknown}"
 
     def _step_in_words(self, optimizers: Sequence[torch.optim.Optimizer]) -> str:
         if self._plan is not None:
-            floor = f"floor {format_seconds(self._plan.floor_s)}, made of the {self._plan.binds}"
+            floor = f"floor {format_seconds(self._plan.floor_s)}, set by the {self._plan.binds}"
             return f"{format_seconds(self._plan.step_s)} planned for {self._plan.machine.name}, {floor}"
         machine, kinds = measure_quickly(self._handle.device.torch_device), ADAMW
-        self._handle.device.reset_memory_peak()  # no bytes of the run's
+        self._handle.device.reset_memory_peak()  # what measuring allocated is not the run's
         states = [state_nbytes(optimizer) for optimizer in optimizers]
         if None not in states:
             kept = sum(nbytes or 0 for nbytes in states) / max(1, self._host_bytes().gradients)
             machine = replace(machine, optimizer_bytes_per_parameter=(3 + 2 * kept) / (3 + 2 * STATES[ADAMW]))
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         self._least_s = self._least(machine)
-        return f"at least {format_seconds(self._least_s)} for weights, gradients and {kinds}, beside what units compute"
+        return f"at least {format_seconds(self._least_s)} for weights, gradients and {kinds}, plus compute"
 
     def _least(self, machine: Machine) -> float:
-        """What a step takes without compute, as this machine was measured to copy and to step."""
+        """Compute the lower bound of a step without compute, at this machine's measured rates."""
         schedule = self._handle.engine.window.schedule
         sizes = [unit.sizes() for unit in self._handle.engine.window.units]
         window = len(sizes) if self._handle.options.window == "auto" else schedule.window
@@ -205,21 +205,21 @@ class RunReport:
         return host_bytes(unit.host_bytes() for unit in self._handle.engine.window.units)
 
     def predicted_nbytes(self) -> int:
-        """On the device for weights and gradients: the resident rest, the largest window, two gradient buffers."""
+        """Return device bytes for weights and gradients: resident root, largest window, two gradient buffers."""
         window = self._handle.engine.window
         units = [unit.sizes() for unit in window.units if not unit.unit.resident]
         largest = sorted((unit.nbytes for unit in units), reverse=True)[: window.schedule.window]
         return sum(largest) + 2 * max((unit.gradient_nbytes for unit in units), default=0) + self._rest_nbytes()
 
     def report(self) -> list[str]:
-        """Predicted against measured, and the one sentence that matters; nothing where too little was seen."""
+        """Compare predicted with measured values and name the bottleneck; empty if no step was recorded."""
         m = self.measured()
         if m is None:
             return []
         took = in_unit_of(m.step_s, m.step_s) + self._step_predicted(m.step_s)
         floor = ""
         if m.floor_s is not None:
-            floor = f", floor {in_unit_of(m.step_s, m.floor_s)} ({m.floor_s / m.step_s:.2f} of it)"
+            floor = f", floor {in_unit_of(m.step_s, m.floor_s)} ({m.floor_s / m.step_s:.2f} of the step)"
         return [
             f"a step took {took}{floor}: {in_words(dict(m.causes))}",
             f"{self._memory_predicted(m.setting.window)}; host peak {format_bytes(peak_memory())}",
@@ -238,21 +238,21 @@ class RunReport:
         if self._plan is not None and window == self._plan.window:
             return f"device peak {peak} ({format_bytes(self._plan.device_nbytes)} planned) with window {window}"
         planned = format_bytes(self.predicted_nbytes())
-        return f"device peak {peak}, of which weights and gradients were to take {planned} with window {window}"
+        return f"device peak {peak} ({planned} predicted for weights and gradients) with window {window}"
 
     def measured(self) -> MeasuredRun | None:
-        """The typical step; None before one was read that counts."""
+        """Return the times of a typical step, or None before one was recorded."""
         if not self._last:
             return None
         return measured(self._last, self.times(), self._setting(), self._resident())
 
     def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
-        """These steps, with the floor, and with what of the step before runs on into them."""
+        """Make a timeline of these steps, with what runs on into them from the step before."""
         before = [span for step in self._last if step.number == steps[0].number - 1 for span in step.spans]
         return measured_timeline(steps, title, self.floor_s(), before)
 
     def close(self) -> list[RecordedStep]:
-        """Waits for the device, and gives the training passes that were not read yet."""
+        """Stop recording, wait for the device, and return the training passes that were not read yet."""
         self._handle.stop_recording()
         return self.update()
 
@@ -287,6 +287,6 @@ class RunReport:
 
 
 def _rate(steps: Sequence[RecordedStep], lane: Lane) -> float:
-    """In GB/s, while the lane worked."""
+    """Return GB/s of a lane while it worked."""
     seconds = sum(step.busy(lane) for step in steps)
     return sum(step.nbytes(lane) for step in steps) / seconds / GB if seconds else 0.0

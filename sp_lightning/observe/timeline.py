@@ -1,8 +1,8 @@
-"""A few steps, lane by lane, as a trace that Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev) show.
+"""A few steps, lane by lane, as a trace for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev).
 
-1. Measured and simulated steps become the same thing, a ``Timeline``, and go the same way from there: into a trace, out
-   of one, into a picture (timeline_plot.py).
-2. Times are seconds since the first step's begin; a trace has microseconds, to the nanosecond.
+1. Measured and simulated steps both become a ``Timeline``, which is written to a trace, read from one, and drawn as a
+   picture (timeline_plot.py).
+2. Times are seconds since the beginning of the first step; a trace has microseconds with three decimals.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Step:
     name: str
     start: float
     end: float
-    floor_s: float | None = None  # the least that it could take; None where that is not known
+    floor_s: float | None = None  # lower bound; None if not known
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the step."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Steps, and what happened in them."""
+    """Steps, and the work and waiting in them."""
 
     title: str  # such as "Llama 3 8B on rtx4090"
     source: str  # "measured" or "simulated"
@@ -56,11 +56,11 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def typical(self) -> Step:
-        """The step of median length."""
+        """Return the step of median length."""
         return sorted(self.steps, key=lambda step: step.seconds)[len(self.steps) // 2]
 
     def step(self, place: int | None) -> Step:
-        """The step at that place, from 0; the typical one if none is named."""
+        """Return the step at a place, counted from 0, or the typical one for None."""
         if place is None:
             return self.typical()
         if not 0 <= place < len(self.steps):
@@ -71,7 +71,14 @@ class Timeline:
 def measured(
     steps: Sequence[RecordedStep], title: str, floor_s: float | None = None, before: Sequence[Span] = ()
 ) -> Timeline:
-    """What a recorder saw; ``floor_s`` as its figures give it (bottleneck.py), and what began before these steps."""
+    """Make a timeline of recorded steps.
+
+    Args:
+        steps: One or more steps.
+        title: What ran.
+        floor_s: Lower bound of a step (bottleneck.py).
+        before: Spans of the step before, of which those that run on into these steps are shown.
+    """
     zero = steps[0].start
     runs_on = [span for span in before if span.end > zero]
     return Timeline(
@@ -88,14 +95,14 @@ def measured(
 
 
 def simulated(simulation: Simulation, title: str) -> Timeline:
-    """A simulated step."""
+    """Make a timeline of a simulated step."""
     step = Step(name="step", start=0.0, end=simulation.step_s, floor_s=simulation.floor.seconds)
     spans = sorted([*_with_phases(simulation.timeline), *simulation.waits], key=lambda span: span.start)
     return Timeline(title=title, source="simulated", steps=(step,), spans=tuple(spans))
 
 
 def _with_phases(spans: Iterable[Span]) -> list[Span]:
-    """A unit computes forward first."""
+    """Label compute spans: the first one of a unit is its forward, all others are backward."""
     seen: set[str] = set()
     result = []
     for span in spans:
@@ -111,15 +118,17 @@ def _with_phases(spans: Iterable[Span]) -> list[Span]:
 
 
 def summary(timeline: Timeline, place: int | None = None) -> str:
-    """One line about a step: how long it took, the least it could, and where its time went."""
+    """Describe a step in one line: its time, its lower bound, and where its time went."""
     step = timeline.step(place)
-    floor = "" if step.floor_s is None else f", floor {step.floor_s:.3g} s ({step.floor_s / step.seconds:.2f} of it)"
+    floor = (
+        "" if step.floor_s is None else f", floor {step.floor_s:.3g} s ({step.floor_s / step.seconds:.2f} of the step)"
+    )
     where = in_words(causes(timeline.spans, step.start, step.end))
     return f"{timeline.title}, {timeline.source}: {step.name} took {step.seconds:.3g} s{floor}: {where}"
 
 
 def in_words(shares: dict[str, float]) -> str:
-    """What a step's seconds went to, most first; what is under half a percent is left out."""
+    """List what a step's seconds went to, longest first, without shares below half a percent."""
     total = sum(shares.values()) or 1.0
     order = sorted(shares, key=lambda cause: -shares[cause])
     return ", ".join(
@@ -131,7 +140,7 @@ def in_words(shares: dict[str, float]) -> str:
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
-    """As the Trace Event Format has it, with lanes as threads."""
+    """Convert a timeline to the Trace Event Format, with lanes as threads."""
     lanes = [lane for lane in LANES if any(span.lane == lane for span in timeline.spans)]
     names = [STEPS, *(LANE_NAMES[lane] for lane in lanes)]
     process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{timeline.title} ({timeline.source})"}}
@@ -171,19 +180,19 @@ def _event(tid: int, category: str, name: str, start: float, end: float, about: 
 
 
 def from_trace(trace: Any, where: str = "the trace") -> Timeline:
-    """The timeline that became this trace."""
+    """Restore a timeline from its trace."""
     about = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise TraceError(
-            f"{where} is not a timeline of ours: it lacks otherData.format {FORMAT!r}; "
-            "SuperpipelineCallback(timeline='run/') writes one, and so does: python -m sp_lightning plan"
+            f"{where} is no timeline of sp_lightning: it lacks otherData.format {FORMAT!r}; "
+            "write one with SuperpipelineCallback(timeline='run/') or python -m sp_lightning plan --timeline"
         )
     try:
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         steps = tuple(_step(event) for event in events if event["cat"] == "step")
         spans = tuple(_span(event) for event in events if event["cat"] != "step")
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{where} is damaged: an event of it lacks or has a wrong {error}; write it anew") from error
+        raise TraceError(f"{where} is damaged: missing or wrong in an event: {error}; write it again") from error
     if not steps:
         raise TraceError(f"{where} has {len(spans)} spans but no step; record at least one")
     return Timeline(title=str(about["title"]), source=str(about["source"]), steps=steps, spans=spans)
@@ -211,7 +220,7 @@ def _times(event: dict[str, Any]) -> tuple[float, float]:
 
 
 def save(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
-    """Writes the trace; directories are made."""
+    """Write a timeline as a trace, and create missing directories."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(to_trace(timeline)))
@@ -219,11 +228,11 @@ def save(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> Timeline:
-    """Reads a trace."""
+    """Read a timeline from a trace file."""
     try:
         trace = json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise TraceError(f"{path} can not be read: {error.strerror}; pass the trace.json that a run wrote") from error
+        raise TraceError(f"{path} cannot be read: {error.strerror}; pass the trace.json that a run wrote") from error
     except ValueError as error:
         raise TraceError(f"{path} is not JSON ({error}); pass the trace.json that a run wrote") from error
     return from_trace(trace, str(path))

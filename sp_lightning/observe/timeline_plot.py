@@ -1,6 +1,6 @@
-"""A timeline as a picture that is read at a glance: lanes, what waits for what, where the time goes, and the floor.
+"""A timeline as a picture: its lanes, its waiting, where the time goes, and the lower bound (``floor``).
 
-Needs matplotlib, of the extra "plots". Several timelines lie one above the other on one axis of time.
+Drawing needs matplotlib, from the extra "plots". Several timelines share one time axis, one above the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import MissingExtraError
 from .timeline import NAMES, Step, Timeline, in_words
 
 INK, FAINT, FLOOR = "#1f2933", "#9aa5b1", "#111111"
-WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # neighbours are told apart by two shades
+WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # two shades, for neighbouring units
     ("up", "weights"): ("#3aa6a0", "#6cc3be"),
     ("up", "activations"): ("#c9b26b", "#dccb95"),
     ("compute", "forward"): ("#5b8fd6", "#86aee3"),
@@ -42,7 +42,7 @@ WIDTH_IN, ROW_IN = 13.0, 0.36
 
 
 def figure(timelines: Sequence[Timeline], step: int | None = None) -> Any:
-    """A matplotlib figure of one step of each timeline: the typical one, or the one at that place."""
+    """Draw one step of each timeline, the typical one or the one at that place, as a matplotlib figure."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError(feature="a picture of a timeline", package="matplotlib", extra="plots")
     from matplotlib.figure import Figure
@@ -63,14 +63,14 @@ def figure(timelines: Sequence[Timeline], step: int | None = None) -> Any:
 
 
 def save(timelines: Sequence[Timeline], path: str | os.PathLike[str], step: int | None = None) -> None:
-    """Draws and writes a picture; the file's ending says in which format. Directories are made."""
+    """Draw a picture and write it in the format of the file's suffix, and create missing directories."""
     drawn = figure(timelines, step)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=150)
 
 
 def _rows(timeline: Timeline, step: Step) -> list[Lane]:
-    """The lanes in which something happens; the host's own only if it waits long enough to be seen."""
+    """Return the lanes with work; the host's only if it waits long enough to be visible."""
     seconds = dict.fromkeys(LANES, 0.0)
     for span in timeline.spans:
         seconds[span.lane] += max(0.0, min(span.end, step.end) - max(span.start, step.start))
@@ -78,7 +78,7 @@ def _rows(timeline: Timeline, step: Step) -> list[Lane]:
 
 
 def short(unit: str) -> str:
-    """What tells a unit from its neighbours: the number of a block, else the last part of its name."""
+    """Shorten a unit's name to the number of its block, or to the last part of the name."""
     number = re.search(r"(\d+)$", unit)
     return number[1] if number else unit.rsplit(".", 1)[-1]
 
@@ -136,7 +136,7 @@ class _Panel:
         return inches * 72 > (len(text) + 0.9) * TEXT_PT * 0.58
 
     def _where_it_goes(self, row: float) -> None:
-        """The step once more, sorted by what its time went to."""
+        """Draw the step as one bar, sorted by what its time went to."""
         shares = causes(self.spans, self.step.start, self.step.end)
         at = self.step.start
         for cause in CAUSES:
