@@ -105,7 +105,7 @@ class Engine:
         """Whether any parameter has other memory than the slab that was made for it."""
         vacant = self.current_step.vacant  # of which it is known
         with quietly():
-            return any(unit.store not in vacant and unit.store.moved for unit in self.units)
+            return any(unit.store not in vacant and unit.store.was_replaced for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """These weights of a unit travel in these types from now on (autocast_weights.py)."""
