@@ -1,4 +1,4 @@
-"""What goes wrong, by kind: each error says what was found, what is allowed and what to try next."""
+"""Errors by kind: each message says what was found, what is allowed and what to try next."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class SuperpipelineError(Exception):
-    """Everything that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class OptionError(SuperpipelineError, ValueError):
-    """An option has a value that it cannot have."""
+    """An option has a value that is not allowed."""
 
     def __init__(self, *, argument: str, found: object, allowed: str) -> None:
         self.argument = argument
-        # The text, not the value: an option may be anything, and an error must travel between processes.
+        # The text instead of the value: a value may be any object, but an error must travel between processes.
         self.found = repr(found)
         self.allowed = allowed
         super().__init__(f"{argument} must be {allowed}, got {self.found}")
@@ -26,19 +26,19 @@ class OptionError(SuperpipelineError, ValueError):
 
 
 class PartitionError(SuperpipelineError, ValueError):
-    """The model cannot be cut into units as asked."""
+    """The model cannot be cut into units as the options require."""
 
 
 class MemoryBudgetError(SuperpipelineError, RuntimeError):
-    """What must be on the device at once does not fit into the memory budget."""
+    """The bytes that must be on the device at once do not fit into the memory budget."""
 
 
 class HostMemoryError(SuperpipelineError, RuntimeError):
-    """Host memory is not there, or not in the way that was asked for."""
+    """Host memory cannot be allocated, or cannot be page-locked as the options require."""
 
 
 class UnsupportedError(SuperpipelineError, RuntimeError):
-    """A device or a feature cannot be served; the message says what to do instead."""
+    """A device or a feature is not supported; the message says what to do instead."""
 
 
 class ExactnessError(SuperpipelineError, RuntimeError):

@@ -1,6 +1,6 @@
-"""The user's options, validated and normalised once, at the edge; everything inside trusts them.
+"""The user's options, validated and normalised once, where they come in; all other code trusts them.
 
-Values arrive from Python, from YAML and from a command line: text that means a number or a truth value is accepted.
+Values come from Python, from YAML and from a command line: text that means a number or a truth value is accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is streamed. Creating one checks every value; `parse` is for values of any origin."""
+    """Options of streaming a model. Creating an instance checks every value; `parse` also checks the names."""
 
     window: Count = "auto"  # units on the device at once
     transfer: Count = "auto"  # units exchanged at a time
@@ -42,14 +42,14 @@ class Options:
     activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
     optimizer_overlap: bool = True
     fused_optimizer: bool = False
-    wire_dtype: Literal["auto", "as-is"] = "auto"  # what weights are on their way, under autocast
+    wire_dtype: Literal["auto", "as-is"] = "auto"  # type in which weights travel under autocast
     master_weights: bool = False
-    host_memory: HostMemory = "auto"  # of weights and gradients; nothing to choose where the CPU computes
+    host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
     compile_units: bool = False
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
-        """Options from values of any origin; an unknown name is refused like a wrong value."""
+        """Make options from values by name; an unknown name is refused like a wrong value."""
         names = [field.name for field in fields(cls)]
         for name in given:
             if name not in names:
@@ -72,11 +72,11 @@ class Options:
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
 
     def _normalise(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the one moment at which a frozen instance may still change
+        object.__setattr__(self, name, value)  # a frozen instance may change only while it is made
 
 
 def parse_bytes(text: str, argument: str = "a size") -> int:
-    """Bytes from text such as "10GiB" (powers of 1024), "10 GB" (powers of 1000) or "1024"."""
+    """Parse text such as "10GiB" (powers of 1024), "10 GB" (powers of 1000) or "1024" into bytes."""
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
@@ -85,7 +85,7 @@ def parse_bytes(text: str, argument: str = "a size") -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes for a reader: "1.31 GiB"."""
+    """Format bytes for a reader: "1.31 GiB"."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     value, power = nbytes / 1024, 1
@@ -95,19 +95,19 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_both(one: int, other: int) -> tuple[str, str]:
-    """Two of them side by side, so that a reader sees which is more: in bytes where they look alike."""
-    said = format_bytes(one), format_bytes(other)
-    return said if one == other or said[0] != said[1] else (f"{one} B", f"{other} B")
+    """Format two sizes so that a reader sees which is larger: in plain bytes if they would look alike."""
+    texts = format_bytes(one), format_bytes(other)
+    return texts if one == other or texts[0] != texts[1] else (f"{one} B", f"{other} B")
 
 
 def format_seconds(seconds: float) -> str:
-    """Two digits for a reader: "1.4 s", "85 ms", "0.21 ms"."""
+    """Format seconds for a reader, with two digits: "1.4 s", "85 ms", "0.21 ms"."""
     value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
     return f"{value:.2g} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
 def is_int(value: object) -> bool:
-    """Whether it is a whole number; True and False are none."""
+    """Whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -138,7 +138,7 @@ def _memory_budget(value: object) -> int | None:
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
     if value == "auto":
         return "auto"
-    # A class is callable too, but calling it would build a module instead of finding some.
+    # A class is callable too, but a call would build a module instead of finding some.
     if callable(value) and not isinstance(value, type):
         finder: UnitFinder = value
         return finder

@@ -98,7 +98,7 @@ class FullPrecisionCopies:
         while self.copies:
             index, tensor = self.copies.popitem()
             data = tensor.detach()
-            if (true_version(tensor) or tensor.taken[0]) and not self._equals_host(index, data):
+            if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
                 if tensor.requires_grad and true_grad_fn(tensor).name() != "HostDeviceBridgeBackward":
                     raise ExactnessError(
                         f"{self._store.names[index]} was written in place while autograd recorded, which a leaf that "

@@ -197,7 +197,7 @@ class Accelerate:
 class GroupOffload:
     """diffusers' groups of layers that fetch their weights, one ahead, for inference."""
 
-    # Groups of blocks would send away a weight that a head shares, so the head could not use it: tied models need leaves.
+    # Groups of blocks would send away a weight that a head shares and still has to use: tied models need leaves.
     how = "diffusers' apply_group_offloading at leaf level, on a stream if the device has streams"
     needs: tuple[str, ...] = ("diffusers",)
 

@@ -1,11 +1,12 @@
-"""Where gradients land on the host, and how they lie side by side on the device before.
+"""Memory of a unit's gradients: slots on the host, where they arrive, and the buffer in which the device packs them.
 
-1. A unit's gradients land in a slab of their own, which becomes ``.grad``. What the user still holds of it is never
-   written again, and what somebody made of ``.grad`` (``p.grad.data = ...``) is not in the slab: such a parameter gets
-   new memory.
-2. A gradient that comes down narrower than it is on the host (of what travels in autocast's type, or of FP32 master
-   weights) lands in the second half of the room of all such gradients in FP32, and is widened from the front: what is
-   written never reaches what is not read yet. So it takes no memory of its own, and a unit comes down in one piece.
+1. A unit's gradients arrive in the slots of a slab of their own, and these become ``.grad``. A slot that the user's
+   code still refers to is never written again, and one that it changed (``p.grad.data = ...``) may no longer be in the
+   slab: for such a parameter the next gradient gets new memory.
+2. A gradient that comes down in a narrower type than ``.grad`` has (its weight travels in autocast's type, or as a copy
+   of FP32 master weights) is widened in place. The FP32 views of all such gradients lie side by side; the narrow ones
+   arrive in the second half of those bytes and are widened from the front, so that a write never reaches bytes that are
+   not read yet. So they need no memory of their own, and a unit's gradients come down in one piece.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ SMALL = 4096  # elements that are widened by way of a copy
 
 @dataclass(frozen=True)
 class GradientSlot:
-    """Where a gradient lands: a tensor, and the bytes of a flat page-locked buffer that it is."""
+    """One gradient's place on the host: a tensor, and where its bytes are in a flat page-locked buffer."""
 
     tensor: Tensor
     flat: Tensor
     offset: int
-    room: Tensor | None = None  # in which it is widened (Rule 2)
+    wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
 
 
 class PackedGradients:
-    """Gradients side by side in a device buffer, whose memory comes and goes, as on their places on the host."""
+    """Gradients packed side by side in a device buffer, whose memory comes and goes, for one copy to their slots."""
 
-    def __init__(self, device: Device, places: list[GradientSlot]) -> None:
-        layout = Layout.of([("", place.tensor) for place in places])
+    def __init__(self, device: Device, gradient_slots: list[GradientSlot]) -> None:
+        layout = Layout.of([("", slot.tensor) for slot in gradient_slots])
         self.nbytes = sum(field.nbytes for field in layout.fields)
         self._device = device
         self._size = max(layout.nbytes, ALIGNMENT)
@@ -53,21 +54,21 @@ class PackedGradients:
         self._flat = device.device_bytes(self._size)
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
-        self._runs = list(_runs(places, layout))
-        self.copies: Copies = ()  # what brings them to the host: as few as can be
+        self._runs = list(_runs(gradient_slots, layout))
+        self.copies: Copies = ()  # to the slots on the host, as few as possible
         self._parts = list(_parts_of_one_type([field.dtype for field in layout.fields]))
 
     def pack(self, grads: list[Tensor]) -> None:
-        """Copies them in, on the current stream."""
+        """Copy gradients into the buffer, on the current stream."""
         self._device.claim(self._storage, self._size)
         if not self._views:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
             self.copies = [(host[to : to + n], self._flat[at : at + n]) for host, to, at, n in self._runs]
-        for part in self._parts:  # a call with several types would copy one by one
+        for part in self._parts:  # one call with several types would copy the tensors one by one
             torch._foreach_copy_(self._views[part], grads[part])
 
     def free(self) -> None:
-        """Gives the device memory back, on the current stream."""
+        """Free the buffer's device memory, on the current stream."""
         self._device.shrink(self._storage)
 
 
@@ -80,7 +81,7 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
 
 
 class GradientSlab:
-    """Where the gradients of a unit's weights land (Rule 1); frozen ones have no room."""
+    """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
     def __init__(self, store: UnitStore, device: Device) -> None:
         self.autocast = store.autocast
@@ -90,57 +91,57 @@ class GradientSlab:
         narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.narrow)
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
-        self._places = dict(self._laid_out(store, device.slab(self.nbytes), trained, narrow))
-        self._rooms = {index: place.room for index, place in self._places.items() if place.room is not None}
-        self._unseen = {index: _seen([place.tensor]) for index, place in self._places.items()}
-        self._all_unseen = self._all_seen()
-        self._packings: dict[tuple[int, ...], PackedGradients] = {}  # of those that came together before
+        self._slots = dict(self._lay_out(store, device.slab(self.nbytes), trained, narrow))
+        self._wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
+        self._untouched = {index: _traces([slot.tensor]) for index, slot in self._slots.items()}
+        self._all_untouched = self._all_traces()
+        self._packed: dict[tuple[int, ...], PackedGradients] = {}  # by the gradients that came together before
 
-    def _laid_out(
+    def _lay_out(
         self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int
     ) -> Iterator[tuple[int, GradientSlot]]:
-        """What is widened first (Rule 2), then the others, in the parameters' types."""
+        """Lay out the slots: those of gradients to widen first (Rule 2), then the others, in the parameters' types."""
         storage = flat.untyped_storage()
         first, then = 0, 2 * narrow
         for index in trained:
             field, travelling = store.host_layout.fields[index], self._fields[index]
             if index in store.narrow:
                 at = narrow + first
-                room = Layout.own_view(storage, replace(field, offset=2 * first))
-                yield index, GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, room)
+                wide = Layout.own_view(storage, replace(field, offset=2 * first))
+                yield index, GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide)
                 first += aligned(travelling.nbytes)
             else:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
                 then += aligned(field.nbytes)
 
     def references(self, index: int, grad: Tensor | None) -> int:
-        """How often a gradient that landed here is referred to from here."""
-        place = self._places.get(index)
-        if place is None or grad is None:
+        """Count the references from this slab to a parameter's gradient."""
+        slot = self._slots.get(index)
+        if slot is None or grad is None:
             return 0
-        return (grad is place.tensor) + (grad is place.room) + (grad is self._rooms.get(index))
+        return (grad is slot.tensor) + (grad is slot.wide_view) + (grad is self._wide_views.get(index))
 
-    def room(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
-        """Page-locked memory for gradients, with the parameters' strides, that nobody looks at."""
-        unseen = self._all_seen() == self._all_unseen
-        widening = unseen or _seen([*self._rooms.values()]) == self._all_unseen[1]
-        places = [self._room(index, grad, unseen, widening) for index, grad in zip(indices, grads, strict=True)]
-        if any(place is not self._places.get(index) for index, place in zip(indices, places, strict=True)):
-            return places, PackedGradients(self._device, places)
-        packing = self._packings.get(tuple(indices))
-        if packing is None:
-            packing = self._packings[tuple(indices)] = PackedGradients(self._device, places)
-        return places, packing
+    def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
+        """Return page-locked slots for gradients, with the parameters' strides, to which no other code refers."""
+        untouched = self._all_traces() == self._all_untouched
+        widening = untouched or _traces([*self._wide_views.values()]) == self._all_untouched[1]
+        found = [self._slot_for(index, grad, untouched, widening) for index, grad in zip(indices, grads, strict=True)]
+        if any(slot is not self._slots.get(index) for index, slot in zip(indices, found, strict=True)):
+            return found, PackedGradients(self._device, found)
+        packed = self._packed.get(tuple(indices))
+        if packed is None:
+            packed = self._packed[tuple(indices)] = PackedGradients(self._device, found)
+        return found, packed
 
-    def _all_seen(self) -> tuple[Any, Any]:
-        """Of all places, and of the rooms that they are widened in."""
-        return _seen([place.tensor for place in self._places.values()]), _seen([*self._rooms.values()])
+    def _all_traces(self) -> tuple[Any, Any]:
+        """Read the traces of other code on all slots, and on their wide views."""
+        return _traces([slot.tensor for slot in self._slots.values()]), _traces([*self._wide_views.values()])
 
-    def _room(self, index: int, grad: Tensor, unseen: bool, widening: bool) -> GradientSlot:
-        place = self._places.get(index)  # None: it did not train when the slab was made
-        fits = place is not None and grad.dtype is place.tensor.dtype and (widening or place.room is None)
-        if place is not None and fits and (unseen or _seen([place.tensor]) == self._unseen[index]):
-            return place
+    def _slot_for(self, index: int, grad: Tensor, untouched: bool, widening: bool) -> GradientSlot:
+        slot = self._slots.get(index)  # None: the weight was frozen when the slab was made
+        fits = slot is not None and grad.dtype is slot.tensor.dtype and (widening or slot.wide_view is None)
+        if slot is not None and fits and (untouched or _traces([slot.tensor]) == self._untouched[index]):
+            return slot
         field = self._fields[index]
         flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
         empty = torch.empty(0, dtype=grad.dtype, device="cpu")
@@ -148,8 +149,8 @@ class GradientSlab:
         return GradientSlot(tensor, flat, 0)
 
 
-def _seen(tensors: list[Tensor]) -> Any:
-    """What changes when somebody refers to one, or makes it another one: ``p.grad.data = ...``, ``grad.t_()``."""
+def _traces(tensors: list[Tensor]) -> Any:
+    """Read what changes when code refers to one of these tensors or alters it: ``p.grad.data = ...``, ``grad.t_()``."""
     return (
         *references(tensors),
         storage_uses(tensors),
@@ -161,7 +162,7 @@ def _seen(tensors: list[Tensor]) -> Any:
 
 
 def _references_to_grad(parameter: Tensor) -> tuple[list[int], ...]:
-    """Count the references to a gradient, and to its bytes."""
+    """Count the references to a parameter's gradient from Python and from C++, and those to its storage."""
     grads = [_known(true_grad(parameter))]
     return *references(grads), storage_uses(grads)
 
@@ -172,14 +173,14 @@ def _known(grad: Tensor | None) -> Tensor:
 
 
 def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
-    """Whether nobody but the parameter, and the slab that it may be in, refers to its gradient."""
+    """Whether only the parameter, and the slab that its gradient may be in, refer to that gradient."""
     from_slab = 0 if slab is None else slab.references(index, true_grad(parameter))
     return _references_to_grad(parameter) == _own_references(from_slab)
 
 
 @functools.cache
 def _own_references(from_slab: int) -> tuple[list[int], ...]:
-    """What there is of a gradient that is its parameter's alone."""
+    """Count the references to a gradient that is its parameter's alone, but for so many from a slab."""
     parameter = torch.zeros(1, device="cpu", requires_grad=True)
     parameter.grad = torch.zeros(1, device="cpu")
     slab = [parameter.grad] * from_slab
@@ -188,28 +189,28 @@ def _own_references(from_slab: int) -> tuple[list[int], ...]:
     return references
 
 
-def _runs(places: list[GradientSlot], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Copies that bring packed fields to their places: (buffer, offset there, offset here, bytes), as few as can be."""
+def _runs(gradient_slots: list[GradientSlot], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
+    """Yield copies of packed fields to their slots, as few as possible: (buffer, offset there, offset here, bytes)."""
     run: tuple[Tensor, int, int, int] | None = None
-    for place, field in zip(places, layout.fields, strict=True):
-        if run is not None and run[0] is place.flat and place.offset - field.offset == run[1] - run[2]:
+    for slot, field in zip(gradient_slots, layout.fields, strict=True):
+        if run is not None and run[0] is slot.flat and slot.offset - field.offset == run[1] - run[2]:
             run = (*run[:3], field.offset + field.nbytes - run[2])
             continue
         if run is not None:
             yield run
-        run = (place.flat, place.offset, field.offset, field.nbytes)
+        run = (slot.flat, slot.offset, field.offset, field.nbytes)
     if run is not None:
         yield run
 
 
-def widened(grad: Tensor, room: Tensor) -> Tensor:
-    """The gradient in FP32, in its room, which ends where the gradient does or before (Rule 2)."""
+def widened(grad: Tensor, wide_view: Tensor) -> Tensor:
+    """Widen a gradient into its FP32 view, which ends where the gradient does or before (Rule 2)."""
     if grad.numel() <= SMALL:
-        return room.copy_(grad.clone())
-    narrow, wide = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (grad, room))
+        return wide_view.copy_(grad.clone())
+    narrow, wide = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (grad, wide_view))
     done, count = 0, narrow.numel()
     while done < count:
-        # As many as have their places before the first that is not read yet: half of what is left, at least.
+        # As many elements as end before the first that is not read yet: at least half of those that are left.
         free = (narrow.data_ptr() + 2 * done - wide.data_ptr()) // 4 - done
         if free < SMALL:
             wide[done:] = narrow[done:].clone()
@@ -217,4 +218,4 @@ def widened(grad: Tensor, room: Tensor) -> Tensor:
         part = slice(done, min(count, done + free))
         wide[part] = narrow[part]
         done = part.stop
-    return room
+    return wide_view

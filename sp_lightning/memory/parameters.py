@@ -1,17 +1,17 @@
-"""The two faces of a streamed parameter: the host one that the user holds, and its stand-in on the device.
+"""The two faces of a streamed parameter: the host parameter in the user's model, and its stand-in on the device.
 
-1. A host parameter stays the user's own ``nn.Parameter`` object; only its class is exchanged while it is managed, for a
-   subclass that notices what torch's version counters cannot: ``p.data`` taken (to be written through, perhaps).
-2. Inside a running step, and in the model's ``generate``, ``p.device`` and ``p.dtype``, and what else asks for these,
-   answer with those of the stand-in, as in a plain run, so that tensors which model code makes "where and like the
-   weights" are right. The bytes stay on the host.
-3. A stand-in is the output of an autograd node, so it is no leaf; for model code it is an ``nn.Parameter`` all the
-   same. It notices ``.data`` taken too: that is how model code writes its own weights unseen by the version counter.
-   Asked for what belongs to a leaf, or for what somebody set on the parameter, it answers for its host parameter. They
-   are one and the same key of a dictionary.
-4. Copies (deepcopy, pickle) are plain parameters. So is what ``nn.Parameter(p)`` makes, as parametrizations do: torch
-   would have it be of the class of ``p``. It shares the bytes of ``p``, as in a plain run.
-5. Who asks for ``.grad`` waits for gradients that are on their way.
+1. A host parameter stays the user's own ``nn.Parameter`` object. Only its class changes while it is managed, to a
+   subclass that notices what torch's version counters cannot: reads of ``p.data``, which may write the bytes later.
+2. Inside a running step, and in the model's ``generate``, ``p.device``, ``p.dtype`` and their relatives have the values
+   of the stand-in, as in a plain run. So tensors that model code makes with the weights' device and type are right. The
+   bytes stay on the host.
+3. A stand-in is the output of an autograd node, so it is not a leaf, but model code sees an ``nn.Parameter``. It
+   notices reads of ``.data`` too, because model code writes its own weights through them, unseen by the version
+   counter. Properties of a leaf, and attributes that the user's code set on the parameter, are read from the host
+   parameter. As keys of a dictionary the two are equal.
+4. Copies (deepcopy, pickle) are plain parameters. So is the result of ``nn.Parameter(p)``, as parametrizations call it:
+   torch would give it the class of ``p``. It shares the bytes of ``p``, as in a plain run.
+5. Reading ``.grad`` waits for gradients that are on their way.
 """
 
 from __future__ import annotations
@@ -50,82 +50,82 @@ set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 
 
 class ParameterOwner(Protocol):
-    """Who streams the parameters of a module."""
+    """The object that streams a module's parameters: the engine."""
 
-    optimizing: bool  # whether an optimizer steps, for which all is on the host
+    optimizing: bool  # whether an optimizer steps, which finds everything on the host
 
     @property
     def serving(self) -> bool:
-        """Whether reads of host parameters are answered with their stand-ins now."""
+        """Whether a function that reads host parameters gets their stand-ins now."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which units compute."""
 
     def apparent_device(self) -> torch.device | None:
-        """The device that ``p.device`` tells, or None for the true one."""
+        """Return the device that ``p.device`` shows, or None for the true one."""
 
     @property
     def gradients_are_final(self) -> bool:
         """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
 
     def land(self) -> None:
-        """Gradients that are under way are in ``.grad``."""
+        """Finish the gradients that are under way: wait for them and put them into ``.grad``."""
 
     def check_gradient(self, parameter: Tensor) -> None:
-        """Somebody asks for this parameter's gradient: in a backward it has to be what it is in a plain run."""
+        """Raise an error if a read of this gradient in a backward would not find what it finds in a plain run."""
 
     def wait_step(self, store: Any) -> None:
-        """The step of an optimizer that is under way (deferred_step.py) is done with this unit."""
+        """Wait for this unit's part of a deferred optimizer step (deferred_step.py)."""
 
     def wait_step_of(self, parameter: Tensor) -> None:
-        """With this parameter."""
+        """Wait for a deferred optimizer step of this parameter's unit, before the parameter is read."""
 
     def is_stepping(self, store: Any) -> bool:
-        """Whether it is still to come to this unit."""
+        """Whether an optimizer step of this unit runs, or is still to come."""
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that ``p.dtype`` tells, where this is the true one."""
+        """Return the type that ``p.dtype`` shows for this true type."""
 
     def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
-        """The parameter's stand-in, for the time of a call."""
+        """Borrow the parameter's stand-in for the time of a call."""
 
     def mark_stale(self, parameters: Iterable[Tensor]) -> None:
-        """These are about to be written."""
+        """Mark these parameters' device copies as stale: the host bytes are about to be written."""
 
     @property
     def between_steps(self) -> bool:
-        """Whether user code may bring host parameters together with tensors on the device."""
+        """Whether the user's code runs between steps, and may combine host parameters with device tensors."""
 
     def on_device(self, tensor: Tensor) -> bool:
-        """Whether a tensor's bytes are the device's, or a unit's there."""
+        """Whether a tensor's bytes are on the device, or in a unit's device buffer."""
 
     def in_slab(self, tensor: Tensor) -> bool:
-        """Whether they are those of a managed parameter on the host."""
+        """Whether a tensor's bytes are in the slab of a unit."""
 
     def read_on_host(self, parameter: Tensor) -> None:
-        """Something was computed from a host parameter itself."""
+        """Report that a function computed with a host parameter on the host."""
 
     def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether its stand-in is one that nobody sees (streamed_unit.py, Rule 6)."""
+        """Whether the parameter's stand-in is hidden from model code (streamed_unit.py, Rule 6)."""
 
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
-        """Model code wrote a weight whose host copy is still what it was."""
+        """Note that model code wrote a weight on the device; ``before`` is its host copy, not yet overwritten."""
 
 
 class DataWatcher(Protocol):
-    """Who holds a host parameter's bytes."""
+    """The object that has a host parameter's bytes: the store of its unit."""
 
     owner: ParameterOwner
 
-    def data_taken(self) -> None:
-        """The host bytes may be written from here on, unseen by any version counter."""
+    def data_exposed(self) -> None:
+        """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
         """Model code gives a stand-in of the parameter other data."""
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """What the parameter's data becomes when it is set to this: on the host, whatever was given."""
+        """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it."""
 
 
 _new = nn.Parameter.__new__
@@ -133,7 +133,7 @@ _watchers: dict[int, DataWatcher] = {}  # by id of the parameter, which lives at
 
 
 class HostParameter(nn.Parameter):
-    """A managed parameter as the user sees it (Rules 1 and 2)."""
+    """A managed parameter, as the user's code sees it (Rules 1 and 2)."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # but see weight_reads.py
 
@@ -144,13 +144,13 @@ class HostParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        _watchers[id(self)].data_taken()
+        _watchers[id(self)].data_exposed()
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
-        watcher.data_taken()
+        watcher.data_exposed()
         _data.__set__(self, watcher.data_given(self, value.detach()))
 
     @property
@@ -170,7 +170,7 @@ class HostParameter(nn.Parameter):
             owner.land()
         with torch._C.DisableTorchFunctionSubclass():
             if value is not None and true_device(value) != true_device(self):
-                value = value.to(true_device(self), true_dtype(self))  # of a loss on the device
+                value = value.to(true_device(self), true_dtype(self))  # it comes from a loss on the device
             _grad.__set__(self, value)
 
     @property
@@ -203,17 +203,17 @@ class HostParameter(nn.Parameter):
 class DeviceParameter(nn.Parameter):
     """The stand-in of a host parameter inside a visit (Rule 3)."""
 
-    taken: list[bool]  # shared by the stand-ins of a unit: [True] once any of them gave its data away
+    data_exposed: list[bool]  # shared by the stand-ins of a unit: [True] once the ``.data`` of any of them was read
     host: nn.Parameter
 
     @property
     def data(self) -> torch.Tensor:
-        self.taken[0] = True
+        self.data_exposed[0] = True
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.taken[0] = True
+        self.data_exposed[0] = True
         _watchers[id(self.host)].replace(self, self.host, value.detach())
 
     def __eq__(self, other: Any) -> Any:
@@ -228,7 +228,7 @@ class DeviceParameter(nn.Parameter):
         return getattr(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("host", "taken") or name.startswith("__")
+        own = name in ("host", "data_exposed") or name.startswith("__")
         if own or hasattr(getattr(type(self), name, None), "__set__"):
             super().__setattr__(name, value)
         else:
@@ -239,7 +239,7 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def _version(self) -> int:  # type: ignore[override]
-        """Changes when either of them is written: what model code makes of a weight may be kept until then."""
+        """Version of both faces, which changes when either is written: model code may cache results by it."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.host._version + true_version(self)
 
@@ -254,7 +254,7 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def grad_dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of a leaf, and never another one than its own (partition.py)."""
+        """Type of a leaf's gradients: always the parameter's own (partition.py refuses others)."""
         return true_dtype(self)
 
     @property
@@ -277,7 +277,7 @@ class DeviceParameter(nn.Parameter):
         if requires_grad != self.requires_grad:
             raise UnsupportedError(
                 f"requires_grad of a weight was set to {requires_grad} inside its unit's forward, which began with "
-                f"{not requires_grad}; set it before the step"
+                f"{not requires_grad}: set it before the step"
             )
         return self
 
@@ -295,14 +295,14 @@ class DeviceParameter(nn.Parameter):
 
 
 def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """``parameter.grad``, when all that is under way has arrived."""
+    """Wait for gradients under way and return ``parameter.grad``."""
     owner_of(parameter).land()
     with torch._C.DisableTorchFunctionSubclass():
         return true_grad(parameter)
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
-    """Begins Rule 1. Subclasses of nn.Parameter keep their class: theirs may mean something."""
+    """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class, which may have a meaning."""
     if not _watchers:
         nn.Parameter.__new__ = _new_plain  # type: ignore[assignment]
     _watchers[id(parameter)] = watcher
@@ -311,12 +311,12 @@ def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
-    """Whether Rule 1 holds for this one."""
+    """Whether this parameter is managed (Rule 1)."""
     return id(parameter) in _watchers
 
 
 def unwatch(parameter: nn.Parameter) -> None:
-    """Ends Rule 1."""
+    """Make a managed parameter plain again."""
     if type(parameter) is HostParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     _watchers.pop(id(parameter), None)
@@ -325,17 +325,17 @@ def unwatch(parameter: nn.Parameter) -> None:
 
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
-    """``nn.Parameter.__new__`` while anything is managed (Rule 4)."""
+    """Make a plain parameter: replaces ``nn.Parameter.__new__`` while any parameter is managed (Rule 4)."""
     plain = _data.__get__(data) if type(data) in (HostParameter, DeviceParameter) else data
     return _new(cls, plain, requires_grad)
 
 
 def owner_of(parameter: Tensor) -> ParameterOwner:
-    """Who streams this managed host parameter."""
+    """Return the owner of this managed host parameter."""
     return _watchers[id(parameter)].owner
 
 
-# Our own looks at host parameters are no reads (weight_reads.py).
+# Our own reads of host parameters are not the user's (weight_reads.py).
 @contextlib.contextmanager
 def _outside_transforms() -> Iterator[None]:
     with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
@@ -343,23 +343,23 @@ def _outside_transforms() -> Iterator[None]:
 
 
 def quietly() -> AbstractContextManager[None]:
-    """What we do to weights is no read of the user's, and nothing that a function transform (vmap, grad) transforms."""
+    """Exempt our own work on weights, as a context, from reads by the user and from transforms (vmap, grad)."""
     if torch._C._are_functorch_transforms_active():
         return _outside_transforms()
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def stand_in(output: torch.Tensor, host: nn.Parameter, taken: list[bool]) -> DeviceParameter:
-    """Makes an output of the link look like the parameter that it stands for."""
+def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:
+    """Turn an output of the autograd bridge into the stand-in of a host parameter."""
     output.__class__ = _stand_in_class(type(host))
     output.host = host  # type: ignore[attr-defined]
-    output.taken = taken  # type: ignore[attr-defined]
+    output.data_exposed = data_exposed  # type: ignore[attr-defined]
     return output  # type: ignore[return-value]
 
 
 @functools.cache
 def _stand_in_class(kind: type[nn.Parameter]) -> type[DeviceParameter]:
-    """For a parameter of this class, which model code may ask for, or call methods of."""
+    """Return the class of stand-ins for this class of parameter: a subclass of it, so that its methods are there."""
     return (
         DeviceParameter if kind in (nn.Parameter, HostParameter) else type(kind.__name__, (DeviceParameter, kind), {})
     )

@@ -1,27 +1,27 @@
-"""How a module tree is cut into units, and where each of its parameters is kept.
+"""Cut a module tree into units, and find the places in which its modules store each parameter.
 
-A unit is what travels as one: usually a block. `units="auto"` follows these rules; sizes are bytes on the device.
+A unit is a part of the model that travels as one: usually a block. `units="auto"` follows these rules; sizes are bytes
+on the device.
 
 1. Every parameter belongs to the module that registers it first, so a tied weight or a shared block counts once.
-   A module that owns nothing is not looked at: no unit is empty.
+   Modules that own no parameter are ignored: no unit is empty.
 2. A block is a module with modules of its own that is an element of a ModuleList, or repeats its class in a Sequential
-   or ModuleDict, or is one of three attributes of a class (two are often two towers), or is of a class that the model
-   declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
-3. A stage is a block made of repeated blocks, which then are the units: a container of blocks always is one, any other
-   module if it weighs more than an eighth of the model and the blocks in its containers hold three quarters of it: too
-   few units would be left to stream. Small expert models come apart into experts that way.
-4. The typical unit is the block that holds the median byte, but at least 1/64 of the model. What weighs more than four
-   of them and more than an eighth of the model, or more than `max_bytes`, is cut into its children.
-5. Never cut are torch.nn's own modules except its containers, because MultiheadAttention and TransformerEncoderLayer
-   read their children's weights; a module that itself holds over an eighth of its bytes, because these could not travel
-   without it; and one that would come apart into a single piece.
-6. Small is a block below 1/128 of the typical unit, and anything else below a quarter of it. The small parts of a block
+   or ModuleDict, or is one of at least three attributes of one class (two are often two towers), or is of a class that
+   the model declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
+3. A stage is a block made of repeated blocks, and then these are the units. A container of blocks always is a stage.
+   Any other module is one if it is larger than an eighth of the model and the blocks in its containers are three
+   quarters of it: otherwise too few units would be left to stream. Small expert models are cut into experts this way.
+4. The typical unit is the block that contains the median byte, but at least 1/64 of the model. A module larger than
+   both four typical units and an eighth of the model, or larger than `max_bytes`, is cut into its children.
+5. Three kinds of modules are never cut: torch.nn's own except its containers, because MultiheadAttention and
+   TransformerEncoderLayer read their children's weights; a module that itself owns over an eighth of its bytes, because
+   these could not travel without it; and one that would give a single piece.
+6. A block is small below 1/128 of the typical unit, any other part below a quarter of it. The small parts of a block
    that was cut travel as one: an attention and its norms beside experts that became units.
-7. What is small stays on the device, smallest first, up to the bytes of one typical unit: but for rule 8, the resident
+7. Small parts stay on the device, smallest first, up to the bytes of one typical unit: but for rule 8, the resident
    rest never costs more than one more place in the window would. Small neighbours beyond that are packed together.
-8. A unit is entered through the forward of a module, so a module without one (ModuleList, ParameterList) gives its
-   children instead, and parameters without a module to enter (of the root, of a module that was cut) are resident.
-
+8. A unit is entered through the forward of a module. So a module without one (ModuleList, ParameterList) is replaced by
+   its children, and parameters without a module to enter (of the root, of a module that was cut) are resident.
 9. A root that may not be cut (rule 5) is resident as a whole.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
@@ -47,7 +47,7 @@ UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Mo
 
 RESIDENT_NAME = "(root)"
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Rule 5: the modules of torch.nn that do nothing with their children but call them.
+# Rule 5: the modules of torch.nn that only call their children.
 OPEN_CLASSES = (*CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
@@ -72,7 +72,7 @@ class Unit:
 
     @property
     def trainable(self) -> float:
-        """The share of the elements that requires grad now, 0 to 1."""
+        """Share of the elements that require grad now, 0 to 1."""
         return sum(param.numel() for _, param in self.params if param.requires_grad) / max(self.numel, 1)
 
     def __repr__(self) -> str:
@@ -87,10 +87,11 @@ def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | Non
     Reads names and sizes only, so it works on the meta device too. A module without parameters gives no units.
 
     Args:
-        root: never a unit itself; what it holds outside every unit is resident.
-        units: "auto", class names (of which the outermost match is taken), or a callable that is given `root` and
+        root: Never a unit itself; its parameters outside of every unit are resident.
+        units: "auto", class names (of nested matches the outermost is the unit), or a callable that gets `root` and
             returns modules inside it.
-        max_bytes: cut what is larger, where it can be cut. Only "auto" cuts; a choice by name or callable stands.
+        max_bytes: Cut larger modules, where they can be cut. Only "auto" cuts; modules chosen by name or callable stay
+            whole.
     """
     tree = _Tree(root)
     if not tree.nbytes[root]:
@@ -132,11 +133,17 @@ class _Tree:
                 if is_lazy(param):
                     raise PartitionError(f"{name} has no shape yet: run one batch through the lazy modules first")
                 if isinstance(module, ScriptModule):
-                    raise PartitionError(f"{name} is out of reach in a TorchScript module: use what it was made from")
+                    raise PartitionError(
+                        f"{name} is in a TorchScript module, where it cannot be replaced: use the Python module instead"
+                    )
                 if hasattr(param, "__tensor_flatten__"):
-                    raise PartitionError(f"{name} is made of several tensors by {type(param).__name__}: use plain ones")
+                    raise PartitionError(
+                        f"{name} is a {type(param).__name__}, which consists of several tensors: use a plain parameter"
+                    )
                 if getattr(param, "grad_dtype", None) not in (None, param.dtype):
-                    raise PartitionError(f"{name} wants gradients of another type than its own: leave its grad_dtype")
+                    raise PartitionError(
+                        f"{name} has grad_dtype {param.grad_dtype}, but is {param.dtype}: leave grad_dtype unset"
+                    )
                 self.owned[module].append((name, param))
 
     def _weigh(self) -> None:
@@ -150,13 +157,13 @@ class _Tree:
                 self.children[by_name[self.names[module].rpartition(".")[0]]].append(module)
 
     def below(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The module and all that has its first place inside it, in registration order."""
+        """Yield the module and all modules that have their first place inside it, in registration order."""
         yield module
         for child in self.children[module]:
             yield from self.below(child)
 
     def entries(self, module: nn.Module) -> list[nn.Module]:
-        """The modules through whose forward `module` is entered: itself, or those of its children (rule 8)."""
+        """List the modules through whose forward `module` is entered: itself, or those of its children (rule 8)."""
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
@@ -164,7 +171,7 @@ class _Tree:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A unit to be, unless it is small enough to stay on the device (rule 7)."""
+    """A future unit, unless it is small enough to stay on the device (rule 7)."""
 
     name: str
     roots: tuple[nn.Module, ...]
@@ -185,12 +192,12 @@ class _Piece:
 
 def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[Unit]:
     units: list[Unit] = []
-    taken: set[nn.Module] = set()
+    covered: set[nn.Module] = set()
     for piece in sorted(pieces, key=lambda piece: tree.order[piece.roots[0]]):
         inside = sorted((module for root in piece.roots for module in tree.below(root)), key=tree.order.__getitem__)
-        taken.update(inside)
+        covered.update(inside)
         units.append(_unit(tree, len(units), piece.name, piece.roots, inside))
-    rest = [module for module in tree.names if module not in taken]
+    rest = [module for module in tree.names if module not in covered]
     if any(tree.owned[module] for module in rest):
         units.append(_unit(tree, len(units), RESIDENT_NAME, (), rest))
     return units
@@ -206,7 +213,7 @@ def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside
 
 
 class _Auto:
-    """Rules 2 to 8 over one tree: what is a block, what is a stage, how much is large, and the cut itself."""
+    """Rules 2 to 9 for one tree: its blocks, its stages, the size of a typical unit, and the cut itself."""
 
     def __init__(self, tree: _Tree, max_bytes: int | None) -> None:
         self.tree = tree
@@ -229,13 +236,13 @@ class _Auto:
         runs = itertools.groupby((piece for piece in pieces if piece not in resident), self._is_small)
         return [piece for small, run in runs for piece in (self._packed(run, is_block=False) if small else run)]
 
-    # What is a block, and what is a stage
+    # Blocks and stages
 
     def _inside(self, module: nn.Module) -> list[nn.Module]:
         return [] if _is_of_torch(module) else self.tree.children[module]
 
     def _blocks(self) -> set[nn.Module]:
-        """Rule 2, without what a model declares: elements of containers, and attributes that repeat a class."""
+        """Find the blocks of rule 2 that no model declares: elements of containers, attributes of one class."""
         blocks = set(self.repeated)
         for module in self.tree.names:
             children = [child for child in self._inside(module) if self.tree.children[child]]
@@ -243,7 +250,7 @@ class _Auto:
                 blocks.update(children)
             elif not isinstance(module, CONTAINERS):
                 for alike in _by_class(children):
-                    # Small ones are not what the model is made of; their number would only shred it.
+                    # Small ones are not what the model consists of, and would cut it into too many units.
                     if len(alike) >= 3 and 4 * sum(map(self.tree.nbytes.__getitem__, alike)) >= self.total:
                         blocks.update(alike)
         return blocks
@@ -255,21 +262,21 @@ class _Auto:
         return [child for alike in _by_class(children) if len(alike) >= 2 for child in alike]
 
     def _declared(self) -> set[nn.Module]:
-        """Modules whose class the model says must not be split. A leaf is one piece anyway."""
+        """Find the modules whose class the model declares as not to be split. A leaf is one piece anyway."""
         names = {name for module in self.tree.names for name in getattr(module, "_no_split_modules", None) or ()}
         return {module for module in self.tree.names if type(module).__name__ in names and self.tree.children[module]}
 
     def _stages(self) -> set[nn.Module]:
-        held: dict[nn.Module, int] = {}
+        inner: dict[nn.Module, int] = {}  # bytes of the repeated blocks in each module
         for module in reversed(self.tree.names):
             parts = self._inside(module)
-            held[module] = sum(self.tree.nbytes[part] if part in self.repeated else held[part] for part in parts)
-        heavy = {m for m, nbytes in self.tree.nbytes.items() if 8 * nbytes > self.total and 4 * held[m] >= 3 * nbytes}
+            inner[module] = sum(self.tree.nbytes[part] if part in self.repeated else inner[part] for part in parts)
+        heavy = {m for m, nbytes in self.tree.nbytes.items() if 8 * nbytes > self.total and 4 * inner[m] >= 3 * nbytes}
         heavy = {module for module in heavy if not isinstance(module, CONTAINERS)}
         return set(self._stages_in(self.tree.root, heavy))
 
     def _stages_in(self, module: nn.Module, heavy: set[nn.Module]) -> Iterator[nn.Module]:
-        """Rule 3. Only the outermost blocks can be too heavy: else heavy blocks would go to pieces, list by list."""
+        """Find the stages of rule 3. Only the outermost blocks can be heavy: others would be cut list by list."""
         for part in self._inside(module):
             is_block = part in self.blocks or part in self.declared
             if is_block and (part in heavy or self._repeated_elements(part)):
@@ -311,19 +318,19 @@ class _Auto:
         return [whole] if stands and _has_forward(module) and not self._comes_apart(module, pieces) else pieces
 
     def _comes_apart(self, module: nn.Module, pieces: Sequence[_Piece]) -> bool:
-        """Rule 5."""
-        return len(pieces) > 1 and 8 * self._held_alone(module) <= self.tree.nbytes[module]
+        """Whether a module may be cut into these pieces (rule 5)."""
+        return len(pieces) > 1 and 8 * self._owned_nbytes(module) <= self.tree.nbytes[module]
 
-    def _held_alone(self, module: nn.Module) -> int:
-        """The bytes that only `module` itself can bring: its own, and those of children without a forward."""
-        alone = sum(_nbytes(param) for _, param in self.tree.owned[module])
-        return alone + sum(self._held_alone(part) for part in self._inside(module) if not _has_forward(part))
+    def _owned_nbytes(self, module: nn.Module) -> int:
+        """Count the bytes that travel only with `module` itself: its own, and those of children without a forward."""
+        own = sum(_nbytes(param) for _, param in self.tree.owned[module])
+        return own + sum(self._owned_nbytes(part) for part in self._inside(module) if not _has_forward(part))
 
     def _is_small(self, piece: _Piece) -> bool:
         return (128 if piece.is_block else 4) * piece.nbytes < self.typical
 
     def _resident(self, pieces: Iterable[_Piece]) -> set[_Piece]:
-        """Rule 7."""
+        """Find the small pieces that stay on the device (rule 7)."""
         resident, nbytes = set(), 0
         for piece in sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes):
             nbytes += piece.nbytes
@@ -333,7 +340,7 @@ class _Auto:
 
 
 def forward_of(kind: type[nn.Module]) -> Any:
-    """What its modules run; None for TorchScript's, which have none in Python."""
+    """Return the forward of a class of modules; None for TorchScript's, which have none in Python."""
     return getattr(kind, "forward", None)
 
 
@@ -355,7 +362,7 @@ def _by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _median_byte_size(sizes: Iterable[int]) -> int:
-    """The size of the block that holds the median byte: many small blocks do not hide the few that weigh."""
+    """Return the size of the block that contains the median byte: many small blocks do not hide the few large ones."""
     ascending = sorted(sizes)
     passed = 0
     for size in ascending:
@@ -366,7 +373,7 @@ def _median_byte_size(sizes: Iterable[int]) -> int:
 
 
 def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
-    """Consecutive pieces in groups of at most `nbytes`."""
+    """Group consecutive pieces into runs of at most `nbytes`."""
     runs: list[list[_Piece]] = []
     room = 0
     for piece in pieces:
@@ -393,7 +400,7 @@ def _named(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
 
 
 def _known_classes(tree: _Tree, class_name: str) -> str:
-    """The classes that own parameters, with counts: close names first, then the modules that "auto" would take."""
+    """List the classes with parameters and their counts: similar names first, then those that "auto" would choose."""
     counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
     close = difflib.get_close_matches(class_name, counts, n=3)
     auto = [type(root).__name__ for piece in _Auto(tree, None).pieces() for root in piece.roots]
@@ -438,14 +445,14 @@ def _first_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterato
             yield from _first_of(tree, part, wanted)
 
 
-# --- where a parameter is kept ---------------------------------------------------------------------------------------
+# --- the slots of a parameter ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One place that holds a parameter: `holder[key]`, or what is at `inside` in the list, tuple or dict kept there.
+    """One place in which a module stores a parameter: `holder[key]`, or `holder[key][inside]` in a list, tuple or dict.
 
-    That container is looked up each time: forward of an LSTM makes its list anew when it finds other weights.
+    The container is read each time: the forward of an LSTM makes its list anew when it finds other weights.
     """
 
     holder: dict[Any, Any]
@@ -454,27 +461,28 @@ class Slot:
 
     def get(self) -> Any:
         try:
-            held = self.holder[self.key]
-            return held if self.inside is None else held[self.inside]
-        except (LookupError, TypeError):  # the user took the place away
+            found = self.holder[self.key]
+            return found if self.inside is None else found[self.inside]
+        except (LookupError, TypeError):  # the user's code removed it
             return None
 
     def set(self, value: Any) -> None:
-        held = self.holder[self.key]
+        found = self.holder[self.key]
         if self.inside is None:
             self.holder[self.key] = value
-        elif isinstance(held, tuple):
-            items = [*held[: self.inside], value, *held[self.inside + 1 :]]
-            self.holder[self.key] = held._make(items) if hasattr(held, "_make") else type(held)(items)
+        elif isinstance(found, tuple):
+            items = [*found[: self.inside], value, *found[self.inside + 1 :]]
+            self.holder[self.key] = found._make(items) if hasattr(found, "_make") else type(found)(items)
         else:
-            held[self.inside] = value
+            found[self.inside] = value
 
 
 def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
-    """Every place in the tree that holds each of its parameters, in registration order; costs one scan of attributes.
+    """Find every slot of each of the tree's parameters, in registration order; costs one scan of attributes.
 
-    The registered places come first: several for tied weights. Then what modules keep beside the registry, as an
-    attribute or in a list, tuple or dict that is one (LSTM and GRU read `_flat_weights`, not their parameters).
+    Registered slots come first: several for tied weights. Then follow parameters that modules store beside the
+    registry, as an attribute or in a list, tuple or dict that is one (LSTM and GRU read `_flat_weights`, not their
+    parameters).
     """
     modules = list(root.modules())
     found: dict[nn.Parameter, list[Slot]] = {}
@@ -498,7 +506,7 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
         elif isinstance(value, tuple):
             yield from ((Slot(attributes, key, i), item) for i, item in enumerate(value) if _is_parameter(item))
         elif isinstance(value, dict | list) and value is not module._parameters and id(value) not in scanned:
-            # A list that two modules share is one place.
+            # A list that two modules share is scanned once.
             scanned.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((Slot(attributes, key, inner), item) for inner, item in items if _is_parameter(item))

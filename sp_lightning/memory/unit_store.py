@@ -1,25 +1,26 @@
 """One unit's bytes: the host slab that its parameters alias, and the device buffer that is filled from it.
 
 1. The host is the truth. Each parameter's data is a tensor of its own over a slice of the slab, so the optimizer, the
-   user and checkpoints work on it as on any other; eviction from the device is a free, never a copy.
-2. The device buffer's storage object lives as long as the unit: it is freed and re-allocated in place, so all that
-   aliases it (the stand-ins, what autograd saved) sees the refilled bytes.
-3. It is allocated, filled and freed under the up stream. ``ready`` is recorded there after the fill, and whoever reads
-   the bytes waits for it; before it is freed, the up stream waits for the last reader's event. So memory is never given
-   to another unit while a kernel still reads it.
-4. The host bytes may not be written while a fill reads them: ``settle`` waits for it.
-5. A unit whose bytes somebody still refers to (a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
+   user's code and checkpoints work on it as on any other. Eviction from the device is a free, never a copy.
+2. The device buffer's storage object lives as long as the unit's layout: it is freed and re-allocated in place, so all
+   of its aliases (the stand-ins, what autograd saved) see the refilled bytes.
+3. The buffer is allocated, filled and freed under the up stream. ``ready`` is recorded there after the fill, and every
+   reader of the bytes waits for it. Before the buffer is freed, the up stream waits for the last readers' events. So
+   memory is never given to another unit while a kernel still reads it.
+4. The host bytes may not be written while a fill reads them: ``settle`` waits for the fill.
+5. A unit whose bytes are still referred to (by a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
    is in use, and is not freed: reading a freed buffer would end the process.
-6. Resident bytes are stale once a parameter's version or address moved, its bytes were given away (``.data``, a view,
-   an array), or an optimizer that holds it stepped; and as long as somebody else holds a tensor over its bytes, who may
-   write through it at any time.
-7. What travels in another type than it has on the host is converted into a buffer of its own (``wire``), once for each
-   change; small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up from the slab.
-8. Some of what autograd saves of a weight keeps its bytes in a plain run, whatever becomes of the weight: autocast's
-   cast copy, and a view of data that ``p.data = ...`` replaced. A saved reference to such bytes holds the weight's
-   ``SavedBytes`` in ``contents``; when the weight gets other bytes, the old ones are left there, on the host, and the
-   weight gets a new ``SavedBytes``. Every saved reference also holds ``memory``, whose reference count says that some
-   graph still needs the current layout.
+6. Resident bytes are stale once a parameter's version or address changed, its bytes were exposed (by ``.data``, a view,
+   an array), or an optimizer that steps it has stepped. They are stale, too, as long as another tensor shares the host
+   bytes: code may write through it at any time.
+7. Weights that travel in another type than they have on the host are converted into a buffer of wire copies (``wire``),
+   once for each change. Small neighbours are copied there too, so that a unit goes up in one piece. Large ones go up
+   from the slab.
+8. Some of what autograd saves of a weight keeps its bytes in a plain run, even when the weight changes: autocast's cast
+   copy, and a view of data that ``p.data = ...`` replaced. A saved reference to such bytes refers to the weight's
+   ``SavedBytes`` in ``contents``. When the weight gets other bytes, the old ones are left there, on the host, and the
+   weight gets a new ``SavedBytes``. Every saved reference also refers to ``memory``, whose reference count says that
+   some graph still needs the current layout.
 9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
    plain run a write to one is a write to the other.
 10. Data that model code gives to a stand-in is copied into the buffer, but while somebody refers to a view of the bytes
@@ -49,19 +50,19 @@ from .layout import ALIGNMENT, Field, Layout, aligned
 from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, true_version, unwatch, watch
 from .partition import Unit
 
-NONE_HELD: Mapping[int, Tensor] = MappingProxyType({})
+NONE_DEFERRED: Mapping[int, Tensor] = MappingProxyType({})
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 
 
 class Residency(enum.Enum):
-    """Where a unit's bytes are beside the host."""
+    """Place of a unit's bytes: on the host only, or also on the device."""
 
     HOST = "host"
-    DEVICE = "device"  # or on the way up: ``ready`` tells
+    DEVICE = "device"  # or on the way up, until ``ready`` has happened
 
 
 class SavedBytes:
-    """The bytes that a weight has, for what autograd saved of them (Rule 8)."""
+    """A token for the bytes that a weight has now, for what autograd saves of them (Rule 8)."""
 
     __slots__ = ("before",)
 
@@ -92,22 +93,24 @@ class UnitStore:
         self._device_dtype = device_dtype
         self.residency = Residency.HOST
         self.retype({})
-        self.ready: Any = None  # dropped early, a reader would see the bytes of whoever had the memory before
-        self._waiting: list[Any] = []  # streams that are ordered after the fill
+        self.ready: Any = None  # dropped early, a reader would see the bytes of the memory's previous user
+        self._ordered: list[Any] = []  # streams that are ordered after the fill
         self._marked_stale = False
-        self._wire_behind = False  # what model code wrote is on the host, and not in the wire
-        self._host_epoch = 0  # about what was written unseen by any version counter
+        self._wire_outdated = False  # model code wrote a weight, which is on the host and not in the wire copy
+        self._host_epoch = 0  # counts writes of the host bytes that no version counter sees
         self._outside = self._shared_from_before()
-        self._slab_addresses = self._adopt()  # where those outside of the slab are, too
-        self._addresses: list[int] = []  # and versions, of what the device buffer holds
-        self._versions: list[int] = []
+        self._slab_addresses = self._adopt()  # with the addresses of parameters that stay outside of the slab
+        self._addresses: list[int] = []  # of the parameters' data when the device buffer was filled
+        self._versions: list[int] = []  # at the same time
         self._storages: list[torch.UntypedStorage] = []  # at those addresses
         self._strides: list[tuple[int, ...]] = []
         self._storage_ids: list[int] = []
 
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
-        """From the next fill on these parameters travel in these types; nothing is on the device, and no graph
-        remembers that it was."""
+        """Change the types in which parameters travel, from the next fill on.
+
+        The unit must not be resident, and no graph may need its bytes.
+        """
         assert self.residency is Residency.HOST
         self.autocast = dict(autocast)
         types = [autocast.get(i, self._device_dtype(field.dtype)) for i, field in enumerate(self.host_layout.fields)]
@@ -120,36 +123,37 @@ class UnitStore:
         self._offsets = [field.offset for field in self.layout.fields]
         self._lay_out_wire()
         self._marked_stale = True
-        self._wire_stamp: Any = None  # the stamp of what the wire holds, if it was converted ahead of a fill
-        self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)
-        self.memory = object()
-        self.saved: dict[int, Any] = {}  # of whole weights, what autograd saved last, by its first element
+        self._wire_stamp: Any = None  # `_stamp` of the wire copies' sources, if they were converted before a fill
+        self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)  # by index of the parameter (Rule 8)
+        self.memory = object()  # counts the references of graphs (Rule 8)
+        self.saved: dict[int, Any] = {}  # the last saved reference to each whole weight, by its first element
         self._own_references = self._references()
         self.own_aliases = 0  # known when there are stand-ins
         self._parted: set[int] = set()  # weights with data by itself
         self.saved_again: set[int] = set()  # weights that a backward saved for another one past our hooks
 
     def _lay_out_wire(self) -> None:
-        """Where what goes up comes from (Rule 7)."""
-        places: dict[int, int] = {}
+        """Lay out the buffer of wire copies; each weight goes up from there or from the slab (Rule 7)."""
+        offsets: dict[int, int] = {}
         if self.layout == self.host_layout:
-            self._copies, self._wire_places, self.wire = [(self.flat, self.slab[: self.nbytes])], places, self.slab[:0]
+            self._copies, self._wire_offsets = [(self.flat, self.slab[: self.nbytes])], offsets
+            self.wire = self.slab[:0]
             return
         end = 0
         for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
             if field.dtype is not host.dtype or field.nbytes < BY_ITSELF:
-                places[index] = end
+                offsets[index] = end
                 end += aligned(field.nbytes)
-        self._copies = []  # made when there is memory that can be cut
+        self._copies = []  # made at the first load: slices of the device buffer need its memory
         self.wire = self.device.slab(max(end, ALIGNMENT))
-        self._wire_places = places
+        self._wire_offsets = offsets
 
     def _runs(self) -> Iterator[tuple[int, int, Tensor, int]]:
-        """As few as can be: (byte on the device, how many, from which buffer, from which byte)."""
+        """Yield the copies of a fill, as few as possible: (byte on the device, bytes, source buffer, byte in it)."""
         start, length, source, at = 0, 0, self.slab, 0
         for index, (field, host) in enumerate(zip(self.layout.fields, self.host_layout.fields, strict=True)):
-            place = self._wire_places.get(index)
-            next_source, next_at = (self.slab, host.offset) if place is None else (self.wire, place)
+            offset = self._wire_offsets.get(index)
+            next_source, next_at = (self.slab, host.offset) if offset is None else (self.wire, offset)
             if length and (next_source is not source or next_at - at != field.offset - start):
                 yield start, length, source, at
                 length = 0
@@ -160,7 +164,7 @@ class UnitStore:
             yield start, length, source, at
 
     def remembered(self) -> bool:
-        """Whether autograd saved any of the unit's bytes, for a backward that may come (Rule 8)."""
+        """Whether autograd saved any of the unit's bytes, for a backward that may follow (Rule 8)."""
         return self._references() > self._own_references
 
     def _references(self) -> int:
@@ -168,13 +172,13 @@ class UnitStore:
         return python_references(self.memory)
 
     def keep_saved(self, index: int, first: int, saved: Any) -> None:
-        """For the next time; nothing of a part of a weight, of which there may be many."""
+        """Remember a saved reference for reuse, if it begins where a weight does; of parts there may be many."""
         if first * self.layout.fields[index].dtype.itemsize == self._offsets[index]:
             self.saved[first] = saved
 
     @property
     def host_nbytes(self) -> int:
-        """What the unit has on the host."""
+        """Bytes of the unit's slab and wire copies."""
         return self.slab.numel() + self.wire.numel()
 
     # ---- the host side
@@ -186,7 +190,7 @@ class UnitStore:
         return frozenset(index for index, parameter in enumerate(self.params) if shares_storage(parameter))
 
     def _adopt(self) -> list[int]:
-        """Moves the parameters' bytes into the slab and watches them."""
+        """Move the parameters' bytes into the slab and begin to manage them; return their addresses."""
         storage = self.slab.untyped_storage()
         for index, (parameter, field) in enumerate(zip(self.params, self.host_layout.fields, strict=True)):
             if index not in self._outside:
@@ -199,50 +203,59 @@ class UnitStore:
         return self._current_addresses()
 
     def release(self, kept: bool = False) -> None:
-        """The parameters are plain again, with the bytes they have; nothing is left on the device, but for the bytes
-        that somebody keeps a reference to: they are left to them."""
+        """Make the parameters plain again, with the bytes they have, and free the device buffer.
+
+        With ``kept`` the user's code still refers to the device bytes: then they are left to it.
+        """
         self.saved.clear()
         for parameter in self.params:
             unwatch(parameter)
         if self.residency is Residency.DEVICE and not kept:
             self.free()
 
-    def data_taken(self) -> None:
-        """Rule 6, by ``.data``; Rule 4, as the bytes may be written at once."""
+    def data_exposed(self) -> None:
+        """Mark the device bytes stale (Rule 6) and wait for the fill (Rule 4): the host bytes may be written now."""
         self.wait_step()
         self._marked_stale = True
         self._host_epoch += 1
         self.settle()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """Rule 1. What a plain run sets is on the device, often a copy made by ``.to(p.device)``, which is none here:
-        memory that is somebody else's is not shared, but by an optimizer's own code, which runs on the host."""
+        """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it (Rule 1).
+
+        In a plain run the value is on the device, often as a copy made by ``.to(p.device)``, which copies nothing here.
+        So the value's memory becomes the parameter's only where the CPU computes, for an optimizer's own code, which
+        runs on the host, or if it is in a slab. Any other value is copied.
+        """
         host, index = true_data(parameter), self.index_of[id(parameter)]
         self._show_saved_again(index, value)
         if value.data_ptr() == self.storage.data_ptr() + self._offsets[index] and value.shape == host.shape:
-            return host  # its own stand-in, as ``module.to()`` within a step sets it
+            return host  # the value is the parameter's stand-in, as ``module.to()`` in a step assigns it
         shared = self.device.is_host or self.owner.optimizing or self.owner.in_slab(value)
         return value if shared and not self.owner.on_device(value) else value.to("cpu", copy=True)
 
     def mark_stale(self, stepped: Collection[int] = ()) -> None:
-        """Rule 6, by an optimizer that stepped or any other writer that says so. What is converted is still good if all
-        that may have changed was stepped before that: the parameters with these ids."""
+        """Mark the device bytes stale, because an optimizer or another writer changed the host's (Rule 6).
+
+        ``stepped`` has the ids of parameters that were stepped before their wire copies were converted. If it has all
+        that train, the wire copies are still valid.
+        """
         self._marked_stale = True
         if not all(id(parameter) in stepped for parameter in self.params if parameter.requires_grad):
             self._host_epoch += 1
 
     def settle(self) -> None:
-        """Waits until no fill reads the host bytes any more (Rule 4)."""
+        """Wait until no fill reads the host bytes any more (Rule 4)."""
         if self.ready is not None:
             self.ready.synchronize()
 
     @property
     def stepping(self) -> bool:
-        """Whether the host bytes are about to change, by a step that still runs."""
+        """Whether an optimizer step that is under way has yet to change the host bytes."""
         return self.owner.is_stepping(self)
 
     def wait_step(self) -> None:
-        """The host bytes are there: the unit's step is done."""
+        """Wait for this unit's optimizer step, which writes the host bytes."""
         self.owner.wait_step(self)
 
     def in_place(self, index: int) -> bool:
@@ -260,17 +273,17 @@ class UnitStore:
             )
 
     def version(self, index: int) -> int:
-        """A parameter's version counter; asking is no read of it (weight_reads.py)."""
+        """Return a parameter's version counter, which does not count as a read of it (weight_reads.py)."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.params[index]._version
 
     @property
-    def moved(self) -> bool:
-        """Whether the user replaced the data of any parameter."""
+    def was_replaced(self) -> bool:
+        """Whether the user's code replaced the data of any parameter."""
         return self._slab_addresses != self._current_addresses()
 
     def written(self) -> list[int]:
-        """Find the parameters that were written in place since the bytes went up, as far as it was noted."""
+        """Find the parameters that were written in place since the bytes went up, as far as version counters say."""
         return [i for i, (then, p) in enumerate(zip(self._versions, self.params, strict=True)) if p._version != then]
 
     def replaced(self) -> list[int]:
@@ -281,9 +294,9 @@ class UnitStore:
     # ---- the device side
 
     def load(self) -> None:
-        """Starts the way up (Rule 3)."""
+        """Start to fill the device buffer, which is allocated first if the unit is not resident (Rule 3)."""
         self.wait_step()
-        changed = bool(self._wire_places) and (self._wire_behind or self.stale())
+        changed = bool(self._wire_offsets) and (self._wire_outdated or self.stale())
         addresses = self._current_addresses()
         if self._marked_stale or addresses != self._addresses:
             self._leave_replaced(addresses)
@@ -291,9 +304,9 @@ class UnitStore:
             self._strides = list(map(Tensor.stride, self.params))
             self._storages = [parameter.untyped_storage() for parameter in self.params]
             self._storage_ids = [storage._cdata for storage in self._storages]
-        moved = self._moved()
+        outside = self._not_in_slab()
         self._versions = list(map(true_version, self.params))
-        self._marked_stale = self.is_shared()  # who holds it now may write to it before he lets go
+        self._marked_stale = self.is_shared()  # the sharing tensor may be written before it is dropped
         if changed and (self._wire_stamp is None or self._wire_stamp != self._stamp(self.params)):
             self._fill_wire()
         self._wire_stamp = None
@@ -302,31 +315,31 @@ class UnitStore:
         else:
             with self.device.up:
                 self.device.grow(self.storage, self.nbytes)
-        fields = [(self.layout.fields[index], self.params[index]) for index in moved if index not in self._wire_places]
-        replaced = [(self.layout.view(self.storage, field), true_data(parameter)) for field, parameter in fields]
+        direct = [(self.layout.fields[i], self.params[i]) for i in outside if i not in self._wire_offsets]
+        replaced = [(self.layout.view(self.storage, field), true_data(parameter)) for field, parameter in direct]
         if not self._copies:
             self._copies = [(self.flat[to : to + n], source[at : at + n]) for to, n, source, at in self._runs()]
         under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
         self.ready = self.device.send_up(self._copies, under_way, replaced)
-        self._waiting = []
+        self._ordered = []
         self.residency = Residency.DEVICE
         self.counters.fetches += 1
         self.counters.bytes_up += self.nbytes
 
     @property
     def is_there(self) -> bool:
-        """Whether it is resident, and the caller's stream is ordered after the fill."""
-        return self.residency is Residency.DEVICE and self.device.compute in self._waiting
+        """Whether the unit is resident and the caller's stream is ordered after the fill."""
+        return self.residency is Residency.DEVICE and self.device.compute in self._ordered
 
     def wait_load(self) -> None:
-        """Orders the caller's stream after the fill, once for each stream."""
+        """Order the caller's stream after the fill, once for each stream."""
         stream = self.device.compute
-        if stream not in self._waiting:
+        if stream not in self._ordered:
             self.ready.wait(stream)
-            self._waiting.append(stream)
+            self._ordered.append(stream)
 
     def free(self) -> None:
-        """Drops the device bytes once what is queued has read them (Rule 3)."""
+        """Free the device buffer's memory after all queued readers (Rule 3)."""
         self._let_readers_finish()
         with self.device.up:
             self.device.shrink(self.storage)
@@ -334,20 +347,22 @@ class UnitStore:
         self.counters.evictions += 1
 
     def _let_readers_finish(self) -> None:
-        """The up stream goes on after what is queued on the caller's stream, and on every other that read the bytes;
-        and after the fill, which may not be queued yet (staging.py)."""
+        """Order the up stream after the fill, which may not be queued yet (staging.py), and after all readers.
+
+        Readers are the work queued on the caller's stream, and on every other stream that was ordered after the fill.
+        """
         self.ready.wait(self.device.up)
-        for stream in {self.device.compute, *self._waiting}:
+        for stream in {self.device.compute, *self._ordered}:
             self.device.up.wait_event(stream.record_event())
 
-    def write_back(self, index: int, lent: Tensor | None = None) -> None:
-        """Model code changed this weight, or a lent one, on the device: so does the host. Blocks until it has."""
+    def write_back(self, index: int, full_precision: Tensor | None = None) -> None:
+        """Copy a weight, or its full-precision copy, that model code changed on the device to the host. Blocks."""
         parameter, field = self.params[index], self.layout.fields[index]
-        view = self.layout.view(self.storage, field) if lent is None else lent
+        view = self.layout.view(self.storage, field) if full_precision is None else full_precision
         self.owner.about_to_write_back(self, index, true_data(parameter))
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
             true_data(parameter).copy_(view)
-        self._wire_behind = True
+        self._wire_outdated = True
         self._host_epoch += 1
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
@@ -403,7 +418,7 @@ class UnitStore:
                 self.saved_again.clear()
 
     def bytes_before(self, index: int, before: Tensor) -> torch.UntypedStorage:
-        """Bring bytes that a weight had up again, by themselves; they begin where the storage does."""
+        """Copy bytes that a weight had before to the device again, into a storage of their own."""
         field = self.layout.fields[index]
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device=self.storage.device)
@@ -412,15 +427,15 @@ class UnitStore:
         return tensor.untyped_storage()
 
     def device_views(self) -> list[torch.Tensor]:
-        """A tensor per parameter over the device buffer, each with a version counter of its own."""
+        """Make a tensor per parameter over the device buffer, each with a version counter of its own."""
         return [self.layout.view(self.storage, field) for field in self.layout.fields]
 
     def field_at(self, offset: int) -> int:
-        """The parameter in whose bytes an offset lies."""
+        """Return the index of the parameter in whose device bytes an offset lies."""
         return bisect.bisect_right(self._offsets, offset) - 1
 
     def aliases(self) -> int:
-        """How many tensors refer to the device buffer (Rule 5)."""
+        """Return how many tensors refer to the device buffer (Rule 5)."""
         return storage_uses_at([self.storage._cdata])[0]
 
     def has_views(self) -> bool:
@@ -430,7 +445,7 @@ class UnitStore:
     # ---- details
 
     def _leave_replaced(self, addresses: list[int]) -> None:
-        """Leave data that was replaced by what is at these addresses to what autograd saved of it (Rule 8)."""
+        """Leave parameters' data that is no longer at these addresses to what autograd saved of it (Rule 8)."""
         for index, (then, now) in enumerate(zip(self._addresses, addresses, strict=False)):
             if then != now and index in self.contents and index not in self.autocast:
                 self.saved.clear()
@@ -447,7 +462,7 @@ class UnitStore:
     def _current_addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
 
-    def _moved(self) -> list[int]:
+    def _not_in_slab(self) -> list[int]:
         """Find the parameters whose bytes are not in the slab."""
         if self._addresses == self._slab_addresses:
             return list(self._outside)
@@ -455,29 +470,31 @@ class UnitStore:
         pairs = zip(self._addresses, self._slab_addresses, strict=True)
         return [index for index, (now, then) in enumerate(pairs) if now != then or index in self._outside]
 
-    def convert(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
-        """Converts what travels before it is asked for: the unit was stepped. Called by the thread that did it, when no
-        fill reads: the gradients that it was stepped with came after all of them. ``held`` is the data of parameters
-        that have none until their step is waited for (deferred_step.py)."""
-        if self._wire_places:
-            stamp = self._stamp([held.get(index, parameter) for index, parameter in enumerate(self.params)])
-            self._fill_wire(held)
-            self._wire_stamp = stamp  # from before: what somebody writes meanwhile is not in it
+    def convert(self, data_of_deferred: Mapping[int, Tensor] = NONE_DEFERRED) -> None:
+        """Convert the wire copies as soon as the unit was stepped, on the thread that stepped it.
+
+        No fill reads them then: the unit's gradients arrived after all fills. ``data_of_deferred`` is the data of
+        parameters that have none until their deferred step was waited for (deferred_step.py).
+        """
+        if self._wire_offsets:
+            stamp = self._stamp([data_of_deferred.get(index, parameter) for index, parameter in enumerate(self.params)])
+            self._fill_wire(data_of_deferred)
+            self._wire_stamp = stamp  # read before: a write in the meantime may not be in the wire copies
 
     def _stamp(self, data: Sequence[Tensor]) -> Any:
-        """What tells that the parameters' data was not written; None while somebody else holds its bytes (Rule 6)."""
+        """Return a value that changes when the parameters' data does; None while another tensor shares it (Rule 6)."""
         if self.is_shared():
             return None
         return self._host_epoch, list(map(true_version, data)), [tensor.data_ptr() for tensor in data]
 
-    def _fill_wire(self, held: Mapping[int, Tensor] = NONE_HELD) -> None:
-        """Converts what travels, where that is not the slab itself (Rules 7 and 8)."""
-        storage = self.wire.untyped_storage()  # which no fill reads now: who changes weights lets it finish (Rule 4)
-        remembered, self._wire_behind = self.remembered(), False
+    def _fill_wire(self, data_of_deferred: Mapping[int, Tensor] = NONE_DEFERRED) -> None:
+        """Convert the weights that do not go up from the slab into their wire copies (Rules 7 and 8)."""
+        storage = self.wire.untyped_storage()  # no fill reads it now: writers of weights wait for fills (Rule 4)
+        remembered, self._wire_outdated = self.remembered(), False
         with torch.no_grad():
-            for index, place in self._wire_places.items():
-                view = self.layout.view(storage, replace(self.layout.fields[index], offset=place))
-                now = held[index] if index in held else true_data(self.params[index])
+            for index, offset in self._wire_offsets.items():
+                view = self.layout.view(storage, replace(self.layout.fields[index], offset=offset))
+                now = data_of_deferred[index] if index in data_of_deferred else true_data(self.params[index])
                 if remembered and index in self.autocast:
                     now = now.to(view.dtype)
                     if same_bytes(view, now):
@@ -491,7 +508,7 @@ class UnitStore:
             if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
                 raise ExactnessError(
                     f"parameter {name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
-                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or close() first"
+                    f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or call close() first"
                 )
 
 
@@ -503,7 +520,7 @@ def _layout_with(layout: Layout, types: list[torch.dtype]) -> Layout:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one type and layout are the same, to the last bit of a NaN."""
+    """Whether two tensors of one type and layout have the same bytes, also in a NaN."""
     return torch.equal(_bytes(one), _bytes(other))
 
 

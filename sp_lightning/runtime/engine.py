@@ -106,7 +106,7 @@ class Engine:
         """Whether user code replaced the data of any parameter."""
         vacant = self.current_step.vacant  # the deferred step replaced these units' data itself
         with quietly():
-            return any(unit.store not in vacant and unit.store.moved for unit in self.units)
+            return any(unit.store not in vacant and unit.store.was_replaced for unit in self.units)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""

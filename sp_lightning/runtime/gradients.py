@@ -190,10 +190,10 @@ class GradientReturn:
             slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = sorted(indices, key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
         taken = [_known(grads[index]) for index in indices]
-        places, packing = slab.room(indices, taken)
+        places, packing = slab.slots_for(indices, taken)
         transfer = self._send(store, taken, packing)
         transfer.parameters = [store.params[index] for index in indices]
-        transfer.host = [(place.tensor, place.room) for place in places]
+        transfer.host = [(place.tensor, place.wide_view) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
         if self.ahead is not None and final and not self._under_way:
