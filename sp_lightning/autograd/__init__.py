@@ -1,1 +1,1 @@
-"""What stands in for a weight on the device, what autograd saves, and how it comes back."""
+"""Stand-ins for weights on the device, and the tensors that autograd saves: how they go down and come up."""

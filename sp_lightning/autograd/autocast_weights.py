@@ -143,7 +143,7 @@ class Front(Protocol):
 
 
 class WeightReadGuard:
-    """Stands in for a module's parameters and its forward during a visit of its unit (Rule 2)."""
+    """A stand-in for a module's parameters and its forward during a visit of its unit (Rule 2)."""
 
     def __init__(self, weight: CastCandidate, front: Front, hides: Any) -> None:
         self.weight = weight

@@ -87,7 +87,7 @@ class BackwardPass:
         self._never_revisited |= self._complete
 
     def completed(self, unit: StreamedUnit) -> bool:
-        """Record that backward is done with the unit's weights; return whether it may step the unit (Rules 1 and 2)."""
+        """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 and 2)."""
         self._inside.discard(unit)
         if torch._C._current_graph_task_id() != self._task:
             return False

@@ -49,7 +49,7 @@ _SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of an object has in com
 
 
 class Recompute:
-    """Runs units' forwards so that they can run again in backward."""
+    """Run units' forwards so that they can run again in backward."""
 
     def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
         self._offload = offload
@@ -202,7 +202,7 @@ class _ForwardSnapshot:
         return offloaded
 
     def rely_on(self, weights: Iterable[Tensor], kept: list[tuple[Tensor, int]]) -> None:
-        """Note the tensors that must not change until the second run (Rule 2), with all arguments on the device."""
+        """Note the tensors that must not change until the second run (Rule 2); offload.py watches those it sent."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
             self._relied_on = [*_versions(map(_host, tensors_in(here))), *_versions(weights), *kept]

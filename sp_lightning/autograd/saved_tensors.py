@@ -1,4 +1,4 @@
-"""What autograd saves inside a visit, and how it comes back.
+"""Tensors that autograd saves inside a visit, and how they are unpacked.
 
 1. A saved tensor that lies in a streamed unit's buffer is replaced by a note of its place there. Unpacking the note
    makes the unit resident: the safety net under every way in which backward may reach a unit.
