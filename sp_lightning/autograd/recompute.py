@@ -205,7 +205,7 @@ class _ForwardSnapshot:
         return offloaded
 
     def rely_on(self, store: UnitStore | None, kept: list[tuple[Tensor, int]]) -> None:
-        """Note the tensors that must not change until the second run (Rule 2); offload.py watches its own."""
+        """Note the tensors that must not change until the second run (Rule 2); offload.py watches those it sent."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
             self._relied_on = [*_versions(map(_host, tensors_in(here))), *kept]
