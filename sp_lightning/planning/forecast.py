@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def first(self) -> str:
-        """What to change first, as one sentence."""
+        """Sentence that says what to change first."""
         if self.device_nbytes > self.available:
             return self._remedies()
         if not self.fits:
