@@ -1,10 +1,9 @@
-"""How close ``window="auto"`` and ``transfer="auto"`` come to the best that there is, on the simulated accelerator.
+"""Measure how close ``window="auto"`` and ``transfer="auto"`` come to the best sizes, on the simulated accelerator.
 
     python benchmarks/auto_window.py [--units 8] [--steps 10] [--shape NAME] [--json FILE]
 
-For each shape of a machine every window and transfer is run, and the fastest step is what auto is measured against: the
-step that it takes after ``--steps`` steps from nothing. Each part of a step takes a known time, by operation; what does
-not fit on the device does not count.
+For each machine shape every window and transfer is run. The fastest step is compared with auto's after ``--steps``
+steps from scratch. Each operation of a step takes a known time; sizes that do not fit on the device do not count.
 """
 
 import argparse
@@ -31,12 +30,12 @@ DEVICE = torch.device("simgpu", 0)
 WIDTH = 256
 UNIT = WIDTH * WIDTH * 4  # bytes
 TIMED = 3  # steps of which the median counts
-TURNS = 3  # times that auto and the sweep's fastest run, one after the other
+TURNS = 3  # runs of auto and of the fastest sizes of the sweep, in turn
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Milliseconds of a unit in a step, and how many units' bytes the device has."""
+    """Milliseconds that a unit takes in each part of a step, and the device's memory in units."""
 
     up: float
     forward: float
@@ -55,19 +54,19 @@ SHAPES = {
 
 
 class Delay(torch.autograd.Function):
-    """One operation of a given time in forward, one in backward."""
+    """One operation of a known time in forward, one in backward."""
 
     @staticmethod
     def forward(ctx, x, shape):
         ctx.shape = shape
-        return taking(shape.forward, x)
+        return compute_for(shape.forward, x)
 
     @staticmethod
     def backward(ctx, grad):
-        return taking(ctx.shape.backward, grad), None
+        return compute_for(ctx.shape.backward, grad), None
 
 
-def taking(milliseconds, x):
+def compute_for(milliseconds, x):
     simgpu.config.compute_us = int(milliseconds * 1000)
     try:
         return x * 1
@@ -87,7 +86,7 @@ class Block(nn.Module):
 
 @contextlib.contextmanager
 def sleeping_optimizer(shape):
-    """SGD that takes its time for each parameter, of which a unit has one."""
+    """Make SGD sleep for each parameter, of which a unit has one, within this context."""
     module = import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
     plain = module.sgd
 
@@ -104,7 +103,7 @@ def sleeping_optimizer(shape):
 
 @contextlib.contextmanager
 def machine(shape):
-    """The simulated accelerator with this shape."""
+    """Give the simulated accelerator this shape within this context."""
     gc.collect()
     simgpu.reset()
     simgpu.config.capacity = int(torch.accelerator.memory_allocated() + shape.room * UNIT)
@@ -117,7 +116,7 @@ def machine(shape):
 
 
 def run(shape, units, steps, **sizes):
-    """The median time of the last steps in milliseconds, and the sizes at the end."""
+    """Return the median time of the last steps in milliseconds, and the final sizes."""
     torch.manual_seed(0)
     with machine(shape):
         net = nn.Sequential(*(Block(shape) for _ in range(units)))
@@ -136,7 +135,7 @@ def run(shape, units, steps, **sizes):
 
 
 def sweep(shape, units):
-    """Milliseconds of every (window, transfer) that fits."""
+    """Return the milliseconds of every (window, transfer) that fits."""
     found = {}
     for window in range(1, units + 1):
         for transfer in range(1, window + 1):
@@ -146,9 +145,12 @@ def sweep(shape, units):
 
 
 def compare(shape, units, steps, turns=TURNS, enough=None):
-    """Auto's step and that of the sizes that were fastest in the sweep, in turn and equally often: the least of many
-    noisy times would be less than what the same sizes take when they run again. Other work only ever adds time, so
-    the least of each counts; after TURNS it may be ``enough``."""
+    """Compare auto's step with that of the sizes that were fastest in the sweep.
+
+    Both run in turn and equally often: the minimum of a whole sweep of noisy times is lower than what the same sizes
+    take when they run again. Other processes only ever add time, so the minimum of each counts. From TURNS turns on,
+    a ratio of ``enough`` ends the comparison.
+    """
     found = sweep(shape, units)
     best = min(found, key=found.__getitem__)
     autos, bests = [], []

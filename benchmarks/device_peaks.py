@@ -1,10 +1,10 @@
-"""What torch's CUDA allocator gives out for models of real size, beside the plan, without a GPU.
+"""Compare the peak of torch's CUDA allocator with the plan, for models of real size, without a GPU.
 
     python benchmarks/device_peaks.py [--only llama-8b]
 
-Every process has torch's CUDA code on a runtime whose kernels do nothing (tests/nullcuda): memory is taken and given
-back as on a GPU, next to none of it is touched. Models have the real width and few blocks, so that 14 GiB of host
-memory hold them; the device's peak hardly depends on how many there are. Times are of the host alone.
+Every process runs torch's CUDA code on a runtime whose kernels do nothing (tests/nullcuda): memory is allocated and
+freed as on a GPU, but hardly touched. Models have their real width and few blocks, so that they fit into 14 GiB of host
+memory; the device's peak hardly depends on the number of blocks. Times are the host's alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
 
-SETTINGS: list[tuple[str, int, int, str, int, dict[str, str]]] = [  # batch, tokens of each, activations, window
+SETTINGS: list[
+    tuple[str, int, int, str, int, dict[str, str]]
+] = [  # model, batch, tokens of each, activations, window, others
     ("llama-8b:1", 4, 2048, "recompute", 2, {"device_memory": "24GiB", "optimizer": "sgd"}),
     ("llama-8b:1", 2, 2048, "recompute", 2, {"device_memory": "16GiB", "optimizer": "sgd"}),
     ("llama-1b:4", 2, 8192, "recompute", 3, {}),
@@ -30,7 +32,7 @@ SETTINGS: list[tuple[str, int, int, str, int, dict[str, str]]] = [  # batch, tok
 
 
 def measure(only: str) -> None:
-    """On the null CUDA."""
+    """Measure the settings whose model has this in its name, on the null CUDA runtime."""
     import predicted
 
     from sp_lightning import bench
@@ -51,8 +53,8 @@ def measure(only: str) -> None:
         (plan,) = predicted.beside(result, [row])
         repetition = row.repetitions[0]
         sys.stdout.write(
-            f"{label}: given out {format_bytes(row.device_peak)}, plan {format_bytes(plan['device_nbytes'])} "
-            f"({plan['device_off']:+.2%}), held by the allocator {format_bytes(repetition['reserved_peak'])}\n"
+            f"{label}: allocated {format_bytes(row.device_peak)}, plan {format_bytes(plan['device_nbytes'])} "
+            f"({plan['device_off']:+.2%}), reserved by the allocator {format_bytes(repetition['reserved_peak'])}\n"
         )
         sys.stdout.flush()
 

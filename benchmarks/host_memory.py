@@ -1,11 +1,11 @@
-"""Host memory of a whole process, measured and predicted, by term and by parameter.
+"""Measure and predict the host memory of a whole process, by term and per parameter.
 
     python benchmarks/host_memory.py [--blocks 16] [--width 1024] [--device simgpu | cpu | cuda]
 
-Each case trains a model of 537 MB of FP32 parameters in a process of its own, with AdamW, and reads the process's
-resident memory: before the model is made, at its highest while the model is made and taken over, and at its highest in
-training. Predicted is what `sp_lightning.plan` says. The memory of the simulated accelerator is this process's,
-as is that of the CPU, and is added: as much as was allocated there at most.
+Each case trains a model of 537 MB of FP32 parameters with AdamW in its own process, and reads the process's resident
+memory: before the model is made, its peak while the model is made and moved into slabs, and its peak in training. The
+prediction is that of `sp_lightning.plan`. The simulated accelerator and the CPU use memory of the process itself: the
+peak of what was allocated there is added to the prediction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--device", choices=["simgpu", "cpu", "cuda"], default="simgpu")
-    parser.add_argument("--case", choices=CASES, help="only this one, as JSON, in this process")
+    parser.add_argument("--case", choices=CASES, help="run only this case, in this process, and print JSON")
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(options)))
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def show(case: str, found: dict[str, Any]) -> None:
-    """A table of the terms of a case, in bytes per parameter."""
+    """Print the terms of a case, in bytes per parameter."""
     parameters, predicted = found["parameters"], sum(found["terms"].values())
     device = found["terms"].get(DEVICE, 0)
     print(f"{case}: {parameters / 1e6:.0f} M parameters")
@@ -60,15 +60,15 @@ def show(case: str, found: dict[str, Any]) -> None:
         if nbytes:
             print(f"  {term:34} {nbytes / 1e6:8.1f} MB {nbytes / parameters:6.2f} bytes per parameter")
     peak = found["peak"]
-    for name, nbytes in (("predicted", predicted), ("measured at most", peak), ("without the device", peak - device)):
+    for name, nbytes in (("predicted", predicted), ("measured peak", peak), ("without the device", peak - device)):
         print(f"  {name:34} {nbytes / 1e6:8.1f} MB {nbytes / parameters:6.2f}")
     print(f"  measured / predicted               {found['peak'] / predicted:8.3f}")
-    for name in ("made", "taken over at most", "taken over", "before the next step", "closed"):
+    for name in ("made", "peak in setup", "after setup", "before the next step", "closed"):
         print(f"    resident: {name:24} {found[name] / 1e6:8.1f} MB {found[name] / parameters:6.2f}")
 
 
 class Resident:
-    """The resident memory of this process, beyond what it was at first."""
+    """The growth of this process's resident memory."""
 
     def __init__(self) -> None:
         import psutil
@@ -80,13 +80,13 @@ class Resident:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def now(self) -> int:
-        """Bytes."""
+        """Return the growth so far, in bytes."""
         resident: int = self._process.memory_info().rss - self._first
         self.highest = max(self.highest, resident)
         return resident
 
-    def highest_since(self) -> int:
-        """The most since the last time that this was asked."""
+    def take_peak(self) -> int:
+        """Return the peak since the last call, and begin a new one."""
         self.now()
         highest, self.highest = self.highest, 0
         return highest
@@ -98,7 +98,7 @@ class Resident:
 
 
 def simulate() -> None:
-    """The simulated accelerator, which is told of slabs as CUDA is."""
+    """Set up the simulated accelerator, which registers slabs as CUDA does."""
     import importlib
 
     import fake_cudart
@@ -109,7 +109,7 @@ def simulate() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains, and returns what was resident when."""
+    """Train, and return the resident memory at each point."""
     import lightning as L
     import torch
     from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -164,14 +164,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     class Watch(L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            found["taken over"] = resident.now()
-            found["taken over at most"] = resident.highest_since()
+            found["after setup"] = resident.now()
+            found["peak in setup"] = resident.take_peak()
 
         def on_train_batch_start(self, *_: Any) -> None:
             found["before the next step"] = resident.now()
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            found["peak"] = max(resident.highest_since(), found["taken over at most"])
+            found["peak"] = max(resident.take_peak(), found["peak in setup"])
             stats = trainer.strategy.handle.stats()
             found["device"], found["ours"] = stats["device_peak"], stats["host_bytes"]
 
@@ -189,10 +189,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = {"precision": precision, "machine": "h100", "device": options.device, "window": 2, **given}
     terms = vars(sp_lightning.plan(make, batch, **settings).host)
     resident = Resident()
-    train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts all that it does when first needed
+    train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts everything that is needed once
     resident = Resident()
     model = make()
-    found["made"] = resident.highest_since()
+    found["made"] = resident.take_peak()
     train(model, sp_lightning.SuperpipelineStrategy(window=2, device=device, **given), Watch())
     found["closed"] = resident.now()
     if options.device != "cuda":

@@ -1,10 +1,10 @@
-"""Times one optimizer step on the host by tensor size: torch's default loop, the loop in pieces, the fused kernels.
+"""Time one optimizer step on the host by tensor size: torch's default loop, the loop in pieces, the fused kernels.
 
     python benchmarks/host_optimizer.py [--threads N] [--sizes 1e6 5e7] [--json FILE]
 
-Repetitions are interleaved, so that other load falls on all alike; figures are medians. Measure on an idle machine: on
-busy cores every kernel waits for its slowest thread, and pieces are many kernels. Pieces have the bits of the loop, the
-fused kernels of AdamW do not. A tensor of fewer than 4 pieces (2^19 elements a thread) is left whole.
+Repetitions are interleaved, so that other load affects all alike; figures are medians. Measure on an idle machine: on
+busy cores every kernel waits for its slowest thread, and pieces run many kernels. Pieces give the bits of the loop, the
+fused kernels of AdamW do not. A tensor of fewer than 4 pieces (2^19 elements a thread) stays whole.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def measure(name, size, dtype, repetitions):
     for repetition in range(repetitions + 1):
         for way, attach in WAYS.items():
             elapsed = step_ms(optimizer, attach)
-            if repetition:  # the first is for warming up
+            if repetition:  # the first one warms up
                 times[way].append(elapsed)
     medians = {way: statistics.median(values) for way, values in times.items()}
     return {
@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="file for the figures and where they were measured")
+    parser.add_argument("--json", type=Path, help="file for the figures and the facts about the machine")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     sys.stdout.write(

@@ -1,16 +1,16 @@
-"""Host time that streaming adds to each visit of a unit, beside what FSDP2's CPU offload adds, in one run on one core.
+"""Measure the host time that streaming adds to each visit of a unit, and what FSDP2's CPU offload adds, on one core.
 
     python benchmarks/host_overhead.py [--device cpu | cuda] [--units 8 32 128] [--window 2] [--repeat 31] [--json FILE]
 
-A unit is six linear layers of 16 x 16 with a batch of 4: 12 parameters, which take next to no time to compute and to
-copy; the rest is the host's work. A step is forward and backward without an optimizer, and visits each unit twice. What
-a contender adds to a visit is its step less the plain module's, in the same repetition, over twice the units.
-Contenders take short turns on one core with one thread, in an order that turns round, and Python's garbage is collected
-before they are timed, not meanwhile. Printed are medians over the repetitions: of both times, and of their ratio, which
-says more than they do about another machine.
+A unit is six linear layers of 16 x 16 with a batch of 4: 12 parameters, which take almost no time to compute and copy;
+the rest is the host's work. A step is forward and backward without an optimizer, and visits each unit twice. A
+contender's cost per visit is its step time less the plain module's in the same repetition, divided by twice the units.
+Contenders take short turns on one core with one thread, in an order that alternates; Python's garbage is collected
+before each timing, not during it. The output shows medians over the repetitions: of both times, and of their ratio,
+which carries over to another machine better than the times do.
 
-Times are those that all threads of the process spend on the core, which other processes disturb less than the clock's.
-The ratio by the clock is printed, too: a contender that waits asleep gains nothing there. Nothing is timed unless all
+Times are those that all threads of the process spend on the core, which other processes disturb less than wall-clock
+times. The ratio by the clock is printed, too: there, sleeping while waiting does not help. Nothing is timed unless all
 losses and gradients equal the plain module's bit for bit.
 """
 
@@ -33,12 +33,12 @@ import sp_lightning
 from sp_lightning.bench.contenders import process_group
 
 WIDTH, BATCH = 16, 4
-TURN = 64  # units in a contender's turn, at least
+TURN = 64  # least number of units in a contender's turn
 PLAIN, OURS, FSDP2 = "plain", "superpipeline", "fsdp2"
 
 
 class Block(nn.Module):
-    """Six linear layers: 12 parameters. The way around them keeps gradients from vanishing: tiny numbers are slow."""
+    """Six linear layers: 12 parameters. The residual connection keeps gradients from vanishing: denormals are slow."""
 
     def __init__(self):
         super().__init__()
@@ -49,14 +49,14 @@ class Block(nn.Module):
 
 
 def stack(units):
-    """The same weights each time."""
+    """Make a stack of blocks, with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(units)))
 
 
 @contextlib.contextmanager
 def contenders(units, device, window):
-    """The plain module and its likes, by name."""
+    """Yield the plain, the streamed and the sharded module, by name."""
     streamed, sharded = stack(units), stack(units)
     with sp_lightning.stream(streamed, device, window=window, units=["Block"]), process_group(device):
         mesh = init_device_mesh(device.type, (1,))
@@ -66,14 +66,14 @@ def contenders(units, device, window):
 
 
 def step(module, x):
-    """Forward and backward."""
+    """Run forward and backward."""
     loss = module(x).square().mean()
     loss.backward()
     return loss
 
 
 def outcome(module, x):
-    """The loss and all gradients of one step, on the host."""
+    """Return the loss and all gradients of one step, on the host."""
     loss = step(module, x).detach()
     gradients = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
@@ -85,7 +85,7 @@ def whole(tensor):
 
 
 def check(modules, x):
-    """That nobody computes anything else, in the first steps and when the order of visits is known."""
+    """Exit unless all contenders compute the same, in the first steps and once the order of visits is known."""
     for _ in range(3):
         expected = outcome(modules[PLAIN], x)
         for name, module in modules.items():
@@ -95,7 +95,7 @@ def check(modules, x):
 
 
 def seconds_per_step(module, x, steps):
-    """On the core, and by the clock."""
+    """Return the seconds of a step on the core, and by the clock."""
     synchronize = torch.accelerator.synchronize if x.device.type != "cpu" else lambda: None
     gc.collect()
     gc.disable()
@@ -112,7 +112,7 @@ def seconds_per_step(module, x, steps):
 
 
 def added(modules, x):
-    """Microseconds per visit that streaming and FSDP2 add in one repetition, by "core" and by "clock"."""
+    """Return the microseconds per visit that streaming and FSDP2 add in one repetition, by "core" and "clock"."""
     units = len(modules[PLAIN])
     seconds = {name: seconds_per_step(module, x, max(1, TURN // units)) for name, module in modules.items()}
     own = [[(seconds[name][by] - seconds[PLAIN][by]) / (2 * units) * 1e6 for name in (OURS, FSDP2)] for by in (0, 1)]
@@ -120,12 +120,12 @@ def added(modules, x):
 
 
 def measure(units, device, window, repeat):
-    """What they add in each repetition."""
+    """Return what streaming and FSDP2 add in each repetition."""
     x = torch.randn(BATCH, WIDTH, device=device)
     with contenders(units, device, window) as modules:
         check(modules, x)
         gc.collect()
-        gc.freeze()  # else each collection goes through all that was imported
+        gc.freeze()  # or each collection would traverse all imported modules
         try:
             there, back = modules, dict(reversed(modules.items()))
             return [added(back if index % 2 else there, x) for index in range(repeat)]

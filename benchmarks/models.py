@@ -1,9 +1,9 @@
-"""Trains a small member of every model family plainly and streamed, compares all bits, and prints the table of them.
+"""Train a small member of every model family plainly and streamed, compare all bits, and print the table of families.
 
     python benchmarks/models.py
 
 The models are those of tests/families.py, on tests/simgpu with its race checker, with a window of one unit. The table
-is that of docs/models.md; the command ends with 1 if any bit differs, or if a race was seen.
+is that of docs/models.md; the exit status is 1 if any bit differs, or if the checker saw a race.
 """
 
 import importlib
@@ -24,24 +24,19 @@ HEAD = ["family", "units", "what is special", "parity"]
 
 
 def kind(unit: Unit) -> str:
-    """The classes of its modules."""
+    """Name the classes of a unit's modules."""
     return " and ".join(dict.fromkeys(type(module).__name__ for _, module in unit.modules))
 
 
 def units(net: torch.nn.Module) -> str:
-    """What they are, and how many of each."""
+    """Name the units of a net, and count those of each kind."""
     found = partition(net, "auto")
-    kinds = Counter(
-        "the rest, resident"
-        if unit.resident
-        else " and ".join(dict.fromkeys(type(m).__name__ for _, m in unit.modules))
-        for unit in found
-    )
-    return ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
+    kinds = Counter("the rest, resident" if unit.resident else kind(unit) for unit in found)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in kinds.items())
 
 
 def rows(train: bool = True) -> Iterator[list[str]]:
-    """Of all families; without training, parity is taken to be what the tests assert."""
+    """Yield the rows of all families; without training, parity is what the tests assert."""
     for name, family in families.FAMILIES.items():
         torch.manual_seed(0)
         net = family.case.make()
@@ -49,7 +44,7 @@ def rows(train: bool = True) -> Iterator[list[str]]:
 
 
 def parity(family: families.Family) -> str:
-    """One run with a window of one unit on the simulated accelerator."""
+    """Compare one run with a window of one unit on the simulated accelerator, and describe the outcome."""
     simgpu, checks = importlib.import_module("simgpu"), importlib.import_module("parity")
     try:
         checks.check(family.case, {"window": 1}, accelerator="simgpu")
@@ -59,7 +54,7 @@ def parity(family: families.Family) -> str:
 
 
 def table(lines: Iterator[list[str]]) -> str:
-    """In markdown."""
+    """Return the table in Markdown."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, ["---"] * len(HEAD), *lines])
 
 

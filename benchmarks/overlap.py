@@ -1,14 +1,15 @@
-"""A step whose every part takes a known time, on the simulated accelerator: how much of it is hidden behind the rest.
+"""Measure how much of a step is hidden, on the simulated accelerator, where every part takes a known time.
 
     python benchmarks/overlap.py [--units 24] [--window 3] [--steps 5] [--json FILE]
 
 Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' way down 10 and its step on the host
-10. Compute alone is units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which
+10. Compute alone takes units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which
 nothing can hide. "one after the other" is the same engine made to wait after each submission, with
 ``optimizer_overlap=False``.
 
-Then the same with a step on the host of 40 ms, which takes longer than all else: best possible is then the steps of all
-units but the first in place of compute. "step not held" is without steps that run on beside the next forward.
+The second part has a step on the host of 40 ms, which takes longer than everything else: in the best possible step, the
+steps of all units but the first then take the place of compute. "step not deferred" has no deferred steps, which run
+beside the next forward.
 """
 
 import argparse
@@ -43,18 +44,18 @@ WIDTH = 64
 
 
 class Delay(torch.autograd.Function):
-    """One operation of a given time in forward, one in backward."""
+    """One operation of a known time in forward, one in backward."""
 
     @staticmethod
     def forward(ctx, x):
-        return taking(FORWARD, x)
+        return compute_for(FORWARD, x)
 
     @staticmethod
     def backward(ctx, grad):
-        return taking(BACKWARD, grad)
+        return compute_for(BACKWARD, grad)
 
 
-def taking(milliseconds, x):
+def compute_for(milliseconds, x):
     simgpu.config.compute_us = milliseconds * MS
     try:
         return x * 1
@@ -90,7 +91,7 @@ class Stack(L.LightningModule):
 
 @contextlib.contextmanager
 def sleeping_optimizer(milliseconds):
-    """SGD that takes its time for each parameter, of which a unit has one."""
+    """Make SGD sleep for each parameter, of which a unit has one, within this context."""
     module = import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
     plain = module.sgd
 
@@ -107,7 +108,7 @@ def sleeping_optimizer(milliseconds):
 
 @contextlib.contextmanager
 def waiting():
-    """Every submission is followed by its wait."""
+    """Wait after every submission within this context."""
     load, send = UnitStore.load, GradientReturn._send
 
     def load_and_wait(self):
@@ -115,9 +116,9 @@ def waiting():
         self.ready.synchronize()
 
     def send_and_wait(self, *args):
-        landing = send(self, *args)
-        landing.done.synchronize()
-        return landing
+        transfer = send(self, *args)
+        transfer.done.synchronize()
+        return transfer
 
     UnitStore.load, GradientReturn._send = load_and_wait, send_and_wait
     try:
@@ -127,22 +128,22 @@ def waiting():
 
 
 @contextlib.contextmanager
-def holding_nothing():
-    """Steps are done when they return."""
-    may_hold, SuperpipelineStrategy._may_hold = SuperpipelineStrategy._may_hold, lambda _: False
+def without_deferred_steps():
+    """Finish every step before it returns, within this context."""
+    may_defer, SuperpipelineStrategy._may_hold = SuperpipelineStrategy._may_hold, lambda _: False
     try:
         yield
     finally:
-        SuperpipelineStrategy._may_hold = may_hold
+        SuperpipelineStrategy._may_hold = may_defer
 
 
 def best_ms(units, optimizer_ms):
-    """What can not be hidden: compute or the optimizer, and the first unit's gradient, step and way up."""
+    """Return the time of the best possible step: compute or the optimizer, and what nothing can hide."""
     return max(units * (FORWARD + BACKWARD), (units - 1) * optimizer_ms) + DOWN + optimizer_ms + UP
 
 
 def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP):
-    """The median time from one step's begin to the next one's, warm."""
+    """Return the median time from one step's start to the next one's, after warm-up."""
     simgpu.config.h2d_us, simgpu.config.d2h_us = UP * MS, DOWN * MS
     module = Stack(units)
     strategy = SuperpipelineStrategy(
@@ -187,16 +188,16 @@ def main():
     with waiting():
         serial = step_ms(*setting, overlap=False)
     long = step_ms(*setting, optimizer_ms=LONG_STEP)
-    with holding_nothing():
+    with without_deferred_steps():
         long_after = step_ms(*setting, optimizer_ms=LONG_STEP)
     print(f"compute {compute} ms, best possible {best} ms")
     print(f"overlapped          {overlapped:7.0f} ms   {overlapped / best:.2f} x best")
     print(f"with clipping       {clipped:7.0f} ms   {clipped / best:.2f} x best")
-    print(f"  step not held     {after:7.0f} ms   {after / clipped:.2f} x held")
+    print(f"  step not deferred {after:7.0f} ms   {after / clipped:.2f} x deferred")
     print(f"one after the other {serial:7.0f} ms   {serial / overlapped:.2f} x overlapped")
     print(f"host step {LONG_STEP} ms, best possible {long_best} ms")
     print(f"overlapped          {long:7.0f} ms   {long / long_best:.2f} x best")
-    print(f"  step not held     {long_after:7.0f} ms   {long_after / long:.2f} x held")
+    print(f"  step not deferred {long_after:7.0f} ms   {long_after / long:.2f} x deferred")
     if arguments.json:
         facts = {"torch": torch.__version__, "units": arguments.units, "window": arguments.window}
         rows = {
@@ -204,11 +205,11 @@ def main():
             "best_ms": best,
             "overlapped_ms": overlapped,
             "clipped_ms": clipped,
-            "clipped_not_held_ms": after,
+            "clipped_not_deferred_ms": after,
             "serial_ms": serial,
             "long_best_ms": long_best,
             "long_overlapped_ms": long,
-            "long_not_held_ms": long_after,
+            "long_not_deferred_ms": long_after,
         }
         arguments.json.write_text(json.dumps({**facts, **rows}, indent=1))
 

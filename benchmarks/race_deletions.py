@@ -1,11 +1,11 @@
-"""Is every wait needed, and would its absence be noticed? Deletes them one at a time and runs the race tests.
+"""Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
     python benchmarks/race_deletions.py [--only engine.py] [--jobs 2]
 
-A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or that stands for
-such calls: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run against the copy.
-Prints a line per wait; exits with 1 if one of them can go unnoticed. A complete run writes its result into
-CONTRIBUTING.md, between the two marks there.
+A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
+inside: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run against the copy. The
+output has a line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run writes its result
+into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 
-# Torch's own waits, and functions of ours whose purpose is one.
+# torch's own waits, and functions of this package whose purpose is a wait.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
-# Paths in the package of files in which no step waits: they look on, or plan, or compare.
+# Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "planning/dry_run.py"}
 BESIDE |= {"bench/referee.py", "bench/turns.py"}
 LONGEST_S = 300
@@ -50,7 +50,7 @@ class Wait(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the race tests said without a wait."""
+    """The result of the race tests without a wait."""
 
     status: int
     first_failure: str
@@ -66,10 +66,10 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]:
-    """List the waits of a package in the order of its files, but for the files ``beside``, in which no step waits."""
+    """List the waits of a package in the order of its files, without the files ``beside``, in which no step waits."""
     found = all_waits(package)
     if idle := set(beside) - {wait.file for wait in found}:
-        raise ValueError(f"BESIDE names files of {package} without a wait, or that are not there: {sorted(idle)}")
+        raise ValueError(f"BESIDE names files of {package} that have no wait or do not exist: {sorted(idle)}")
     left = [wait for wait in found if wait.file not in beside]
     if not left:
         raise ValueError(f"no wait was found in {package}")
@@ -77,11 +77,11 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]
 
 
 def all_waits(package: pathlib.Path) -> list[Wait]:
-    """List the waits of all files of a package, those of its sub-packages too."""
+    """List the waits of all files of a package, sub-packages included."""
     found: dict[tuple[str, int, int], Wait] = {}
     for path in package.rglob("*.py"):
         file, source = path.relative_to(package).as_posix(), path.read_text()
-        for scope in ast.walk(ast.parse(source)):  # inner functions after outer ones, which they stand in
+        for scope in ast.walk(ast.parse(source)):  # inner functions come after the outer ones around them
             if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
                 for node in filter(is_wait, ast.walk(scope)):
                     text = " ".join((ast.get_source_segment(source, node) or "").split())
@@ -97,7 +97,7 @@ def is_wait(node: ast.AST) -> bool:
 
 
 class Deletion(ast.NodeTransformer):
-    """Puts a call's arguments in its place: what they do, such as to record an event, is still done."""
+    """Replaces a call by its arguments: what evaluating them does, such as recording an event, is still done."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
@@ -113,7 +113,7 @@ class Deletion(ast.NodeTransformer):
 
 
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """A copy of what the tests need."""
+    """Copy what the tests need."""
     for name in NEEDED:
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -123,7 +123,7 @@ def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def delete(wait: Wait, package: pathlib.Path) -> None:
-    """Deletes a wait from a package."""
+    """Delete a wait from a package."""
     path = package / wait.file
     deletion = Deletion(wait)
     path.write_text(ast.unparse(ast.fix_missing_locations(deletion.visit(ast.parse(path.read_text())))))
@@ -131,7 +131,7 @@ def delete(wait: Wait, package: pathlib.Path) -> None:
 
 
 def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
-    """What the race tests say about the package without a wait, or about the package itself."""
+    """Run the race tests on the package without a wait, or on the unchanged package."""
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, pathlib.Path(name))
         if wait is not None:
@@ -146,20 +146,20 @@ def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
         return Verdict(done.returncode, failures[0].split("::")[-1].split(" - ")[0] if failures else done.stdout[-300:])
 
 
-def summary(said: list[tuple[Wait, Verdict]]) -> str:
-    """What CONTRIBUTING.md says: the functions that wait, how often if more than once, and what went unnoticed."""
-    missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in said if not verdict.caught]
+def summary(results: list[tuple[Wait, Verdict]]) -> str:
+    """Summarize for CONTRIBUTING.md: the functions that wait, how often if more than once, and what went unnoticed."""
+    missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in results if not verdict.caught]
     files = []
-    for file in dict.fromkeys(wait.file for wait, _ in said):
-        counts = Counter(wait.function for wait, _ in said if wait.file == file)
+    for file in dict.fromkeys(wait.file for wait, _ in results):
+        counts = Counter(wait.function for wait, _ in results if wait.file == file)
         functions = (name if count == 1 else f"{name} ({count})" for name, count in counts.items())
         files.append(f"{file}: {', '.join(functions)}")
-    begin = f"Of {len(said)} waits each was deleted by itself; {len(said) - len(missed)} deletions were caught."
+    begin = f"Of {len(results)} waits each was deleted by itself; {len(results) - len(missed)} deletions were caught."
     return "\n".join([begin, "; ".join(files) + ".", *(f"- not caught: {text}" for text in missed)])
 
 
 def write(text: str) -> None:
-    """Puts a summary between the marks."""
+    """Write a summary between the marks."""
     before, _, rest = GUIDE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     GUIDE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
@@ -173,10 +173,10 @@ def say(line: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a file of the package, by its path there, or a line: engine.py:195")
-    parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        source = copied(ROOT, pathlib.Path(name))  # which nobody edits meanwhile
+        source = copied(ROOT, pathlib.Path(name))  # edits to the checkout do not change it meanwhile
         found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
         if not found:
             say(f"no wait is in {options.only!r}")
@@ -185,14 +185,14 @@ def main() -> int:
         if unchanged.status:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
-        said: list[tuple[Wait, Verdict]] = []
+        results: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for wait, its in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
-                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {its}")
-                said.append((wait, its))
-    missed = sum(not its.caught for _, its in said)
+            for wait, result in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
+                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {result}")
+                results.append((wait, result))
+    missed = sum(not result.caught for _, result in results)
     if not options.only:
-        write(summary(said))
+        write(summary(results))
     say(f"{len(found)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0
 

@@ -1,9 +1,10 @@
-"""Simulates training steps of known models on known machines, and prints how close each comes to its floor.
+"""Simulate training steps of known models on known machines, and print how close each comes to its lower bound.
 
     python benchmarks/simulate.py
 
 The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of
-sp_lightning/core/machine.py, models the ones of sp_lightning/planning/workloads.py, the order of work is the runtime's.
+sp_lightning/core/machine.py, models those of sp_lightning/planning/workloads.py, the order of work is the runtime's.
+"floor" in the tables is the lower bound of the step time.
 """
 
 import itertools
@@ -17,10 +18,10 @@ from sp_lightning.core.simulation import LowerBound, Simulation, UnitCost, simul
 from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
 
 WINDOW = 3
-HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 copy that travels, FP32 gradient
+HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 wire copy, FP32 gradient
 MARGIN = 1.2
 ROWS = 8
-CHOICES = (  # what, k', parts of a unit
+CHOICES = (  # name, k', parts of a unit
     ("as it is", 1, 1),
     ("two units exchanged at a time", 2, 1),
     ("each unit cut in 2", 1, 2),
@@ -29,30 +30,30 @@ CHOICES = (  # what, k', parts of a unit
 
 
 def step(workload: Workload, machine: Machine, tokens: int, runs_on: bool = True) -> Simulation:
-    """One step with recompute, weights and gradients in bf16 on their way."""
+    """Simulate one step with recompute, in which weights and gradients travel in bf16."""
     return simulated(workload.units(tokens), machine, runs_on=runs_on)
 
 
 def simulated(units: list[UnitCost], machine: Machine, transfer: int = 1, runs_on: bool = True) -> Simulation:
-    """One step over these units."""
+    """Simulate one step over these units."""
     schedule = Schedule([unit.up_nbytes for unit in units], WINDOW, transfer)
     return simulate(units, schedule, machine, activations="recompute", steps_into_forward=runs_on)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def by_machine(cell) -> str:
-    """A row for each model, a column for each machine."""
+    """Return a table with a row for each model and a column for each machine."""
     rows = [[name, *(cell(workload, machine) for machine in MACHINES.values())] for name, workload in WORKLOADS.items()]
     return table(["", *MACHINES], rows)
 
 
 def sizes(workload: Workload, machine: Machine) -> str:
-    """Tokens and seconds of a step, and the memory it takes."""
+    """Return a cell with the tokens and seconds of a step, and the memory it takes."""
     tokens = workload.tokens(machine, WINDOW, True, False, MARGIN)
     result = step(workload, machine, tokens)
     host = workload.parameters * HOST_BYTES
@@ -68,7 +69,7 @@ def _fits(nbytes: float, there: int) -> str:
 
 
 def merits(margin: float, hidden_in_forward: bool, runs_on: bool = True):
-    """Cells with floor / step, and bound / step."""
+    """Return a function that makes cells with floor / step, and bound / step."""
 
     def cell(workload: Workload, machine: Machine) -> str:
         tokens = workload.tokens(machine, WINDOW, True, hidden_in_forward, margin)
@@ -79,7 +80,7 @@ def merits(margin: float, hidden_in_forward: bool, runs_on: bool = True):
 
 
 def chains(margin: float):
-    """Cells with what binds, floor / step, and the most that the longest chain allows."""
+    """Return a function that makes cells with what binds, floor / step, and the most that the longest chain allows."""
 
     def cell(workload: Workload, machine: Machine) -> str:
         result = step(workload, machine, workload.tokens(machine, WINDOW, True, True, margin))
@@ -89,12 +90,12 @@ def chains(margin: float):
 
 
 def most(floor: LowerBound, chained: LowerBound) -> float:
-    """What floor / step can not exceed: no step is shorter than its chain."""
+    """Return the most that floor / step can be: no step is shorter than its longest chain."""
     return min(1.0, floor.seconds / chained.chain)
 
 
 def in_parts(units: list[UnitCost], count: int) -> list[UnitCost]:
-    """Each unit cut into so many."""
+    """Cut each unit into this many parts."""
     return [part for unit in units for part in itertools.repeat(_part(unit, count), count)]
 
 
@@ -110,7 +111,7 @@ def _part(unit: UnitCost, count: int) -> UnitCost:
 
 
 def choices(workload: Workload) -> str:
-    """Floor / step, and the most that the longest chain allows, for what a schedule may choose."""
+    """Return a table of floor / step, and the most that the longest chain allows, by what a schedule may choose."""
     rows: dict[str, list[str]] = {}
     names = [name for name, machine in MACHINES.items() if _binds(workload, machine) == "optimizer"]
     for machine in map(MACHINES.__getitem__, names):
@@ -128,7 +129,7 @@ def _binds(workload: Workload, machine: Machine) -> str:
 
 
 def fewer_tokens(workload: Workload) -> str:
-    """The same, from where compute takes as long as the rest to where next to nothing of it is left."""
+    """Return a table of `chains` by the share of the tokens, from compute as long as the rest to very little of it."""
     shares = [1 / MARGIN, 1 / 2, 1 / 3, 1 / 4, 1 / 8]
     columns = [chains(MARGIN * share) for share in shares]
     rows = [[name, *(cell(workload, machine) for cell in columns)] for name, machine in MACHINES.items()]
@@ -136,7 +137,7 @@ def fewer_tokens(workload: Workload) -> str:
 
 
 def in_rows(part: WorkloadPart) -> list[WorkloadPart]:
-    """A table cut by rows."""
+    """Cut an embedding table by rows."""
     piece = replace(
         part,
         parameters=part.parameters // ROWS,
@@ -147,7 +148,7 @@ def in_rows(part: WorkloadPart) -> list[WorkloadPart]:
 
 
 def places(workload: Workload) -> Iterator[tuple[str, list[WorkloadPart]]]:
-    """Where the embedding and the head may be."""
+    """Yield the places where the embedding and the head may be, and the parts of the model then."""
     first, *blocks, last = workload.parts
     both = replace(first, parameters=first.parameters + last.parameters, resident=True)
     yield "a unit each", [first, *blocks, last]
@@ -159,7 +160,7 @@ def places(workload: Workload) -> Iterator[tuple[str, list[WorkloadPart]]]:
 
 
 def placement() -> str:
-    """Seconds of a step, and the device's peak, for each place."""
+    """Return a table of the seconds of a step and the device's peak, for each place."""
     columns = list(itertools.product(("llama3-8b", "qwen3-14b", "llama3-70b"), ("rtx4090", "h100")))
     rows: dict[str, list[str]] = {}
     for name, machine_name in columns:
@@ -174,7 +175,7 @@ def placement() -> str:
 
 
 def report() -> str:
-    """All of it."""
+    """Return the whole report."""
     sections = {
         f"1. Compute takes {MARGIN} times what hides behind it; the optimizer hides behind backward": (
             "floor / step (bound / step).",

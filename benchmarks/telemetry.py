@@ -1,14 +1,14 @@
-"""What telemetry costs: the same training steps with it on and off, in turn, in one run; and what it takes by itself.
+"""Measure what telemetry costs: the same training steps with it on and off, in turn, and the time of its own calls.
 
     python benchmarks/telemetry.py [--device cpu | cuda | simgpu] [--units 8] [--width 512] [--rounds 8] [--json FILE]
 
-A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. On is as the callback has it on, for a progress bar and, with
-``log_metrics=True``, for a logger that is served every 50 steps. Printed are the medians of a step's time and of the
-time that all of the process's threads spent on a core, which other processes disturb less; off, on, and what lies
-between as a share of the step. As such differences drown in the noise of a machine, all that is called while it is on
-is timed, too: how often in a step, how long each time, and what that is of a step. That has the clock's own time in it,
-so it is at most as much. With a logger that is served every 50 steps, 16 of 48 steps are recorded; the others are
-clocked, too.
+A unit is two linear layers of WIDTH x 4 WIDTH, in FP32. "on" is telemetry as the callback uses it, for a progress bar
+and, with ``log_metrics=True``, for a logger that gets values every 50 steps. The output shows the medians of a step's
+time and of the time that all threads of the process spent on a core, which other processes disturb less: off, on, and
+the difference as a share of the step. Because such differences drown in a machine's noise, all calls that telemetry
+makes are timed, too: how many in a step, how long each, and their share of the step. That includes the clock's own
+time, so the true cost is lower. With a logger that gets values every 50 steps, 16 of 48 steps are recorded; calls in
+the others are timed, too.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Clocked:
         self.calls, self.seconds, self._inside = 0, 0.0, False
 
     def __call__(self, call, *arguments, **named):
-        if self._inside:  # one of its own calls another
+        if self._inside:  # a timed call that calls another
             return call(*arguments, **named)
         self._inside, begin = True, time.perf_counter()
         try:
@@ -65,7 +65,7 @@ class Clocked:
 
 
 class Within:
-    """A context manager whose both ends are clocked."""
+    """A context manager whose entry and exit are timed."""
 
     def __init__(self, clocked, context):
         self._clocked, self._context = clocked, context
@@ -78,7 +78,7 @@ class Within:
 
 
 def clocked_recorder(recorder, clocked):
-    """It, with all its calls clocked."""
+    """Time all calls of a recorder, and return it."""
 
     def clock(call):
         def called(*arguments, **named):
@@ -93,22 +93,22 @@ def clocked_recorder(recorder, clocked):
 
 
 def timed(run):
-    """Wall and core seconds of a step."""
+    """Return the wall and core seconds of a step."""
     wall, core = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         run()
     return (time.perf_counter() - wall) / STEPS, (time.process_time() - core) / STEPS
 
 
-def told(observer):
-    """What the callback asks for after a step, for a progress bar."""
-    observer.update()
-    observer.stall_share()
-    observer.device_peak()
+def read_figures(report):
+    """Read what the callback reads after a step, for a progress bar."""
+    report.update()
+    report.stall_share()
+    report.device_peak()
 
 
 class Turns:
-    """Steps of one kind after the other."""
+    """Takes turns with telemetry off, on, and timed."""
 
     def __init__(self, handle, run):
         self.handle, self.run, self.own, self.units = handle, run, Clocked(), []
@@ -118,34 +118,34 @@ class Turns:
         return timed(self.run)
 
     def on(self):
-        with contextlib.closing(RunReport(self.handle)) as observer:
+        with contextlib.closing(RunReport(self.handle)) as report:
             self.run()
-            found = timed(lambda: (self.run(), told(observer)))
-            observer.figures()
+            found = timed(lambda: (self.run(), read_figures(report)))
+            report.figures()
             return found
 
     def clocked(self, recorded=True):
-        """Calls and seconds of a step that is recorded or is not, with its share of what a logger gets."""
+        """Return the calls and seconds of a step, recorded or not, with its share of making a logger's values."""
         record, recorder = self.handle.record, Recorder(self.handle.device, wanted=lambda batch: recorded)
         self.handle.record = lambda _: record(clocked_recorder(recorder, self.own))
-        with contextlib.closing(RunReport(self.handle)) as observer:
+        with contextlib.closing(RunReport(self.handle)) as report:
             self.handle.record = record
             self.run()
             calls, seconds = self.own.calls, self.own.seconds
-            timed(lambda: (self.run(), self.own(told, observer)))
+            timed(lambda: (self.run(), self.own(read_figures, report)))
             begin = time.perf_counter()
-            observer.figures()
+            report.figures()
             logged = (time.perf_counter() - begin) / LOG_EVERY
-            self.units += [unit.forward_s + unit.backward_s for unit in observer.times().values()]
+            self.units += [unit.forward_s + unit.backward_s for unit in report.times().values()]
         return (self.own.calls - calls) / STEPS, (self.own.seconds - seconds) / STEPS + logged
 
     def skipped(self):
-        """The same of a step that is not recorded."""
+        """Return the calls and seconds of a step that is not recorded."""
         return self.clocked(recorded=False)
 
 
 def measure(arguments):
-    """Medians over the rounds; off, on, clocked, and back: what drifts, drifts for all."""
+    """Return medians over the rounds. Turns go off, on, clocked, and back, so that a drift affects all alike."""
     torch.manual_seed(0)
     module = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.units)))
     x = torch.randn(arguments.batch, arguments.width, device=arguments.device)
@@ -184,7 +184,9 @@ def main():
     every = LOG_EVERY // KEPT
     average = (seconds + (every - 1) * found["skipped"][1]) / every
     print(f"{KEPT} of {every * KEPT}    {average * 1e3:.2f} ms on average, {average / wall_off:.2%} of a step")
-    print(f"a unit computes {found['unit_s'] * 1e3:.1f} ms, and telling costs {seconds / arguments.units * 1e6:.0f} us")
+    print(
+        f"a unit computes {found['unit_s'] * 1e3:.1f} ms, and telemetry costs {seconds / arguments.units * 1e6:.0f} us"
+    )
     if arguments.json:
         facts = {"torch": torch.__version__, "device": arguments.device, "units": arguments.units}
         arguments.json.write_text(json.dumps({**facts, **found}, indent=1))

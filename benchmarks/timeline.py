@@ -1,10 +1,10 @@
-"""The pictures in docs/: a step as it was simulated, and one that ran, above each other and alone.
+"""Draw the pictures in docs/: a simulated step alone, and one above its measured counterpart.
 
     python benchmarks/timeline.py [--directory docs]
 
-``timeline_llama3-8b.png`` is simulated: 8192 tokens on an RTX 4090, window 3, recompute. ``timeline_simgpu.png`` has
+``timeline_llama3-8b.png`` is simulated: 8192 tokens on an RTX 4090, window 3, recompute. ``timeline_simgpu.png`` shows
 the same step twice, simulated above and measured below, on the simulated accelerator of the tests: eight units whose
-way up takes 10 ms, forward 10, backward 20, gradients' way down 10 and step on the host 30 (see step_in_backward.py).
+way up takes 10 ms, forward 10, backward 20, gradients' way down 10 and step on the host 30 (as in overlap.py).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def simulated(units, machine, title, **options):
 
 def of_the_benchmark():
     def unit(index):
-        backward = overlap.BACKWARD if index else 0  # nobody needs the gradient of the first one's input
+        backward = overlap.BACKWARD if index else 0  # the gradient of the first unit's input is not needed
         return UnitCost(f"blocks.{index}", overlap.UP, overlap.DOWN, STEP, overlap.FORWARD, backward)
 
     return simulated([unit(index) for index in range(UNITS)], CLOCK, "Eight units")

@@ -220,7 +220,7 @@ def test_a_wait_at_the_top_of_a_file_is_found(deletions, package):
 
 @pytest.mark.parametrize("stray", ["turns.py", "memory/measure.py", "memory/__init__.py"])
 def test_a_file_beside_that_is_not_there_or_does_not_wait_is_an_error(stray, deletions, package):
-    with pytest.raises(ValueError, match=rf"BESIDE names files of .* that are not there: \['{stray}'\]"):
+    with pytest.raises(ValueError, match=rf"BESIDE names files of .* that have no wait or do not exist: \['{stray}'\]"):
         deletions.waits(package, (*BESIDE, stray))
 
 

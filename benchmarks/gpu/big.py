@@ -1,9 +1,9 @@
-"""The largest model that the host's memory holds, trained in full with FP32 AdamW, in little device memory.
+"""Train the largest model that fits in host memory, in full with FP32 AdamW, in little device memory.
 
     python benchmarks/gpu/big.py [--device-memory 24GiB 16GiB] [--minutes 9]
 
-Blocks of Llama 3.1 8B, as many as fit: 18 bytes of host memory a parameter, and a tenth to spare. The limit is a hard
-one on the process; a sequence for each 6 GiB of it, as its logits alone take over 3.
+The model has as many blocks of Llama 3.1 8B as fit: 18 bytes of host memory a parameter, with a tenth to spare. The
+process cannot exceed the limit on device memory; it trains a sequence for each 6 GiB, whose logits alone take over 3.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sp_lightning.options import parse_bytes
 from sp_lightning.planning.shapes import SHAPES
 
 HOST_BYTES = 18
-SEQUENCE = 6 << 30  # device bytes
+SEQUENCE = 6 << 30  # device bytes a sequence
 BLOCK, TABLES = 218_112_000, 2 * 128256 * 4096
 
 
 def layers() -> int:
-    """How many blocks fit."""
+    """Count the blocks that fit."""
     parameters = 0.9 * host_memory().free / HOST_BYTES
     return max(1, min(SHAPES["llama-8b"].layers, int((parameters - TABLES) // BLOCK)))  # type: ignore[attr-defined]
 
@@ -37,8 +37,8 @@ def limited(nbytes: str, count: int) -> Comparison:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--device-memory", nargs="+", default=["24GiB", "16GiB"], help="limits, one after the other")
-    arguments.add_argument("--blocks", type=int, help="how many (default: as many as free host memory holds)")
+    arguments.add_argument("--device-memory", nargs="+", default=["24GiB", "16GiB"], help="limits, one after another")
+    arguments.add_argument("--blocks", type=int, help="number of blocks (default: as many as fit in free host memory)")
     options = arguments.parse_args()
     count = options.blocks or layers()
     return begin("big", options, [limited(nbytes, count) for nbytes in options.device_memory])

@@ -1,4 +1,4 @@
-"""What all campaigns share: a time budget, a result file that is complete at every moment, and where they run."""
+"""The parts that all campaigns share: a time budget, a device, a result file that is complete at any time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))  # what is measured is the checkout that this is of, whether or not anything is installed
+sys.path.insert(0, str(ROOT))  # measure this checkout, even if another version is installed
 
-from sp_lightning.bench.referee import GRACE_S as GRACE_S  # noqa: E402, for what was begun in time to end
+from sp_lightning.bench.referee import GRACE_S as GRACE_S  # noqa: E402, beyond the budget, to finish what has begun
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With what every campaign takes."""
+    """Make a parser with the arguments of every campaign."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--minutes", type=float, default=9, help="nothing is begun after that (default: 9)")
-    made.add_argument("--device", default=None, help="that computes (default: the accelerator, else the CPU)")
-    made.add_argument("--small", action="store_true", help="tiny models: to see that the campaign works")
+    made.add_argument("--minutes", type=float, default=9, help="begin nothing after this time (default: 9)")
+    made.add_argument("--device", default=None, help="device that computes (default: the accelerator, else the CPU)")
+    made.add_argument("--small", action="store_true", help="use tiny models, to try the campaign")
     made.add_argument(
         "--json", type=pathlib.Path, help="result file (default: benchmarks/results/CAMPAIGN-DEVICE.json)"
     )
@@ -31,7 +31,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def device_of(options: argparse.Namespace) -> str:
-    """The one that was asked for, or the best there is."""
+    """Return the device of the options, or else the accelerator, or the CPU."""
     if options.device is not None:
         return str(options.device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -53,28 +53,28 @@ class Campaign:
 
     @property
     def left_s(self) -> float:
-        """Seconds in which something may begin."""
+        """Seconds left in which something may begin."""
         return self._end - time.monotonic()
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """So far."""
+        """Results so far."""
         return list(self._contents["results"])
 
     def add(self, result: dict[str, Any]) -> None:
-        """Kept, whatever happens next."""
+        """Add a result, and write the file."""
         self._contents["results"].append(result)
         self.save()
 
     def save(self) -> None:
-        """Writes the file."""
+        """Write the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         waiting = self._path.with_suffix(".part")
         waiting.write_text(json.dumps(self._contents, indent=1) + "\n")
         waiting.replace(self._path)
 
     def say(self, *lines: str) -> None:
-        """At once: what comes next may take long."""
+        """Print lines at once: what comes next may take long."""
         for line in lines:
             sys.stdout.write(line + "\n")
         sys.stdout.flush()

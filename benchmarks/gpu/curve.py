@@ -1,4 +1,4 @@
-"""Memory against time for k = 1 .. all and k' = 1 .. 4: the paper's trade-off, of which publish.py makes a picture.
+"""Measure memory against time for k = 1 .. all and k' = 1 .. 4: the paper's trade-off, which publish.py draws.
 
 python benchmarks/gpu/curve.py [--model llama-1b|llava-1b|vit-h] [--minutes 9]
 """
@@ -17,7 +17,7 @@ TRANSFERS = (1, 2, 4)
 
 
 def rows() -> list[Entry]:
-    """All pairs that there are."""
+    """Make the rows of plain Lightning and of all pairs of k and k'."""
     made = [row for k in TRANSFERS for row in ours(*(window for window in WINDOWS if window >= k), transfer=k)]
     return [*others("plain"), *made, *ours("all")]
 
@@ -29,7 +29,7 @@ def curve(model: str, work: dict[str, int]) -> Comparison:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--model", choices=MODELS, action="append", help="which (default: all)")
+    arguments.add_argument("--model", choices=MODELS, action="append", help="model, may be repeated (default: all)")
     options = arguments.parse_args()
     return begin("curve", options, [curve(model, MODELS[model]) for model in options.model or MODELS])
 

@@ -1,14 +1,14 @@
-"""Are results on a real device the plain run's, to the last bit?
+"""Check on a real device that results equal the plain run's, to the last bit.
 
     python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|repeat|curves] [--jobs 4]
 
 - zoo: every net of tests/models.py and of tests/families.py, over a pairwise cover of precision, window and
   activations, against plain Lightning whose optimizer steps on host copies of the same gradients.
 - blocks: the same for a few blocks of real size.
-- compiled: the same with blocks that are compiled on both sides.
-- repeat: a model of 1B parameters, optimizer overlapping, 200 steps, twice, and with every launch blocking: same bits.
+- compiled: the same with blocks that are compiled in both runs.
+- repeat: a model of 1B parameters, with optimizer overlap, for 200 steps twice, and with blocking launches: same bits.
 - curves: the same model fully plain, whose optimizer rounds differently on the device: both loss curves are reported.
-Kernels are deterministic throughout. Ends with 1 if any bit differs; every cell is in the JSON.
+Kernels are deterministic throughout. The exit status is 1 if any bit differs; every cell is in the JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
-os.environ["PYTORCH_JIT"] = "0"  # what is scripted is fused after some runs, and gives other bits then, plainly as well
+os.environ["PYTORCH_JIT"] = (
+    "0"  # scripted code is fused after some runs, and gives other bits then, in a plain run, too
+)
 
 import campaign
 import families
@@ -44,7 +46,7 @@ import models
 import parity
 
 PARTS = ("zoo", "blocks", "compiled", "repeat", "curves")
-PLAIN_RUNS = 4  # which have to be equal where a difference is to mean something
+PLAIN_RUNS = 4  # that have to be equal for a difference to mean something
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 WINDOWS = (1, 2, 100)
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
@@ -56,7 +58,7 @@ STEPS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one of them is about; `case` is looked up by the process that runs it."""
+    """One cell to compare; the process that runs it looks up `case`."""
 
     part: str
     case: str
@@ -107,7 +109,7 @@ def cases(small: bool) -> dict[str, models.Case]:
 
 
 def cells(part: str, small: bool) -> list[Cell]:
-    """Broad first: the first row of every case, then the second of every case, and so on."""
+    """List the cells, broad first: the first row of every case, then the second of every case, and so on."""
     rows = parity.pairwise(precision=PRECISIONS, window=WINDOWS, activations=ACTIVATIONS)
     names = [name for name in cases(small) if name.endswith(" block") == (part != "zoo")]
     compiled = part == "compiled"
@@ -120,7 +122,7 @@ def cells(part: str, small: bool) -> list[Cell]:
 
 
 def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
-    """In a process of the pool."""
+    """Compare a cell, in a process of the pool."""
     warnings.simplefilter("ignore")
     case = cases(small)[cell.case]
     if cell.compiled:
@@ -134,15 +136,15 @@ def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
     except Exception as error:
         difference = f"{type(error).__name__}: {error}"[:2000]
         if "CUDA error" in difference:
-            os._exit(70)  # nothing works in this process any more
-    if difference is not None and (reason := nothing_to_compare_with(cell, case, device)):
+            os._exit(70)  # nothing works any more in this process
+    if difference is not None and (reason := why_not_comparable(cell, case, device)):
         return {"left_out": f"{cell.case}, {cell.precision}: plain Lightning {reason}"}
-    kept = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
-    return {**dataclasses.asdict(cell), "difference": difference, "seconds": time.perf_counter() - begin, **kept}
+    counted = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
+    return {**dataclasses.asdict(cell), "difference": difference, "seconds": time.perf_counter() - begin, **counted}
 
 
-def nothing_to_compare_with(cell: Cell, case: models.Case, device: str) -> str | None:
-    """What plain Lightning does instead of giving the same bits each time: kernels there are that do not."""
+def why_not_comparable(cell: Cell, case: models.Case, device: str) -> str | None:
+    """Say why plain Lightning itself does not give the same bits each time, as with some kernels; None if it does."""
     make = functools.partial(models.ZooModule, case, optimizer="adamw")
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -160,18 +162,18 @@ def nothing_to_compare_with(cell: Cell, case: models.Case, device: str) -> str |
 
 
 def compare_cells(part: str, run: campaign.Campaign, jobs: int) -> None:
-    """Several at a time, each in a process of its own, until the time is over."""
+    """Compare the cells of a part, several at a time in processes of a pool, until the time is over."""
     waiting = iter(cells(part, run.small))
     while run.left_s > 0:
         lost = rounds(run, waiting, jobs)
         if not lost:
             return
-        for cell in lost:  # one of them ended its process
+        for cell in lost:  # one of these cells ended its process
             run.add({**dataclasses.asdict(cell), "difference": "the process ended", "seconds": 0.0})
 
 
 def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[Cell]:
-    """Runs cells until there are none, or a process ended: then gives those that were being run."""
+    """Run cells until none is left; if a process ends, return the cells that were running."""
     under_way: dict[Any, Cell] = {}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -197,7 +199,7 @@ def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[C
 
 
 class Language(L.LightningModule):
-    """One of the shapes of `bench`, trained on random tokens."""
+    """A shape of `bench`, trained on random tokens."""
 
     def __init__(self, small: bool) -> None:
         from sp_lightning.planning.shapes import SHAPES, build
@@ -222,7 +224,7 @@ class Language(L.LightningModule):
 
 
 def whole_run(device: str, small: bool, plain: bool, steps: int) -> dict[str, Any]:
-    """Losses, and a digest of all weights, after these steps."""
+    """Train for these steps, and return the losses and a digest of all weights."""
     warnings.simplefilter("ignore")
     L.seed_everything(0, verbose=False)
     strategy = "auto" if plain else parity.streaming_strategy(device, window=3)
@@ -240,7 +242,7 @@ def whole_run(device: str, small: bool, plain: bool, steps: int) -> dict[str, An
 
 
 def in_a_process(run: campaign.Campaign, plain: bool, steps: int, **environment: str) -> dict[str, Any]:
-    """A whole run by itself."""
+    """Run `whole_run` in a process of its own."""
     order = json.dumps({"device": run.device, "small": run.small, "plain": plain, "steps": steps})
     done = subprocess.run(
         [sys.executable, __file__, "--whole-run", order],
@@ -255,7 +257,7 @@ def in_a_process(run: campaign.Campaign, plain: bool, steps: int, **environment:
 
 
 def repeat(run: campaign.Campaign) -> None:
-    """The same run again, and with launches that block."""
+    """Repeat a run, and run it with blocking launches."""
     steps = 20 if run.small else STEPS
     first, second = in_a_process(run, False, steps), in_a_process(run, False, steps)
     run.add({"part": "repeat", "case": f"{steps} steps twice", "difference": unequal(first, second), "losses": first})
@@ -275,7 +277,7 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def curves(run: campaign.Campaign) -> None:
-    """Nothing to be equal: the plain run's optimizer is another one, the device's."""
+    """Report both loss curves; they may differ, as the plain run's optimizer is the device's."""
     steps = 20 if run.small else STEPS
     plain, ours = in_a_process(run, True, steps), in_a_process(run, False, steps)
     difference = plain.get("error") or ours.get("error")
@@ -286,9 +288,9 @@ def curves(run: campaign.Campaign) -> None:
 
 def main() -> int:
     parser = campaign.parser(__doc__)
-    parser.add_argument("--part", choices=PARTS, action="append", help="which of them (default: all)")
+    parser.add_argument("--part", choices=PARTS, action="append", help="part, may be repeated (default: all)")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time (default: 4)")
-    parser.add_argument("--whole-run", help="for the campaign's own use")
+    parser.add_argument("--whole-run", help="used by the campaign itself")
     options = parser.parse_args()
     if options.whole_run:
         sys.stdout.write(json.dumps(whole_run(**json.loads(options.whole_run))) + "\n")
@@ -296,12 +298,12 @@ def main() -> int:
     run = campaign.Campaign("exact", options)
     for part in options.part or PARTS:
         if run.left_s <= 0:
-            run.say(f"{part}: not begun, for want of time")
+            run.say(f"{part}: not begun: no time left")
         elif part in ("repeat", "curves"):
             try:
                 (repeat if part == "repeat" else curves)(run)
             except subprocess.TimeoutExpired:
-                run.say(f"{part}: ended, for want of time")
+                run.say(f"{part}: ended: no time left")
         else:
             compare_cells(part, run, options.jobs)
     for part in options.part or PARTS:

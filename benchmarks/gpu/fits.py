@@ -1,12 +1,12 @@
-"""Models that fit on the device: plain Lightning against this strategy at several windows and tokens per step.
+"""Compare models that fit on the device: plain Lightning and this strategy, by windows and tokens per step.
 
     python benchmarks/gpu/fits.py [--model llama-3b] [--tokens 32768] [--minutes 9]
-    python benchmarks/gpu/fits.py --predict h200  # what the plan says, anywhere
+    python benchmarks/gpu/fits.py --predict h200  # the plan's predictions, on any machine
 
-The most telling comparisons come first. Both sides recompute their blocks where plain Lightning would not fit
-otherwise. Bars: at 32K tokens per step and at most a quarter of plain's weights, gradients and optimizer state on the
-device, 95 % of its speed; 85 % at 16K; 60 % less device memory at 1.2 x its time, where weights, gradients and state
-are most of it; 85 % less with activations="recompute+offload"; floor / step of 0.85 everywhere.
+The most important comparisons come first. Both sides recompute their blocks where plain Lightning would not fit
+otherwise. Bars: at 32K tokens per step, 95 % of plain's speed with at most a quarter of its weights, gradients and
+optimizer state on the device; 85 % at 16K; where weights, gradients and state are most of the memory, 60 % less device
+memory in less than 1.2 x the time; 85 % less with activations="recompute+offload"; floor / step of 0.85 everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def picture(model: str, batch: int, seq: int | None = None) -> Comparison:
 
 
 def lean(model: str, tokens: int) -> Comparison:
-    """As little device memory as can be."""
+    """Compare plain Lightning with the settings that need the least device memory."""
     setting = {**SETTING, "model": model, "seq": SEQ, "batch": tokens // SEQ, "activations": "recompute"}
     rows = [*others("plain"), *ours(1, 2, activations="recompute+offload")]
     return Comparison(f"{model}, {tokens} tokens, recompute+offload", setting, rows, [memory(0.85, float("inf"))])
@@ -56,7 +56,7 @@ COMPARISONS = [
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--model", help="only comparisons with this in their name")
-    arguments.add_argument("--tokens", help="only comparisons of so many tokens")
+    arguments.add_argument("--tokens", help="only comparisons with this number of tokens")
     options = arguments.parse_args()
     chosen = [c for c in COMPARISONS if (options.model or "") in c.label and f"{options.tokens or ''}" in c.label]
     return begin("fits", options, chosen)

@@ -1,4 +1,4 @@
-"""Comparisons of `sp_lightning.bench`, one after the other, with what each was to reach."""
+"""Run comparisons of `sp_lightning.bench` one after another, each with the bars that it should reach."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sp_lightning.options import format_bytes
 OURS = "superpipeline"
 TINY = {"llama-1b": "llama-tiny", "llama-3b": "llama-tiny", "llama-8b": "llama-tiny", "vit-h": "vit-tiny"}
 TINY |= {"llava-1b": "llava-tiny", "llava-3b": "llava-tiny"}
-DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may miss what is measured
+DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may differ from the measurement
 
 Bar = Callable[[Result], "Verdict | None"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a bar asks, what was measured, and whether that is enough."""
+    """A bar, what was measured, and whether the bar is reached."""
 
     bar: str
     measured: str
@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One of them."""
+    """One comparison."""
 
     label: str
     setting: dict[str, Any]
@@ -47,14 +47,16 @@ class Comparison:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Of a campaign of comparisons."""
+    """Make the parser of a campaign of comparisons."""
     made = campaign.parser(description)
-    made.add_argument("--predict", metavar="MACHINE", choices=MACHINES, help="run nothing: say what the plan says")
+    made.add_argument(
+        "--predict", metavar="MACHINE", choices=MACHINES, help="run nothing: print the plan's predictions"
+    )
     return made
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
-    """The campaign, or what the plan says of it."""
+    """Run the campaign, or print the plan's predictions."""
     if options.predict is None:
         return run_all(campaign.Campaign(name, options), comparisons)
     for comparison in comparisons:
@@ -79,15 +81,15 @@ def _planned_line(planned: predicted.Prediction) -> str:
 
 
 def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
-    """Until the time is over; the table comes last. 1 if a bar was missed, or losses differ that must not."""
+    """Run comparisons until the time is over, and print their table; return 1 if a bar is missed or losses differ."""
     lines: list[str] = []
     missed = False
     for number, comparison in enumerate(comparisons):
         if run.left_s <= 0:
-            lines.append(f"not begun, for want of time: {', '.join(c.label for c in comparisons[number:])}")
+            lines.append(f"not begun, no time left: {', '.join(c.label for c in comparisons[number:])}")
             break
         run.say(f"== {comparison.label}")
-        entry = {"label": comparison.label, "error": "broken off before anything was measured"}
+        entry = {"label": comparison.label, "error": "interrupted before anything was measured"}
         run.add(entry)
         try:
             result = _compared(run, comparison, entry)
@@ -98,7 +100,7 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
             missed = True
             continue
         plans = [] if result.setting.inference else predicted.beside(result, _done(result, OURS))
-        found = [bar(result) for bar in comparison.bars] + [held_plans(plans)]
+        found = [bar(result) for bar in comparison.bars] + [plan_accuracy(plans)]
         verdicts = [verdict for verdict in found if verdict is not None]
         bars = [vars(verdict) for verdict in verdicts]
         entry |= {"bars": bars, "plans": plans}
@@ -111,7 +113,7 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
 
 
 def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, Any]) -> Result:
-    """The result, which is in the entry, and in the file, after each turn as far as it is known."""
+    """Run a comparison; the entry, and the file, have its result so far after each turn."""
     given = dict(comparison.setting)
     if run.small:
         given["model"] = TINY[given["model"].partition(":")[0]]
@@ -148,12 +150,12 @@ def _line(row: Row) -> str:
 
 
 def ours(*windows: int | str, **options: Any) -> list[Entry]:
-    """This strategy with these windows."""
+    """Make rows of this strategy with these windows."""
     return entries([OURS], windows, options)
 
 
 def others(*names: str) -> list[Entry]:
-    """Contenders by name."""
+    """Make rows of contenders by name."""
     return entries(names)
 
 
@@ -162,8 +164,11 @@ def _done(result: Result, contender: str) -> list[Row]:
 
 
 def speed(share: float, of_state: float) -> Bar:
-    """Some window has this share of plain Lightning's speed with at most that share of its device memory beyond what
-    both have, activations and logits: weights, gradients and optimizer state, 16 bytes a parameter when plain."""
+    """Require of some window this share of plain Lightning's speed, with at most that share of its state on the device.
+
+    The state is weights, gradients and optimizer state, 16 bytes a parameter in the plain run; what both runs have,
+    activations and logits, does not count.
+    """
 
     def bar(result: Result) -> Verdict | None:
         plain = next(iter(_done(result, "plain")), None)
@@ -179,7 +184,7 @@ def speed(share: float, of_state: float) -> Bar:
 
 
 def memory(saved: float, slowdown: float) -> Bar:
-    """Some window saves this share of plain Lightning's device memory at less than this many times its step time."""
+    """Require of some window that it saves this share of plain Lightning's device memory, below this slowdown."""
 
     def bar(result: Result) -> Verdict | None:
         plain = next(iter(_done(result, "plain")), None)
@@ -194,7 +199,7 @@ def memory(saved: float, slowdown: float) -> Bar:
 
 
 def ahead(peers: Sequence[str], times: float) -> Bar:
-    """So many times the tokens per second of each of these, in at most its device memory."""
+    """Require this many times the tokens per second of each of these peers, in at most its device memory."""
 
     def bar(result: Result) -> Verdict | None:
         found = [row for name in peers for row in _done(result, name)]
@@ -208,7 +213,7 @@ def ahead(peers: Sequence[str], times: float) -> Bar:
 
 
 def merit(least: float) -> Bar:
-    """Every row of this strategy comes this close to its floor."""
+    """Require of every row of this strategy at least this ratio of lower bound (floor) to step time."""
 
     def bar(result: Result) -> Verdict | None:
         merits = [row.merit for row in _done(result, OURS) if row.merit is not None]
@@ -219,8 +224,8 @@ def merit(least: float) -> Bar:
     return bar
 
 
-def held_plans(plans: Sequence[dict[str, Any]]) -> Verdict | None:
-    """The plan of every row is as close as it says to be."""
+def plan_accuracy(plans: Sequence[dict[str, Any]]) -> Verdict | None:
+    """Check that every row's plan is as close to the measurement as plans claim to be."""
     device = max((abs(plan["device_off"]) for plan in plans if plan["device_off"] is not None), default=0.0)
     step = max((abs(plan["step_off"]) for plan in plans), default=None)
     if step is None:

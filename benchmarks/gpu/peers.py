@@ -1,10 +1,10 @@
-"""The same work beside what people use today: FSDP2's CPU offload, DeepSpeed, torchao, accelerate.
+"""Compare with the tools in use today on the same work: FSDP2's CPU offload, DeepSpeed, torchao, accelerate.
 
     python benchmarks/gpu/peers.py [--minutes 9]
 
-One run each for training and for inference; a peer that can not run is listed with its error. Bars: 3 x the tokens per
-second of FSDP2's offload and of DeepSpeed ZeRO-3's in at most their device memory, 1.5 x accelerate's in inference,
-where diffusers' group offloading runs beside them.
+Comparisons are of training or of inference; a peer that cannot run is listed with its error. Bars: 3 x the tokens per
+second of FSDP2's and DeepSpeed ZeRO-3's offload, each in at most its device memory, and in inference 1.5 x
+accelerate's, with diffusers' group offloading for comparison.
 """
 
 from __future__ import annotations

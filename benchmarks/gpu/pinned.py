@@ -1,8 +1,8 @@
-"""Is host memory of our own as good as the device's driver promises? Locked, exact, fast, and let go again.
+"""Check this package's host memory on a real device: page-locked, exact, fast, and freed again.
 
     python benchmarks/gpu/pinned.py [--gib 4]
 
-Each check says what it found; ends with 1 if one of them fails. Speeds are of the best of five copies.
+Each check prints what it found; the exit status is 1 if one fails. Speeds are those of the best of five copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from sp_lightning.memory.device import Device
 
 NOTHING = contextlib.nullcontext()
-ODD = 512  # bytes beyond a round size, which torch's own allocator would double
+ODD = 512  # bytes beyond a power of two, which torch's own allocator would round up to the next
 Found = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def says(right: bool, found: str) -> Found:
+def outcome(right: bool, found: str) -> Found:
     return {"right": bool(right), "found": found}
 
 
@@ -66,14 +66,14 @@ def resident() -> int:
 
 def a_slab_is_exact(name: str, nbytes: int) -> Found:
     with opened(name) as device:
-        device.slab(1 << 20)  # what is loaded when it is first needed
+        device.slab(1 << 20)  # loads what is needed once
         before, begin = resident(), time.perf_counter()
         slab = device.slab(nbytes)
         seconds = time.perf_counter() - begin
         slab.fill_(1)
         grown = resident() - before
     exact = abs(grown - nbytes) < 0.02 * nbytes + (4 << 20)
-    return says(
+    return outcome(
         exact, f"{grown / nbytes:.3f} of its size resident, made and locked at {nbytes / seconds / 1e9:.1f} GB/s"
     )
 
@@ -82,23 +82,25 @@ def a_slab_is_locked_until_the_end(name: str, nbytes: int) -> Found:
     with opened(name) as device:
         slab = device.slab(nbytes)
         locked = device.is_host or slab.is_pinned()
-    return says(locked and not slab.is_pinned() and slab.fill_(3)[-1] == 3, f"locked {locked}, then {slab.is_pinned()}")
+    return outcome(
+        locked and not slab.is_pinned() and slab.fill_(3)[-1] == 3, f"locked {locked}, then {slab.is_pinned()}"
+    )
 
 
 def an_error_stays_where_it_was_made(name: str, nbytes: int) -> Found:
-    """Memory that is locked already can not be locked again; the next kernel knows nothing of it."""
+    """Check that locking memory twice is an error, and that the next kernel runs without one."""
     with opened(name) as device:
         slab = device.slab(1 << 20)
         if device._lock is None:
-            return says(True, "this device is not told of memory")
+            return outcome(True, "memory is not registered with this device")
         try:
             device._lock.lock(slab.data_ptr(), slab.numel())
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
         else:
-            return says(False, "locked twice")
+            return outcome(False, "locked twice")
         ones = torch.ones(8, device=name)
-        return says(ones.sum().item() == 8, said)
+        return outcome(ones.sum().item() == 8, message)
 
 
 def memory_is_given_back(name: str, nbytes: int) -> Found:
@@ -108,11 +110,11 @@ def memory_is_given_back(name: str, nbytes: int) -> Found:
         for _ in range(20):
             device.slab(nbytes // 8).fill_(1)
         left = resident() - before
-    return says(left < nbytes // 8, f"{left / 2**20:.0f} MiB left of 20 x {nbytes / 8 / 2**20:.0f} MiB")
+    return outcome(left < nbytes // 8, f"{left / 2**20:.0f} MiB left of 20 x {nbytes / 8 / 2**20:.0f} MiB")
 
 
 def a_forked_process_ends_well(name: str, nbytes: int) -> Found:
-    """As a worker of a DataLoader does; it has none of the locked pages, and after they are unlocked it has them."""
+    """Check that a forked process, such as a DataLoader's worker, ends well, and can read the slab once unlocked."""
     before = resident()
     with opened(name) as device:
         slab = device.slab(nbytes).fill_(5)
@@ -121,7 +123,9 @@ def a_forked_process_ends_well(name: str, nbytes: int) -> Found:
         took = time.perf_counter() - began
     unlocked = forked(lambda: 0 if int(slab[-1]) == 5 else 1)
     grown = (resident() - before) / nbytes
-    return says(locked == unlocked == 0, f"status {locked} and {unlocked}, {took * 1e3:.0f} ms, {grown:.2f} x resident")
+    return outcome(
+        locked == unlocked == 0, f"status {locked} and {unlocked}, {took * 1e3:.0f} ms, {grown:.2f} x resident"
+    )
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -132,7 +136,7 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def copies_are_right_and_fast(name: str, nbytes: int) -> Found:
-    """Through a slab, through torch's own page-locked memory, and through the ring."""
+    """Check copies through a slab, through torch's own page-locked memory, and through the staging ring."""
     speeds, right = {}, True
     for kind in ("slab", "torch", "ring"):
         with opened(name, "pageable" if kind == "ring" else "auto") as device:
@@ -144,9 +148,9 @@ def copies_are_right_and_fast(name: str, nbytes: int) -> Found:
             speeds[f"{kind} down"], _ = timed(device, nbytes, lambda h=host, t=there, d=device: down(d, h, t))
             right &= torch.equal(host, torch.arange(nbytes, dtype=torch.uint8))
             if kind == "slab" and not device.is_host:
-                right &= submitted < 0.5  # else the caller stood still
+                right &= submitted < 0.5  # otherwise the caller waited
     found = ", ".join(f"{what} {speed:.1f}" for what, speed in speeds.items())
-    return {**says(right, f"GB/s: {found}"), "gb_per_s": speeds}
+    return {**outcome(right, f"GB/s: {found}"), "gb_per_s": speeds}
 
 
 def up(device: Device, there: Tensor, host: Tensor) -> Any:
@@ -158,18 +162,18 @@ def down(device: Device, host: Tensor, there: Tensor) -> Any:
 
 
 def timed(device: Device, nbytes: int, copy: Callable[[], Any]) -> tuple[float, float]:
-    """GB/s, and the part of the time after which the caller goes on."""
+    """Return the GB/s, and the share of the time until the copy is submitted."""
     copy().synchronize()
     best, submitted = float("inf"), 1.0
     for _ in range(5):
         device.synchronize()
         begin = time.perf_counter()
         arrival = copy()
-        went_on = time.perf_counter() - begin
+        submit_s = time.perf_counter() - begin
         arrival.synchronize()
         device.synchronize()
         seconds = time.perf_counter() - begin
-        best, submitted = min((best, submitted), (seconds, went_on / seconds))
+        best, submitted = min((best, submitted), (seconds, submit_s / seconds))
     return nbytes / best / 1e9, submitted
 
 

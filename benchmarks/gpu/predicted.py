@@ -1,4 +1,4 @@
-"""What the plan says of this strategy's rows: before a run on a known machine, or beside what was measured."""
+"""The plan's predictions for this strategy's rows: before a run on a known machine, or beside the measurement."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ OPTIMIZERS = {"adamw": "AdamW", "adamw-fused": "AdamW", "sgd": "SGD"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a row."""
+    """The plan's prediction for a row."""
 
     label: str
-    device_nbytes: int  # without what is no tensor's
+    device_nbytes: int  # without the reserve
     step_s: float
     floor_s: float
     binds: str
 
     @classmethod
     def of(cls, entry: Entry, setting: Setting, machine: Machine, target: str) -> Prediction:
-        """With the options that the row is run with."""
+        """Predict a row, with the options that it is run with."""
         shape = setting.shape
         options = {"activations": setting.activations, **entry.options}
         if options["window"] == "all":
@@ -51,7 +51,7 @@ class Prediction:
         return cls(entry.label, nbytes, found.step_s, found.floor_s, found.binds)
 
     def beside(self, row: Row) -> dict[str, Any]:
-        """With what was measured, and by what share the plan is above it."""
+        """Return the prediction, and the shares by which it is above the measurement."""
         step_s = row.step_s.median if row.step_s is not None else None
         return {
             **asdict(self),
@@ -61,7 +61,7 @@ class Prediction:
 
 
 def beside(result: Result, rows: list[Row]) -> list[dict[str, Any]]:
-    """For each of these rows of a training run."""
+    """Return the prediction beside the measurement for each of these rows of a training run."""
     target = torch.device(result.setting.device).type
     machine = result.machine
     if result.setting.device_memory is not None:

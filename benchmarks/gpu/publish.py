@@ -1,8 +1,8 @@
-"""The README's table of what was measured on real devices, and the picture, from the result files alone.
+"""Write the README's table of results on real devices, and the picture, from the result files alone.
 
     python benchmarks/gpu/publish.py
 
-What has no result file says "not measured". Runs on a CPU, on a device that is none or of tiny models are no results.
+A campaign without a result file is "not measured". Runs on a CPU, on a simulated device or of tiny models do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ README = campaign.ROOT / "README.md"
 PICTURE = campaign.ROOT / "docs" / "measured_curve.png"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NOT_REAL = ("cpu", "simgpu", "null-cuda")
-ASKED = {
+CLAIMS = {
     "exact": "no bit differs from plain Lightning on the same device",
     "pinned": "host memory is page-locked, exact to the page, fast, and given back",
     "fits": "0.95 of plain's speed at 32K tokens with a quarter of its state; 60 % less memory at 1.2 x its time",
@@ -31,8 +31,8 @@ Found = dict[str, Any]
 
 
 def results(folder: pathlib.Path = campaign.RESULTS) -> dict[str, list[Found]]:
-    """Of real devices, by campaign."""
-    found: dict[str, list[Found]] = {name: [] for name in ASKED}
+    """Read the results on real devices, by campaign."""
+    found: dict[str, list[Found]] = {name: [] for name in CLAIMS}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         if result["facts"]["device"] not in NOT_REAL and not result["small"]:
@@ -41,27 +41,27 @@ def results(folder: pathlib.Path = campaign.RESULTS) -> dict[str, list[Found]]:
 
 
 def table(found: dict[str, list[Found]]) -> str:
-    """A row for every bar that was measured, and for every campaign that was not run."""
-    lines = ["| campaign | asked | measured |", "| --- | --- | --- |"]
-    for name, asked in ASKED.items():
+    """Make a table with a row for every bar that was measured, and for every campaign that was not run."""
+    lines = ["| campaign | claim | measured |", "| --- | --- | --- |"]
+    for name, claim in CLAIMS.items():
         link = f"[`benchmarks/gpu/{name}.py`](benchmarks/gpu/{name}.py)"
         if not found[name]:
-            lines.append(f"| {link} | {asked} | not measured |")
+            lines.append(f"| {link} | {claim} | not measured |")
         for result in found[name]:
             file = f"[{result['facts']['device']}](benchmarks/results/{result['file']})"
-            lines += [f"| {link}, {file} | {bar} | {measured} |" for bar, measured in _rows(result, asked)]
+            lines += [f"| {link}, {file} | {bar} | {measured} |" for bar, measured in _rows(result, claim)]
     return "\n".join(lines)
 
 
-def _rows(result: Found, asked: str) -> Iterator[tuple[str, str]]:
+def _rows(result: Found, claim: str) -> Iterator[tuple[str, str]]:
     entries = result["results"]
     if result["campaign"] == "exact":
         for part in dict.fromkeys(entry["part"] for entry in entries):
             own = [entry for entry in entries if entry["part"] == part]
-            yield f"{asked}: {part}", f"{len(own)} compared, {sum(bool(e['difference']) for e in own)} differ"
+            yield f"{claim}: {part}", f"{len(own)} compared, {sum(bool(e['difference']) for e in own)} differ"
         return
     if result["campaign"] == "pinned":
-        yield asked, "; ".join(f"{entry['check'].replace('_', ' ')}: {entry['found']}" for entry in entries)
+        yield claim, "; ".join(f"{entry['check'].replace('_', ' ')}: {entry['found']}" for entry in entries)
         return
     for entry in entries:
         if "error" in entry:
@@ -80,7 +80,7 @@ def _row(row: Found) -> str:
 
 
 def written(text: str, new: str) -> str:
-    """A page with the table in its place."""
+    """Return a page with the table in its place."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"{README.name} has no place between {BEGIN} and {END}"
@@ -88,7 +88,7 @@ def written(text: str, new: str) -> str:
 
 
 def draw(entries: list[Found], path: pathlib.Path) -> None:
-    """Memory against time in each model, a line for each transfer."""
+    """Draw memory against time for each model, with a line for each transfer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -8,7 +8,7 @@
     bench.report.save_json(result, path)
 
 1. Every contender trains the same model from the same weights on the same batches, in the same precision, with the same
-   optimizer, in one run; its ``how`` says what it cannot do in the same way.
+   optimizer, in one run; its ``how`` says what it has to do differently.
 2. Each contender has its own process: memory is measured by process, and a crash or a missing library ends one row, not
    the run.
 3. Repetitions are interleaved: all contenders have their first turn, then all their second. Only one works at a time.

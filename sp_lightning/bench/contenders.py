@@ -28,7 +28,7 @@ from .work import Work
 class Contender(Protocol):
     """A way to do the work."""
 
-    how: str  # one sentence, with what it cannot do in the same way
+    how: str  # one sentence, with what it has to do differently
     needs: tuple[str, ...]  # libraries
 
     def run(self, work: Work, turns: Turns) -> None:
@@ -47,7 +47,7 @@ class Plain:
 
 
 class Superpipeline:
-    """This strategy."""
+    """Lightning with this package's strategy."""
 
     how = "Trainer(strategy=SuperpipelineStrategy(...)): weights, gradients and optimizer on the host"
     needs: tuple[str, ...] = ()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.machine import Machine
 from ..core.simulation import Simulation
 from ..errors import MemoryBudgetError
-from ..memory.footprint import HostBytes
 from ..options import Options, format_both, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ..memory.footprint import HostBytes
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Plan:
 
     @property
     def first(self) -> str:
-        """What to change first, as one sentence."""
+        """Sentence that says what to change first."""
         if self.device_nbytes > self.available:
             return self._remedies()
         if not self.fits:

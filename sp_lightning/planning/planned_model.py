@@ -306,11 +306,11 @@ class ListedModel(PlannedModel):
 
         def peak(window: int, transfer: int) -> dict[str, int]:
             streamed = sorted((cost.up_nbytes for cost in costs if not cost.resident), reverse=True)
-            kept = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in costs)
+            saved = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in costs)
             return {
                 "window": sum(streamed[:window]),
                 "resident root": sum(cost.up_nbytes for cost in costs if cost.resident),
-                "kept for backward": kept,
+                "kept for backward": saved,
                 "activations of one unit": recompute * max(cost.activation_nbytes for cost in costs),
                 "gradient buffers": 2 * max(cost.down_nbytes for cost in costs),
             }

@@ -223,7 +223,7 @@ class Vit(_Tower):
         """Make the model of transformers."""
         from transformers import ViTConfig, ViTForImageClassification
 
-        config = ViTConfig(**self.settings(), num_labels=LABELS)  # type: ignore[arg-type, call-arg]  # every config has it
+        config = ViTConfig(**self.settings(), num_labels=LABELS)  # type: ignore[arg-type, call-arg]  # every config takes it
         return _WithLoss(ViTForImageClassification(config))
 
     def inputs(self, batch: int, seq: int, generator: torch.Generator) -> Batch:

@@ -2,7 +2,8 @@
 
 1. The schedule decides which weights are on the device: ``StepTrace.peak`` runs it over the visits, and adds the
    resident weights to the bytes of each visit. So one trace serves every window.
-2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is the unit's own.
+2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is "activations of one
+   unit".
 3. The trace of a batch between two others lies on the straight line between theirs, visit by visit.
 """
 
@@ -48,7 +49,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """All of a step that does not depend on the window."""
+    """The trace of a step: everything that does not depend on the window."""
 
     units: tuple[Unit, ...]
     sizes: tuple[UnitBytes, ...]  # of all units, resident ones included, in the first step

@@ -139,8 +139,8 @@ def sdxl_unet() -> Workload:
             yield WorkloadPart("transformer", weights, weights * share, saved, HALF * share * width)
 
     def resample(width: int, share: float) -> WorkloadPart:
-        weights, kept = 9 * width * width, HALF * share * width
-        return WorkloadPart("resample", weights, weights * share, kept, kept)
+        weights, saved = 9 * width * width, HALF * share * width
+        return WorkloadPart("resample", weights, weights * share, saved, saved)
 
     half, quarter = 1 / 4, 1 / 16  # shares of the positions at half and a quarter of the resolution
     parts = [
