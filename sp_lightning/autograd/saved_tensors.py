@@ -55,12 +55,12 @@ class SavedWeight:
         self.device_version = true_version(unit.stand_ins.outputs[self.index])
         self.build = unit.stand_ins.build
         self.memory = unit.store.memory
-        self.whole = whole  # and not a view of it
+        self.whole = whole  # the weight itself, not a view of it
         stays = not self.whole or self.index in unit.store.autocast
         self.bytes = unit.store.contents[self.index] if stays else None
 
     def is_of(self, tensor: Tensor, whole: bool) -> bool:
-        """Whether saving this tensor, which begins at the same element, would give an equal note."""
+        """Whether the note is the one that saving this tensor now would give; both begin at the same element."""
         store, stand_ins = self.unit.store, self.unit.stand_ins
         return (
             self.memory is store.memory
@@ -80,7 +80,7 @@ class SavedWeight:
         """Return the tensor as a view of the unit's buffer, which must be resident, or of the weight's old bytes."""
         store, first = self.unit.store, self.offset
         storage = store.storage
-        if self.bytes is None and torch.is_grad_enabled():  # create_graph: what is saved now passes our hooks by
+        if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
             store.saved_again.add(self.index)
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.index, self.bytes.before)
@@ -107,7 +107,7 @@ class SavedWeight:
 
 
 def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
-    """Return a note of a tensor's place. Whole weights are saved often: where nothing changed, the note is the same."""
+    """Return a note of a tensor's place; reuse the last one while it holds, since whole weights are saved often."""
     whole = isinstance(tensor, DeviceParameter)
     place = unit.store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
     before: SavedWeight | None = unit.store.saved.get(place.storage_offset())  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ class SavedTensors:
         self._owner_of = owner_of  # of a host parameter
         self._require = require
         self._offload = offload
-        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and what pushing replaced
+        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and the function that `_disabled` replaced
 
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
@@ -188,7 +188,10 @@ class SavedTensors:
         return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
-        """Return the unit in whose buffer a tensor lies; a sparse tensor lies in none."""
+        """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
+
+        A sparse tensor, which has no storage, belongs to none.
+        """
         if not torch._C._has_storage(tensor):
             return None
         unit = self._owner(tensor.untyped_storage()._cdata)

@@ -222,13 +222,16 @@ class StandIns:
         return self.store.has_views() or self._references() > self._own_references + self._bound_slots
 
     def check_replaced(self) -> None:
-        """Raise if the data of a weight was replaced while views of the unit's bytes are referred to."""
+        """Raise if a weight's data was replaced while other code refers to views of the unit's device bytes.
+
+        The views are only counted, so whether they have the old data or the new in a plain run is unknown.
+        """
         replaced = self.store.replaced()
         if replaced and self.has_views():
             raise ExactnessError(
-                f"the data of {self.store.names[replaced[0]]} was replaced (p.data = ...) while a view of weights of "
-                f"{self.store.unit.name} on the device is referred to, by a graph or by an object, for which it is not "
-                "known whether it has the old data in a plain run: write to the weight in place (p.copy_(...) under "
+                f"the data of {self.store.names[replaced[0]]} was replaced (p.data = ...) while a graph or an object "
+                f"refers to a view of weights of {self.store.unit.name} on the device, and it is not known whether the "
+                "view has the old data in a plain run: write to the weight in place (p.copy_(...) under "
                 "torch.no_grad()), or drop the view"
             )
 

@@ -1,1 +1,1 @@
-"""What depends on the versions of torch and CPython: private names and reference counts."""
+"""Code that depends on the versions of torch and CPython: reference counts."""

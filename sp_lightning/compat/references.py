@@ -1,7 +1,7 @@
 """Reference counts: whether something else refers to a tensor, to its bytes, or to an object.
 
-1. A count includes the references of the code that counts. So it is compared with what the same function counted of an
-   object that nothing else refers to, or when that was known: its baseline.
+1. A count includes the references of the code that counts. So each count is compared with a baseline: what the same
+   function counted for an object that nothing else refers to, or at a time when nothing else referred to this one.
 2. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
    torch's private ``Tensor._use_count``, ``torch._C._storage_Use_Count`` and ``torch._C._has_storage`` (2.11 to 2.15).
    Without them nothing could be stepped beside other work, and no unit could leave the device.
@@ -22,8 +22,8 @@ from torch import Tensor
 _use_count: Any = Tensor._use_count
 _storage_uses: Any = torch._C._storage_Use_Count
 _address: Any = operator.attrgetter("_cdata")
-OWN_STORAGE_USES = 2  # those of the one tensor, and of the Python object by which its storage is counted
-OWN_PARAMETER_USES = 2  # in C++: those of the Python object, and of the node that accumulates the gradient
+OWN_STORAGE_USES = 2  # by the one tensor, and by the Python object through which its storage is counted
+OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
 
 python_references = sys.getrefcount
 
@@ -39,7 +39,7 @@ def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def storage_uses_at(addresses: Sequence[int]) -> list[int]:
-    """Count the same for storages, by their ``_cdata``; each must be alive."""
+    """Count the tensors and objects that refer to each storage, given by its ``_cdata``; each must be alive."""
     return list(map(_storage_uses, addresses))
 
 
@@ -55,12 +55,12 @@ def is_referenced_elsewhere(parameter: Tensor) -> bool:
 
 
 def is_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:
-    """Whether something else refers to the object that is held under this key alone."""
+    """Whether something other than this entry refers to the object under the key."""
     return _of_entry(holder, key) != _own_entry()
 
 
 def are_tensors_of_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:
-    """Whether something else refers to the dictionary under this key, to a tensor in it, or to its bytes."""
+    """Whether something else refers to the dictionary under this key, to a tensor in it, or to a tensor's bytes."""
     if is_entry_shared(holder, key):
         return True
     tensors = [value for value in holder[key].values() if isinstance(value, Tensor)]
@@ -83,5 +83,5 @@ def _of_listed(tensors: list[Tensor]) -> tuple[list[int], ...]:
 @functools.cache
 def _own_listed(count: int) -> tuple[list[int], ...]:
     """Count the references to tensors that one dictionary and one list refer to."""
-    held = {number: torch.zeros(1, device="cpu") for number in range(count)}
-    return _of_listed(list(held.values()))
+    entries = {number: torch.zeros(1, device="cpu") for number in range(count)}
+    return _of_listed(list(entries.values()))

@@ -23,9 +23,10 @@
    some graph still needs the current layout.
 9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
    plain run a write to one is a write to the other.
-10. Data that model code gives to a stand-in is copied into the buffer, but while somebody refers to a view of the bytes
-   there: then the stand-in has it by itself, and the buffer gets it when the visit ends, unless the stand-in was given
-   its place there again by then (``old = p.data; p.data = other; ...; p.data = old``).
+10. Data that model code assigns to a stand-in is copied into the device buffer. But if other code refers to a view of
+   the unit's bytes, the view must keep the old ones: then the stand-in is *parted*, with memory of its own for the new
+   data, which is copied into the buffer when the visit ends. If model code assigns the data in the buffer again before
+   that (``old = p.data; p.data = other; ...; p.data = old``), the stand-in is over the buffer again.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ class UnitStore:
         self.memory = object()  # counts the references of graphs (Rule 8)
         self.saved: dict[int, Any] = {}  # the last saved reference to each whole weight, by its first element
         self._own_references = self._references()
-        self.own_aliases = 0  # known when there are stand-ins
-        self._parted: set[int] = set()  # weights with data by itself
-        self.saved_again: set[int] = set()  # weights that a backward saved for another one past our hooks
+        self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
+        self._parted: set[int] = set()  # indices of parameters whose stand-ins have memory of their own (Rule 10)
+        self.saved_again: set[int] = set()  # indices of weights that create_graph saved past our hooks
 
     def _lay_out_wire(self) -> None:
         """Lay out the buffer of wire copies; each weight goes up from there or from the slab (Rule 7)."""
@@ -370,30 +371,31 @@ class UnitStore:
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a stand-in other data inside its visit (Rule 10).
 
-        A full-precision copy has data by itself in any case (fp32_copies.py)."""
-        has_views = self.has_views()  # of which the value may be one, before there is one of ours
+        A full-precision copy always has memory of its own (fp32_copies.py).
+        """
+        has_views = self.has_views()  # the value may be such a view; counted before `place` is one of ours
         index, place = self.index_of[id(parameter)], self.place_of(parameter)
-        lent = index in self.autocast
-        if not lent and value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
+        full_precision = index in self.autocast
+        if not full_precision and value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
             set_true_data(stand_in, place)
             self._parted.discard(index)
-        elif lent or index in self._parted or has_views:
+        elif full_precision or index in self._parted or has_views:
             set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
-            self._parted.update(() if lent else (index,))
+            self._parted.update(() if full_precision else (index,))
         else:
             self._leave(index)
             place.copy_(value)
 
     def is_parted(self, parameter: nn.Parameter) -> bool:
-        """Whether its stand-in has data by itself."""
+        """Whether a parameter's stand-in has memory of its own now (Rule 10)."""
         return self.index_of[id(parameter)] in self._parted
 
     def place_of(self, parameter: nn.Parameter) -> Tensor:
-        """The place of a weight in the buffer."""
+        """Make a view of a weight's bytes in the device buffer."""
         return self.layout.view(self.storage, self.layout.fields[self.index_of[id(parameter)]])
 
     def rejoin(self, stand_ins: Sequence[Tensor]) -> None:
-        """Take what stand-ins were given by themselves into the buffer: their visit ends (Rule 10)."""
+        """Copy the data of parted stand-ins into the device buffer when their visit ends (Rule 10)."""
         while self._parted:
             index = self._parted.pop()
             self._leave(index)
@@ -402,14 +404,16 @@ class UnitStore:
             set_true_data(stand_ins[index], place)
 
     def _leave(self, index: int) -> None:
-        """Leave the bytes of a weight that is about to be overwritten in the buffer to what autograd saved of them
-        (Rule 8)."""
+        """Copy a weight's bytes in the device buffer to the host for saved references, before an overwrite (Rule 8)."""
         if self.remembered() and index in self.contents:
             view = self.layout.view(self.storage, self.layout.fields[index])
             self.contents.pop(index).before = view.to("cpu", copy=True)
 
     def _show_saved_again(self, index: int, value: Tensor) -> None:
-        """Give a graph that refers to a weight's bytes, and stands for the weight itself, its new data (Rule 8)."""
+        """Copy a weight's new data into the device buffer at once if a graph saved the weight past our hooks.
+
+        Such a graph, of gradients (create_graph), saved the weight itself: a plain run gives it the new data.
+        """
         if index in self.saved_again:
             if self.has_views():
                 with torch.no_grad():
@@ -418,7 +422,7 @@ class UnitStore:
                 self.saved_again.clear()
 
     def bytes_before(self, index: int, before: Tensor) -> torch.UntypedStorage:
-        """Copy bytes that a weight had before to the device again, into a storage of their own."""
+        """Copy bytes that a weight had before to the device again, into a new storage."""
         field = self.layout.fields[index]
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device=self.storage.device)
@@ -439,7 +443,7 @@ class UnitStore:
         return storage_uses_at([self.storage._cdata])[0]
 
     def has_views(self) -> bool:
-        """Whether tensors other than our own lie over the device bytes."""
+        """Whether tensors other than our own refer to the device buffer."""
         return self.aliases() > self.own_aliases - len(self._parted)
 
     # ---- details

@@ -1,1 +1,1 @@
-"""The optimizer's step on the host: in pieces, beside backward, beside the next forward."""
+"""The optimizer step on the host: in pieces, in backward, and deferred beside the next forward."""

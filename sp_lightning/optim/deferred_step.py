@@ -1,20 +1,21 @@
-"""A step that is held: it runs on the host thread, unit by unit, while the next forward begins. Of a step that began
-beside backward (step_in_backward.py) it is what was left at backward's end.
+"""A deferred step: the optimizer thread runs it, unit by unit, while the next forward begins. If the step began beside
+backward (step_in_backward.py), the deferred step is what was left of it when backward ended.
 
-1. It is held as a whole, or not at all, and only where nothing but the parameters themselves and ``optimizer.state``
-   leads to what it writes: where somebody else refers to a weight's bytes, to a gradient or to state, it is not.
-2. What it writes is not there until it is done. A parameter's data is *vacant*: whoever looks by Python's ways waits
-   (parameters.py, weight_reads.py), and whatever else looks at the bytes is told so by an error, never given unfinished
-   ones. The optimizer's state is withheld: asking for it waits, and puts it back (state_guard.py).
-3. What it reads is its own: the gradients, which nobody else refers to and which are asked for by ``.grad`` only, and
-   copies of the groups' options as they were, since schedulers write to the groups.
-4. It makes no state, as what it would be made like (default types, modes) is the caller's.
-5. Units are stepped in the order in which the next forward needs them. A unit's way up waits for that unit's step, and
-   for the cast of what does not travel as it is (unit_store.py, Rule 7).
-6. Who waits waits first and clears marks afterwards: a wait that was interrupted is taken up again by the next one.
-   An error of the thread is raised, once, by whoever waits first; what was stepped by then is said.
-7. At most one step of a module is deferred at a time: the next one begins when it is done. Time spent in waiting for it
-   is counted as a stall.
+1. A step is deferred as a whole or not at all. It is deferred only if nothing but the parameters themselves and
+   ``optimizer.state`` leads to what it writes: if other code refers to a weight's bytes, to a gradient or to state, the
+   step is not deferred.
+2. What a deferred step writes is hidden until it is done. A parameter's data is *vacant*: reading it from Python waits
+   (parameters.py, weight_reads.py), and any other access to the bytes raises an error and never sees unfinished ones.
+   The optimizer's state is guarded: reading it waits for the step, which gives it back (state_guard.py).
+3. What a deferred step reads belongs to it alone: the gradients, which nothing else refers to and which are reached
+   only by ``.grad``, and copies of the groups' options as they were, since schedulers write to the groups.
+4. A deferred step never creates state: new state depends on the caller's default types and modes.
+5. Units are stepped in the order in which the next forward needs them. A unit's fill waits for that unit's step, and
+   for the conversion of its wire copies (unit_store.py, Rule 7).
+6. A wait clears its marks only after the waiting: if it is interrupted, the next wait takes it up again. An error of
+   the thread is raised once, in the first wait that finds it; how many parameters were stepped by then is logged.
+7. At most one step of a module is deferred at a time: the next one begins when it is done. Time spent waiting for it is
+   counted as a stall.
 """
 
 from __future__ import annotations
@@ -47,84 +48,85 @@ log = logging.getLogger(__name__)
 Owner = Callable[[Tensor], UnitStore | None]
 IsOwn = Callable[[UnitStore, int], bool]
 MESSAGE = (
-    "{name} is being stepped by the optimizer and was read in a way that can not be seen; "
+    "{name} is being stepped by the optimizer and was read in a way that cannot be seen; "
     "set optimizer_overlap=False, or read it by its own methods or by torch's functions"
 )
 _all: weakref.WeakSet[DeferredStep] = weakref.WeakSet()
 
 
 class CannotDefer(Exception):
-    """Why a step is not held; empty where that is nothing to tell."""
+    """Raised when a step cannot be deferred; the message is the reason for the log, or empty if none is needed."""
 
 
 class UnavailableData:
-    """A parameter whose data is not there for the time of a step (Rule 2)."""
+    """The data and gradient of a parameter that has none during its deferred step (Rule 2)."""
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         self.parameter = parameter
-        self.data = parameter.detach()  # its version counter, too
+        self.data = parameter.detach()  # shares its version counter
         self._placeholder = _placeholder(parameter, name)
         self.grad: Tensor | None = true_grad(parameter)
 
     def begin(self) -> None:
+        """Take the parameter's data away, for the optimizer thread alone."""
         self.data.grad = self.grad
         set_true_data(self.parameter, self._placeholder)
 
     def end(self) -> None:
-        """Safe twice."""
+        """Give the parameter its data again. Safe twice."""
         set_true_data(self.parameter, self.data)
         self.data.grad = self.grad = None
 
 
 class DeferredUnit:
-    """What is stepped of one unit."""
+    """One unit's part of a deferred step."""
 
     def __init__(self) -> None:
-        self.count = 0  # of its parameters
-        self._vacancies: list[UnavailableData] = []
+        self.count = 0  # parameters to step
+        self._unavailable: list[UnavailableData] = []
         self.data: dict[int, Tensor] = {}  # of parameters, by index in their unit
         self.groups: dict[int, Group] = {}  # by number
         self.state: dict[Tensor, State] = {}
         self.work: Future[None] | None = None
         self.stepped = False
 
-    def add(self, number: int, options: Group, index: int, vacancy: UnavailableData, state: State) -> None:
-        """A parameter of the group of this number."""
-        self.data[index] = vacancy.data
-        self.groups.setdefault(number, {**options, "params": []})["params"].append(vacancy.data)
-        self.state[vacancy.data] = state
-        self._vacancies.append(vacancy)
+    def add(self, number: int, options: Group, index: int, unavailable: UnavailableData, state: State) -> None:
+        """Add a parameter of the group of this number."""
+        self.data[index] = unavailable.data
+        self.groups.setdefault(number, {**options, "params": []})["params"].append(unavailable.data)
+        self.state[unavailable.data] = state
+        self._unavailable.append(unavailable)
         self.count += 1
 
     @property
     def is_stepping(self) -> bool:
-        """Whether its step is still to come."""
+        """Whether the unit's step is still to come."""
         return self.work is not None and not self.work.done()
 
     @property
     def is_vacant(self) -> bool:
-        """Whether its parameters have no data, or had none until just now."""
-        return bool(self._vacancies)
+        """Whether the parameters have no data, or were not yet given it again after their step."""
+        return bool(self._unavailable)
 
     def vacate(self) -> None:
-        """Parameters have no data until they are occupied again."""
-        for vacancy in self._vacancies:
-            vacancy.begin()
+        """Take the parameters' data away, until ``occupy``."""
+        for unavailable in self._unavailable:
+            unavailable.begin()
 
     def occupy(self) -> None:
-        """Safe twice, also after an interruption."""
-        for vacancy in self._vacancies:
-            vacancy.end()
+        """Give the parameters their data again. Safe twice, also after an interruption."""
+        for unavailable in self._unavailable:
+            unavailable.end()
         self.groups, self.state, self.data = {}, {}, {}
-        self._vacancies = []
+        self._unavailable = []
 
     def wait(self) -> BaseException | None:
-        """Until it is stepped, or is not going to be; gives the error because of which."""
+        """Wait until the unit is stepped, or is not going to be; return the error that its own step raised."""
         return None if self.work is None else self.work.exception()
 
 
 class DeferredStep:
-    """One step of an optimizer, on its way; of some parameters it is done already."""
+    """A deferred step of an optimizer; ``stepped`` parameters were stepped in backward already."""
 
     def __init__(self, optimizer: Optimizer, step: ShadowStep, thread: HostThread, stepped: int = 0) -> None:
         self._optimizer = optimizer
@@ -133,18 +135,18 @@ class DeferredStep:
         self._stepped = stepped
         self._shadow: Any = None
         self._units: dict[UnitStore, DeferredUnit] = {}
-        self.params: set[int] = set()  # ids of those that are held
-        self._withheld: GuardedState | None = None
+        self.params: set[int] = set()  # ids of those whose step is deferred
+        self._guarded: GuardedState | None = None
         self._failed = False
         self._done = False
         self._ended: Callable[[], None] = lambda: None
-        self._lock = threading.RLock()  # of those who wait
+        self._lock = threading.RLock()  # guards the waits of several threads
 
     def prepare(self, groups: Sequence[Group], order: Iterable[UnitStore], owner: Owner, is_own: IsOwn) -> list[Group]:
-        """Finds what of these groups can be held, in this order of units; gives what of them has to be stepped at once.
+        """Collect the streamed parameters, in this order of units; return the groups to be stepped at once.
 
-        Changes nothing. Raises CannotDefer where Rule 1 or 4 forbids it. ``is_own`` tells whether nobody but the
-        parameter refers to its gradient.
+        Changes no parameter and no state. Raises CannotDefer where Rule 1 or 4 forbids it. ``is_own`` tells whether
+        only the parameter refers to its gradient.
         """
         if state_is_shared(self._optimizer):
             raise CannotDefer("somebody else refers to the optimizer's state")
@@ -153,7 +155,7 @@ class DeferredStep:
         for number, group in enumerate(groups):
             if group.get("differentiable"):
                 raise CannotDefer("the optimizer is differentiable")
-            options = {key: _as_it_is(value) for key, value in group.items() if key != "params"}
+            options = {key: _copied(value) for key, value in group.items() if key != "params"}
             rest.append({**group, "params": [param for param in group["params"] if owner(param) is None]})
             for param in group["params"]:
                 store = owner(param)
@@ -169,18 +171,18 @@ class DeferredStep:
         return rest
 
     def begin(self, listener: StepListener, ended: Callable[[], None]) -> Any:
-        """Starts it; gives the state for what is stepped at once. ``ended`` is called when all of it is done."""
+        """Start the step; return the state for parameters stepped at once. ``ended`` is called when all is done."""
         self._ended = ended
         shadow = self._shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(self._optimizer.__dict__)
         _mind_forks()
         _all.add(self)
-        self._withheld = GuardedState(self._optimizer, self.finish)
+        self._guarded = GuardedState(self._optimizer, self.finish)
         for store, unit in self._units.items():
             timed = listener.work("optimizer", store.unit.name, "step")
             unit.vacate()
             unit.work = self._thread.submit(functools.partial(self._run, store, unit, timed))
-        return self._withheld.state
+        return self._guarded.state
 
     @property
     def is_running(self) -> bool:
@@ -189,7 +191,7 @@ class DeferredStep:
 
     @property
     def vacant(self) -> set[UnitStore]:
-        """Whose parameters have no data now."""
+        """The units whose parameters have no data now."""
         return {store for store, unit in self._units.items() if unit.is_vacant}
 
     def is_stepping(self, store: UnitStore) -> bool:
@@ -198,7 +200,7 @@ class DeferredStep:
         return unit is not None and unit.is_stepping
 
     def wait(self, store: UnitStore) -> None:
-        """This unit is stepped (Rule 5)."""
+        """Wait for this unit's step (Rule 5)."""
         unit = self._units.get(store)
         if unit is None or HostThread.is_current():
             return
@@ -209,7 +211,7 @@ class DeferredStep:
             unit.occupy()
 
     def finish(self) -> None:
-        """All of it is done (Rule 6)."""
+        """Wait for the whole step, make everything readable again, and raise the thread's error (Rule 6)."""
         if HostThread.is_current():
             return
         with self._lock:
@@ -221,8 +223,8 @@ class DeferredStep:
                 self._say_partly_stepped()
             for unit in self._units.values():
                 unit.occupy()
-            if self._withheld is not None:
-                self._withheld.give_back()
+            if self._guarded is not None:
+                self._guarded.give_back()
             self._units, self._shadow = {}, None
             self._ended()
             self._done = True
@@ -230,7 +232,7 @@ class DeferredStep:
                 raise error
 
     def quiesce(self) -> None:
-        """The thread has nothing to do for it any more."""
+        """Wait until the thread works on none of the units any more."""
         for unit in list(self._units.values()):
             unit.wait()
 
@@ -258,14 +260,14 @@ class DeferredStep:
 
 
 class CurrentStep:
-    """From the beginning of a step to its end, and then the next."""
+    """The deferred step that is pending, if any: at most one at a time (Rule 7)."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._step: DeferredStep | None = None
 
     def begin(self, step: DeferredStep) -> dict[Any, Any]:
-        """This one is under way from here on; gives the state for what is stepped at once."""
+        """Begin a deferred step; return the state for parameters stepped at once."""
         self._counters.held_steps += 1
         self._step = step
         weight_reads.hold(self.finish)
@@ -274,25 +276,25 @@ class CurrentStep:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is one."""
+        """Whether a deferred step is pending."""
         return self._step is not None
 
     @property
     def params(self) -> Collection[int]:
-        """The ids of its parameters."""
+        """The ids of the parameters in the pending step."""
         return self._step.params if self._step is not None else ()
 
     @property
     def vacant(self) -> Collection[UnitStore]:
-        """Whose parameters have no data now."""
+        """The units whose parameters have no data now."""
         return self._step.vacant if self._step is not None else ()
 
     def is_stepping(self, store: UnitStore) -> bool:
-        """Whether it is still to come to this unit."""
+        """Whether this unit's step is still to come."""
         return self._step is not None and self._step.is_stepping(store)
 
     def wait(self, store: UnitStore) -> None:
-        """It is done with this unit."""
+        """Wait for this unit's step, if one is pending; waiting counts as a stall (Rule 7)."""
         step = self._step
         if step is not None:
             stalled = self._counters.stall("optimizer") if step.is_stepping(store) else contextlib.nullcontext()
@@ -300,7 +302,7 @@ class CurrentStep:
                 step.wait(store)
 
     def finish(self) -> None:
-        """There is none any more."""
+        """Wait for the pending step as a whole, if there is one; waiting counts as a stall (Rule 7)."""
         step = self._step
         if step is not None:
             stalled = self._counters.stall("optimizer") if step.is_running else contextlib.nullcontext()
@@ -327,15 +329,15 @@ def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
 
 
 def _state_of(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str) -> State:
-    """A parameter's state, which nobody else may write or look at."""
+    """Return a parameter's state; raise CannotDefer if other code could read or write it."""
     if keeps_no_state(optimizer, group):
         return {}
     state = optimizer.state.get(param)
     if not state or (isinstance(optimizer, SGD) and state.get("momentum_buffer") is None):
-        raise CannotDefer  # Rule 4: it has some after its first step
+        raise CannotDefer  # Rule 4: the first step creates it, after which it is there
     if not all(type(value) is Tensor and value.is_cpu for value in state.values()):
         raise CannotDefer(f"the state of {name} is not of tensors on the host")
-    del state  # references are counted
+    del state  # this reference would be counted
     if parameter_state_is_shared(optimizer.state, param):
         raise CannotDefer(f"somebody else refers to the optimizer's state of {name}")
     return optimizer.state[param]  # type: ignore[no-any-return]
@@ -345,7 +347,7 @@ def _state_of(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str
 
 
 def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
-    """A tensor that is as the parameter's data is, but for its bytes: they can not be reached."""
+    """Make a tensor like the parameter's data but without bytes: any access to them raises an error."""
     data = true_data(parameter)
     storage = torch.UntypedStorage(data.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
     tensor = torch.empty(0, dtype=data.dtype, device="cpu").set_(storage, 0, data.shape, data.stride())
@@ -357,16 +359,16 @@ def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
 # ---- Rule 3
 
 
-def _as_it_is(value: Any) -> Any:
-    """A copy of an option, which schedulers may write to."""
+def _copied(value: Any) -> Any:
+    """Copy an option of a group: schedulers may write to the original."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (tuple, list):
-        return type(value)(_as_it_is(item) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value
 
 
-# ---- A process that forks has no thread in its child.
+# ---- A forked child has no optimizer thread: no step may be half done when a process forks.
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 """``torch.amp.GradScaler`` beside gradients that are on the host.
 
-The scaler keeps its factor on the device and copies it to the gradients' device without waiting for it: from a device
-to the host, kernels on the host may run before the bytes are there, and gradients come out as garbage. While a module
-is streamed, a scaler whose optimizer's gradients are on the host is handed the factor there, arrived.
+The scaler's factor is on the device. The scaler copies it to the gradients' device without waiting for the copy. If
+that is the host, kernels there may run before the bytes have arrived, and gradients come out as garbage. So while a
+module is streamed, a scaler whose optimizer has gradients on the host gets the factor as a host tensor, already copied.
 
-An optimizer that unscales by itself (torch's fused ones) finds the factor among its attributes, and copies it likewise.
-It is handed one of its own as well: the scaler writes to its factor after the step, which may be held
-(deferred_step.py).
+An optimizer that unscales by itself (torch's fused ones) reads the factor from its attributes, and would copy it in the
+same way. It gets a host copy too. The copy is its own, because the scaler writes to its factor after the step, which
+may be deferred (deferred_step.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _users = 0
 
 
 def begin() -> None:
-    """Scalers unscale host gradients with host factors from here on."""
+    """Have scalers unscale host gradients with host factors, until ``end``."""
     global _users
     _users += 1
     GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[assignment, method-assign]
 
 
 def end() -> None:
-    """Called once for each ``begin``; the last one restores torch's."""
+    """Undo one ``begin``; the last one restores torch's own function."""
     global _users
     _users -= 1
     if not _users:
@@ -36,7 +36,7 @@ def end() -> None:
 
 
 def hand_over(optimizer: torch.optim.Optimizer) -> None:
-    """This optimizer is about to step parameters on the host: what a scaler left for it is there."""
+    """Give an optimizer that is about to step on the host its own host copies of what a scaler left for it."""
     for name in ("grad_scale", "found_inf"):
         value = vars(optimizer).get(name)
         if isinstance(value, torch.Tensor):

@@ -1,17 +1,18 @@
 """torch's own optimizers on the host, several times faster and with the same bits.
 
-The default loop of a torch optimizer runs many passes over each tensor and allocates temporaries of its size. The
+The default loop of a torch optimizer makes many passes over each tensor and allocates temporaries of its size. The
 update of these classes is elementwise: the same loop over pieces that fit into the cache has the same result.
 
 1. Nothing is written to the user's optimizer. ``step()`` runs on a *shadow*, an object of the same class with the same
-   attributes, whose groups hold pieces of the parameters. After an exception there is nothing to undo: it is dropped.
+   attributes, whose groups list pieces of the parameters. After an exception the shadow is dropped: there is nothing to
+   undo.
 2. A piece is a flat view of the parameter; its gradient and its state are views of the same elements, updated in place.
    Scalar state (``step``) is the parameter's own in the first piece and a copy in the others: all end up equal.
-3. A parameter is cut only where rule 2 reaches all of its state. One that has none yet takes its step whole, so that
-   torch creates the state as it always does. SGD without momentum never has any: its one pass would gain nothing.
+3. A parameter is cut only if rule 2 covers all of its state. A parameter without state is stepped whole, so that torch
+   creates the state as it always does. SGD without momentum never has state: its one pass would gain nothing.
 4. Pieces are cut after the closure ran, because the closure makes the gradients.
-5. A vectorized kernel treats the last elements of a thread's share apart, and the bits differ in half precision and in
-   NaNs. Cuts and thread shares therefore fall on whole vectors, except where the default loop has such an end too.
+5. A vectorized kernel treats the last elements of a thread's share differently, and their bits differ in half precision
+   and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
 """
 
 from collections.abc import Callable
@@ -49,12 +50,12 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 GRAIN = 32768
 # A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
 FEWEST_PIECES = 4
-# Elements: a multiple of what any vectorized loop takes at once (at most 64: two AVX-512 registers in half precision).
+# Elements: a multiple of what any vectorized loop reads at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
 
 
 class ShadowState(dict[Tensor, State]):
-    """State of the pieces; that of parameters left whole is found, and created, in the optimizer itself."""
+    """The state of the pieces; state of parameters left whole is read, and created, in the optimizer itself."""
 
     def __init__(self, whole: dict[Tensor, State]) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class ShadowState(dict[Tensor, State]):
 
 
 class StepArguments(list[Any]):
-    """What ``step`` is called with instead; remembers what the caller passed, for the hooks that run afterwards."""
+    """Replacement arguments of ``step``; they keep the caller's, for the hooks that run after the step."""
 
     def __init__(self, shadow: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__([shadow])
@@ -74,28 +75,29 @@ class StepArguments(list[Any]):
 
 
 def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
-    """Its groups and its state."""
+    """Return an optimizer's groups and state."""
     return optimizer.param_groups, optimizer.state
 
 
 class ShadowStep:
-    """Runs each ``optimizer.step()`` on regrouped parameters until it is closed."""
+    """A pair of step hooks that run each ``optimizer.step()`` on a shadow with regrouped parameters, until closed."""
 
     def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
         self._regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        # Gives the groups and the state that a step has to do once its closure ran: others may be done in backward
-        # (step_in_backward.py).
+        # Called after the closure; returns the groups and the state for the step itself. Other parameters may have been
+        # stepped in backward (step_in_backward.py), or their step may be deferred (deferred_step.py).
         self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
+        """Register the hooks with an optimizer; return this object."""
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         # The user's post hooks read the arguments that `_after` puts back.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         return self
 
     def close(self) -> None:
-        """The optimizer steps as it did before; safe twice."""
+        """Remove the hooks: the optimizer steps as it did before. Safe twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -118,14 +120,14 @@ class ShadowStep:
         return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
 
     def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
-        """A step of these groups only, whose parameters have their gradients; on the optimizer's state, or on this."""
+        """Step these groups only, whose parameters have gradients, with the optimizer's state or the given one."""
         shadow = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
         shadow.param_groups = [group for group in groups if group["params"]]
         if state is not None:
             shadow.state = state
         shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
-        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without the hooks, which belong to the step as a whole
+        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(args, StepArguments):
@@ -138,12 +140,12 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
     """Step large host parameters in cache-sized pieces: the bits of torch's default loop, several times its speed.
 
     Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece. Groups
-    that ask for ``foreach``, ``fused``, ``capturable`` or ``differentiable`` run as they are. Returns None, and changes
-    nothing, where the class is not known to be elementwise.
+    that set ``foreach``, ``fused``, ``capturable`` or ``differentiable`` run as they are. Returns None, and changes
+    nothing, if the class is not known to be elementwise.
 
     Args:
-        optimizer: what to speed up until the handle is closed.
-        piece: elements of a piece for each thread, since each core has a cache of its own.
+        optimizer: the optimizer to speed up, until the returned object is closed.
+        piece: elements of a piece per thread, since each core has a cache of its own.
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
@@ -151,7 +153,7 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
-    """Whether parameters of this group never have any."""
+    """Whether parameters of this group never have optimizer state."""
     return isinstance(optimizer, SGD) and not group["momentum"]
 
 
@@ -159,7 +161,7 @@ def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """Step host parameters with torch's fused kernels: faster still, but not the bits of the default loop.
 
     Costs nothing; a parameter without state takes its first step in the default loop. Groups that set ``foreach`` or
-    ``fused`` run as they are. Returns None, and changes nothing, where the class has no fused kernel for the host.
+    ``fused`` run as they are. Returns None, and changes nothing, if the class has no fused kernel for the host.
     """
     if type(optimizer) not in FUSED:
         return None
@@ -172,7 +174,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
     scalars_seen: set[int] = set()
 
     def cut(param: Tensor) -> list[Tensor]:
-        # A scalar that an earlier parameter updates too is not what it will be: copies of it would be too old.
+        # An earlier parameter that shares this scalar updates it first: copies made now would be too old.
         scalars = {id(value) for value in optimizer.state.get(param, {}).values() if _is_scalar(value)}
         shared = not scalars_seen.isdisjoint(scalars)
         scalars_seen.update(scalars)
@@ -216,7 +218,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
-    """The state to update, if in flat memory each element of ``param`` meets its own gradient and state; else None."""
+    """Return the state to update if parameter, gradient and state have the same order in flat memory; else None."""
     grad, state = param.grad, optimizer.state.get(param, {})
     if (
         type(param) not in (Tensor, torch.nn.Parameter, HostParameter)
@@ -267,7 +269,7 @@ def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
 
 @cache
 def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
-    """Cut ``numel`` elements so that kernels treat each as in one pass over all of them (rule 5)."""
+    """Cut ``numel`` elements so that kernels treat each element as in one pass over all of them (rule 5)."""
     share = _ceil_div(numel, min(threads, _ceil_div(numel, GRAIN)))
     if share % LINE == 0:
         share = numel
@@ -282,7 +284,7 @@ def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
 
 
 def _evenly_shared(length: int, threads: int) -> int:
-    """The most of ``length`` elements of which every thread gets whole vectors."""
+    """Return the most elements, up to ``length``, of which every thread gets whole vectors."""
     if length <= GRAIN:
         return length
     sharers = min(threads, length // GRAIN)

@@ -1,9 +1,10 @@
-"""An optimizer's state while parameters are stepped beside other work, and who else refers to it.
+"""An optimizer's state while parameters are stepped beside other work, and whether other code refers to it.
 
-1. It is *withheld* while it could be seen half stepped: ``optimizer.state`` is no attribute, and asking for it calls
-   whoever knows what to do: it waits and gives it back (deferred_step.py), or raises an error (backward_pass.py).
-2. What somebody refers to already he may look at unnoticed. References are counted, to the state as a whole, to that of
-   a parameter, to its tensors and to their bytes: what is *kept* is not stepped beside anything.
+1. The state is *guarded* while it could be seen half stepped: the attribute ``optimizer.state`` is taken out, and
+   reading it calls the guard's ``finish``, which waits and gives the state back (deferred_step.py), or decides in
+   backward, where the read may be an error (backward_pass.py, Rule 5).
+2. Code that already refers to the state can read it unnoticed. So references are counted: to the state as a whole, to
+   a parameter's state, to its tensors and to their bytes. State that is *shared* is not stepped beside other work.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _all: dict[int, GuardedState] = {}  # by id of the optimizer
 
 
 class GuardedState:
-    """The state of an optimizer, for which ``finish`` is called whenever somebody asks (Rule 1)."""
+    """The guarded state of an optimizer: a read of it calls ``finish`` first (Rule 1)."""
 
     def __init__(self, optimizer: Optimizer, finish: Callable[[], None]) -> None:
         self.state: Any = optimizer.state
@@ -32,21 +33,21 @@ class GuardedState:
         vars(optimizer).pop("state", None)
 
     def give_back(self) -> None:
-        """Safe twice. What somebody set in the meantime stays."""
+        """Make the state an attribute again, unless other code has set one in the meantime. Safe twice."""
         if _all.get(id(self._optimizer)) is self:
             vars(self._optimizer).setdefault("state", self.state)
             del _all[id(self._optimizer)]
             if not _all:
                 del Optimizer.__getattr__  # type: ignore[attr-defined]
-            self.state = None  # references to it are counted
+            self.state = None  # this reference would be counted (Rule 2)
 
 
 def _missing(optimizer: Optimizer, name: str) -> Any:
-    withheld = _all.get(id(optimizer))
-    if name != "state" or withheld is None:
+    guarded = _all.get(id(optimizer))
+    if name != "state" or guarded is None:
         raise AttributeError(f"'{type(optimizer).__name__}' object has no attribute '{name}'")
-    state = withheld.state  # which another thread may give back meanwhile
-    withheld.finish()
+    state = guarded.state  # read first: another thread may give it back in the meantime
+    guarded.finish()
     return vars(optimizer).get("state", state)
 
 
@@ -56,5 +57,5 @@ def state_is_shared(optimizer: Optimizer) -> bool:
 
 
 def parameter_state_is_shared(state: Any, param: Tensor) -> bool:
-    """Whether something else refers to the state of one parameter, which is there (Rule 2)."""
+    """Whether something else refers to the state of one parameter, which must exist (Rule 2)."""
     return are_tensors_of_entry_shared(state, param)
