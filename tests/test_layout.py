@@ -6,6 +6,8 @@ from torch import nn
 
 from sp_lightning.memory.layout import ALIGNMENT, Field, Layout, aligned
 
+pytestmark = pytest.mark.quick
+
 
 def slab(layout):
     return torch.zeros(layout.nbytes, dtype=torch.uint8).untyped_storage()

@@ -106,7 +106,7 @@ def test_import_registers_the_strategy_and_does_nothing_else():
 
 def test_top_level_holds_what_a_stranger_expects():
     expected = {"sp_lightning", "examples", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "LICENSE"}
-    expected |= {"CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".git", ".gitignore", ".pre-commit-config.yaml"}
+    expected |= {"CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".git", ".github", ".gitignore", ".pre-commit-config.yaml"}
     ignored = (ROOT / ".gitignore").read_text().split()
     found = {path.name for path in ROOT.iterdir()}
     assert {name for name in found - expected if not any(fnmatch.fnmatch(name, i) for i in ignored)} == set()
@@ -120,16 +120,23 @@ def test_contributing_fits_on_a_screen():
 # ---- README's two command lines
 
 
+def ci(root, *arguments, **variables):
+    """What .ci/run says and returns, with these variables in its environment."""
+    env = {**os.environ, **variables}
+    command = [root / ".ci/run", *arguments]
+    return subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
 def list_commands(root):
-    return subprocess.run([root / ".ci/run", "--list"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return ci(root, "--list")
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """As much of a clone as ``.ci/run --list`` reads."""
+    """As much of a clone as ``.ci/run`` reads before it installs anything."""
     (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    for name in (".ci/run", "README.md", "CHANGELOG.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
 
@@ -160,6 +167,76 @@ def test_ci_refuses_a_readme_whose_commands_it_cannot_tell(clone, old, new, said
     readme.write_text(readme.read_text().replace(old, new, 1))
     done = list_commands(clone)
     assert said in done.stderr and done.returncode == 1
+
+
+# ---- workflows and releases
+
+
+def workflows():
+    yaml = pytest.importorskip("yaml")
+    return {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()}
+
+
+def steps():
+    return [step for workflow in workflows().values() for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def test_workflows_run_nothing_but_ci():
+    commands = {step["run"] for step in steps() if "run" in step}
+    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --dist"}
+    used = {step["uses"].partition("@")[0] for step in steps() if "uses" in step}
+    assert {name for name in used if not name.startswith("actions/")} == {"pypa/gh-action-pypi-publish"}
+
+
+def test_workflows_set_variables_that_ci_reads():
+    read = (ROOT / ".ci/run").read_text()
+    for step in steps():
+        assert all(name.startswith("PIP_") or f"${{{name}:-" in read for name in step.get("env", {})), step
+
+
+@pytest.mark.parametrize("job", ["quick", "complete"])
+def test_the_matrix_begins_with_the_oldest_python_and_torch_that_the_package_supports(job):
+    matrix = workflows()["tests.yml"]["jobs"][job]["strategy"]["matrix"]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert matrix["python"] == ["3.10", "3.11", "3.12", "3.13"] and 'requires-python = ">=3.10"' in project
+    assert matrix["torch"] == ["2.11.*", ""] and '"torch>=2.11"' in project
+
+
+def test_the_version_is_said_once():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    said = [path for path in (ROOT / "sp_lightning").rglob("*.py") if f'"{version}"' in path.read_text()]
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "tag, said",
+    [
+        ("v9.9", "the tag is v9.9, but pyproject.toml has version 1.2.3: expected v1.2.3"),
+        ("v1.2.3", "CHANGELOG.md has no section '## [1.2.3]'"),
+    ],
+)
+def test_a_tag_that_does_not_agree_with_version_and_changelog_builds_nothing(clone, tag, said):
+    project = clone / "pyproject.toml"
+    project.write_text(re.sub(r'(?m)^version = ".*"$', 'version = "1.2.3"', project.read_text()))
+    done = ci(clone, "--dist", CI_TAG=tag)
+    assert said in done.stderr and done.returncode == 1 and not (clone / "dist").exists()
+
+
+@pytest.mark.parametrize("arguments, said", [(["--fast"], "unknown argument: --fast"), (["--list", "x"], "got 2")])
+def test_ci_refuses_arguments_that_it_does_not_know(clone, arguments, said):
+    done = ci(clone, *arguments)
+    assert said in done.stderr and done.returncode == 1
+
+
+def test_quick_tests_need_no_accelerator():
+    """Else ``.ci/run --quick`` would need a compiler."""
+    quick = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^pytestmark = .*mark\.quick", path.read_text(), re.M)
+    ]
+    assert len(quick) >= 5
+    assert [path.name for path in quick if re.search(r"simgpu|null_?cuda|mark\.slow", path.read_text())] == []
 
 
 # ---- the guide

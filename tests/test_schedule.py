@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from sp_lightning.core import schedule as schedule_module
 from sp_lightning.core.schedule import Decision, Schedule, loads, sweep
 
+pytestmark = pytest.mark.quick
+
 
 def started(n, window, transfer=1, order=(), wrap=False):
     schedule = Schedule([1] * n, window, transfer)

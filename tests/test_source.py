@@ -18,6 +18,8 @@ from itertools import pairwise
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ("sp_lightning", "tests", "benchmarks", "examples")
 PACKAGE = "sp_lightning"

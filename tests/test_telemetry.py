@@ -5,6 +5,8 @@ import pytest
 
 from sp_lightning.core.telemetry import Counters, Rolling
 
+pytestmark = pytest.mark.quick
+
 
 def test_counters_start_at_zero():
     snapshot = Counters().snapshot()

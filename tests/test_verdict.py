@@ -6,6 +6,8 @@ from sp_lightning.core.recorder import RecordedStep, UnitTimes, unit_times
 from sp_lightning.core.spans import CAUSES, Span
 from sp_lightning.observe.bottleneck import MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
 
+pytestmark = pytest.mark.quick
+
 
 def figures(step_s=1.4, setting=None, **causes):
     """A step of which the rest is compute."""
