@@ -666,7 +666,7 @@ def test_gradients_are_normalized_by_a_number_from_the_device(device, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_where_they_meet_the_devices_number_itself_the_error_says_what_to_do(overlap):
     device = torch.device("simgpu", 0)
-    with pytest.raises(UnsupportedError, match=r"is number\.item\(\)"):
+    with pytest.raises(UnsupportedError, match=r"numbers from the device as number\.item\(\)"):
         fit(NormalizingByTheDevices, strategy(device, optimizer_overlap=overlap), device)
 
 
