@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "rigs"))
 
 import torch
 from torch import nn

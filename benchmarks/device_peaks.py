@@ -2,9 +2,9 @@
 
     python benchmarks/device_peaks.py [--only llama-8b]
 
-Every process runs torch's CUDA code on a runtime whose kernels do nothing (tests/nullcuda): memory is allocated and
-freed as on a GPU, but hardly touched. Models have their real width and few blocks, so that they fit into 14 GiB of host
-memory; the device's peak hardly depends on the number of blocks. Times are the host's alone.
+Every process runs torch's CUDA code on a runtime whose kernels do nothing (tests/rigs/nullcuda): memory is allocated
+and freed as on a GPU, but hardly touched. Models have their real width and few blocks, so that they fit into 14 GiB of
+host memory; the device's peak hardly depends on the number of blocks. Times are the host's alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs"), str(ROOT / "benchmarks" / "gpu")]
 
 SETTINGS: list[
     tuple[str, int, int, str, int, dict[str, str]]

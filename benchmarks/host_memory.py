@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "rigs"))
 
 CASES = {
     "FP32": ("32-true", {}),

@@ -2,8 +2,8 @@
 
     python benchmarks/models.py
 
-The models are those of tests/families.py, on tests/simgpu with its race checker, with a window of one unit. The table
-is that of docs/models.md; the exit status is 1 if any bit differs, or if the checker saw a race.
+The models are those of tests/rigs/families.py, on tests/rigs/simgpu with its race checker, with a window of one unit.
+The table is that of docs/models.md; the exit status is 1 if any bit differs, or if the checker saw a race.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "rigs"))
 
 import families
 import torch

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_races.py", "tests/test_held_step.py")
+TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py")
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")

@@ -171,7 +171,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     if arguments.device == "simgpu":
-        sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+        sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "rigs"))
         __import__("simgpu")
     torch.set_num_threads(1)
     found = measure(arguments)

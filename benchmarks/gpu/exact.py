@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|repeat|curves] [--jobs 4]
 
-- zoo: every net of tests/models.py and of tests/families.py, over a pairwise cover of precision, window and
+- zoo: every net of tests/rigs/models.py and of tests/rigs/families.py, over a pairwise cover of precision, window and
   activations, against plain Lightning whose optimizer steps on host copies of the same gradients.
 - blocks: the same for a few blocks of real size.
 - compiled: the same with blocks that are compiled in both runs.
@@ -31,7 +31,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "rigs"))
 os.environ["PYTORCH_JIT"] = (
     "0"  # scripted code is fused after some runs, and gives other bits then, in a plain run, too
 )

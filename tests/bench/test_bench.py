@@ -26,7 +26,7 @@ from sp_lightning.memory.device import Device
 from sp_lightning.planning import shapes
 from sp_lightning.planning.shapes import SHAPES, build, multiplied
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TINIEST = "--device cpu --batch 1 --seq 8 --steps 2 --repetitions 2 --windows 1,all".split()
 HERE = Machine("here", 1e9, 1e8, 1e8, 1.0, 28e7, 0, 0)
 

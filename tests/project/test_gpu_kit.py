@@ -14,7 +14,7 @@ import campaign
 import publish
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 slow = pytest.mark.slow
 
 

@@ -20,7 +20,7 @@ import pytest
 
 pytestmark = pytest.mark.quick
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("sp_lightning", "tests", "benchmarks", "examples")
 PACKAGE = "sp_lightning"
 CODE = (".py", ".cpp", ".h")

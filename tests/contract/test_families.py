@@ -10,7 +10,7 @@ from families import FAMILIES
 
 import parity
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 OFTEN = {"qwen3", "deepseek_v3", "mamba", "paligemma", "whisper", "tv_regnet", "unet"}
 SETTINGS = [
     ("cpu", {"window": 2}),

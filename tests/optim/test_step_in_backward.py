@@ -26,7 +26,7 @@ from sp_lightning.lightning import user_hooks
 from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.optim.step_in_backward import HostThread
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 class Watched(L.Callback):

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 OPTIONAL = ("transformers", "torchvision", "matplotlib")
 
 

@@ -27,7 +27,7 @@ SIMGPU = torch.device("simgpu", 0)
 KIB, MIB = 2**10, 2**20
 ONE = Machine("one", 1e12, 1e9, 1e9, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)
 BAR = 0.95  # of the best
-BENCHMARK = pathlib.Path(__file__).parents[1] / "benchmarks" / "auto_window.py"
+BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto_window.py"
 
 
 def units(*sizes):

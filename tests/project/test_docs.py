@@ -17,7 +17,7 @@ import torch
 import models
 from sp_lightning.runtime import handle
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IN_CI = ("python3 -m venv", "pip install", "pytest", ".ci/run")  # which .ci/run runs, or which run this

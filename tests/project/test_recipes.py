@@ -23,7 +23,7 @@ import sp_lightning
 from sp_lightning.cli import main
 
 pytest.importorskip("transformers")
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)

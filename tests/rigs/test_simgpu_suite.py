@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 
 
 def run_pytest(folder, source, *, ci=False, **env):

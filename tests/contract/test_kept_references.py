@@ -24,7 +24,7 @@ import models
 import sp_lightning
 from sp_lightning.errors import UnsupportedError
 
-TESTS = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 CASES = {}
 
 
@@ -354,7 +354,7 @@ def outcomes(device: str) -> dict[str, str]:
     """What became of each case: "passed", a traceback, or how the process ended."""
     found: dict[str, str] = {}
     while missing := [name for name in CASES if name not in found]:
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS), *filter(None, sys.path)])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "rigs"), *filter(None, sys.path)])
         done = subprocess.run(
             [sys.executable, "-X", "faulthandler", __file__, device, *missing],
             env={**os.environ, "PYTHONPATH": path},

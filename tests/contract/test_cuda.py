@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run(null_cuda):
 
     def run(code, *arguments, **settings):
         env = null_cuda(**settings)
-        path = [env["PYTHONPATH"], str(ROOT), str(ROOT / "tests"), *filter(None, sys.path)]
+        path = [env["PYTHONPATH"], str(ROOT), str(ROOT / "tests" / "rigs"), *filter(None, sys.path)]
         command = [sys.executable, "-c", PREAMBLE + code, *arguments]
         env["PYTHONPATH"] = os.pathsep.join(path)
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -336,7 +336,7 @@ def test_from_the_command_line_it_runs_a_script_with_its_arguments(numbers, null
     script.write_text(
         "import sys, torch; print(torch.cuda.get_device_name(), *(torch.ones(2).cuda() + 1).tolist(), *sys.argv[1:])"
     )
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
+    path = os.pathsep.join([str(ROOT / "tests" / "rigs"), *filter(None, sys.path)])
     flags = ["--numbers", "--late"] if numbers else []
     command = [sys.executable, "-m", "nullcuda", *flags, str(script), "--its", "own"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)

@@ -13,7 +13,7 @@ from sp_lightning.commands import model_spec, plan_plot
 from sp_lightning.errors import MissingExtraError, OptionError
 from sp_lightning.planning.shapes import SHAPES
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 LLAMA = {
     "model_type": "llama",

@@ -265,7 +265,7 @@ def test_thresholds_that_the_user_set_stay(monkeypatch, name):
     "case", ["FP32", "FP32, offloaded", "autocast", "master weights", "frozen but for the last block"]
 )
 def test_a_process_of_half_a_gigabyte_of_parameters_has_as_much_memory_as_planned(case, device):
-    benchmark = Path(__file__).parent.parent / "benchmarks" / "host_memory.py"
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "host_memory.py"
     command = [sys.executable, benchmark, "--case", case, "--device", device]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)

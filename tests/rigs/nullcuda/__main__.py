@@ -1,4 +1,4 @@
-"""PYTHONPATH=tests python -m nullcuda [--numbers] [--late] SCRIPT [ARGUMENTS]: with torch's CUDA, without a GPU."""
+"""Runs a script with torch's CUDA, without a GPU: `PYTHONPATH=tests/rigs python -m nullcuda [--late] SCRIPT`."""
 
 import argparse
 import os

@@ -20,7 +20,7 @@ from sp_lightning.core.simulation import UnitCost, floor, simulate
 from sp_lightning.errors import OptionError
 from sp_lightning.planning.workloads import WORKLOADS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 UNIT_MACHINE = Machine("unit", 1, 1, 1, 1, 1, device_nbytes=100, host_nbytes=100, optimizer_bytes_per_parameter=1)
 SHARED_WIRE = replace(UNIT_MACHINE, duplex=0.5)
 

@@ -1,0 +1,317 @@
+"""The options that decide what is held where: budget, automatic window, FP32 masters, fused kernels, compiled units."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+
+import models
+import parity
+import simgpu
+import simgpu.lightning
+import sp_lightning
+from sp_lightning.core.sizing import UnitBytes, first_window, largest_window
+from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
+from sp_lightning.memory.partition import partition
+from sp_lightning.options import Options
+
+SIMGPU = torch.device("simgpu", 0)
+KIB = 1024
+
+
+def units(*sizes, gradient=None):
+    return [UnitBytes(f"unit {i}", size, size if gradient is None else gradient) for i, size in enumerate(sizes)]
+
+
+# ---- memory_budget and window="auto", in integers
+
+
+def test_the_largest_window_is_of_whichever_units():
+    assert largest_window(units(3, 1, 2), 5) == 2  # 3 + 2, not 3 + 1
+    assert largest_window(units(3, 1, 2), 6) == 3
+    assert largest_window(units(3, 1, 2), 2) == 0
+
+
+@pytest.mark.parametrize("budget, window", [(10 * KIB, 4), (12 * KIB, 6), (100 * KIB, 8), (7 * KIB, 1), (5 * KIB, 1)])
+def test_a_budget_gives_the_window_that_fits_beside_the_root_and_two_gradient_buffers(budget, window):
+    options = Options(memory_budget=budget)
+    found = first_window(options, units(*[1 * KIB] * 8, gradient=2 * KIB), resident_nbytes=2 * KIB, on_host=False)
+    assert found == window
+
+
+def test_a_budget_below_the_largest_unit_and_its_gradient_is_refused_with_numbers():
+    wide = [
+        UnitBytes("model.layers.0", 600 * KIB * KIB, 0),
+        UnitBytes("model.layers.3", 700 * KIB * KIB, 600 * KIB * KIB),
+    ]
+    with pytest.raises(MemoryBudgetError, match=r"needs at least 1\.27 GiB for model\.layers\.3, got 1\.00 GiB"):
+        first_window(Options(memory_budget=2**30), wide, 0, on_host=False)
+
+
+def test_a_window_that_the_budget_does_not_hold_is_refused():
+    with pytest.raises(MemoryBudgetError, match=r"window 4 does not fit into memory_budget .* lower window"):
+        first_window(Options(memory_budget=8 * KIB, window=4), units(*[2 * KIB] * 6), 0, on_host=False)
+
+
+def test_a_window_larger_than_the_model_is_the_model():
+    assert first_window(Options(window=99), units(1, 1), 0, on_host=False) == 2
+
+
+# ---- the same in runs
+
+
+def fit(strategy, case="mlp", **trainer):
+    L.seed_everything(1, verbose=False)
+    module = models.ZooModule(models.case(case))
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    L.Trainer(accelerator="simgpu", strategy=strategy, max_epochs=1, **quiet, **trainer).fit(
+        module, models.loader(module.case, 4)
+    )
+    return module
+
+
+def streaming(**options):
+    return sp_lightning.SuperpipelineStrategy(device=SIMGPU, **options)
+
+
+def test_an_automatic_window_grows_when_there_is_room_and_changes_nothing(caplog):
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        told = parity.check(models.case("mlp"), {}, accelerator="simgpu")
+    assert told["window"] == told["units"] == 4
+    assert any("window 1 -> 4" in record.getMessage() for record in caplog.records)
+
+
+def test_an_automatic_window_shrinks_instead_of_running_out_of_memory(caplog):
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    nbytes = 256 * 1024 + 1024
+    with sp_lightning.stream(net, SIMGPU, units=["Linear"]) as handle, caplog.at_level(logging.WARNING, "sp_lightning"):
+        handle.engine.window.tuner.window = 5
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * nbytes + 64 * KIB
+        with torch.no_grad():
+            for _ in range(3):
+                net(torch.ones(2, 256))
+        assert 1 <= handle.stats()["window"] <= 2
+    assert any("out of device memory; window" in record.getMessage() for record in caplog.records)
+
+
+def test_a_window_that_the_user_chose_is_not_shrunk():
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    with sp_lightning.stream(net, SIMGPU, units=["Linear"], window=5) as handle:
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * 257 * KIB
+        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+            for _ in range(3):
+                net(torch.ones(2, 256))
+        assert handle.stats()["window"] == 5
+
+
+def test_a_budget_holds_what_streams_and_the_bits():
+    *streamed, root = partition(models.case("llama").make())
+    largest = max(unit.nbytes for unit in streamed)
+    budget = root.nbytes + 2 * largest + 2 * largest + 1000
+    told = parity.check(models.case("llama"), {"memory_budget": budget}, accelerator="simgpu")
+    assert told["window"] == 2 < told["units"]
+
+
+# ---- master_weights
+
+
+def half_precision_with_fp32_masters(case, batches, dtype):
+    """The same by hand: a half-precision copy computes, FP32 weights are stepped."""
+    L.seed_everything(1, verbose=False)
+    module = models.ZooModule(models.case(case))
+    master = module.net
+    half = module.case.make()
+    half.load_state_dict(master.state_dict())
+    half.to(SIMGPU, dtype)
+    optimizer = torch.optim.AdamW(master.parameters(), 1e-2, foreach=False)
+    for index in range(batches):
+        with torch.no_grad():
+            for low, full in zip(half.parameters(), master.parameters(), strict=True):
+                low.copy_(full)
+        half.zero_grad()
+        batch = torch.utils._pytree.tree_map(lambda t: t.to(SIMGPU), module.case.batch(index))
+        batch = torch.utils._pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        module.case.loss(half, batch).backward()
+        for low, full in zip(half.parameters(), master.parameters(), strict=True):
+            full.grad = None if low.grad is None else low.grad.cpu().float()
+        optimizer.step()
+    return master
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
+@pytest.mark.parametrize("case", ["llama", "tied_embedding", "batch_norm"])
+def test_master_weights_are_fp32_and_what_half_precision_training_with_masters_gives(case, precision, dtype):
+    seen = set()
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            (optimizer,) = trainer.optimizers
+            seen.update(p.dtype for p in module.parameters())
+            seen.update(v.dtype for state in optimizer.state.values() for v in state.values())
+
+    module = fit(streaming(window=2, master_weights=True), case, precision=precision, callbacks=[Looks()])
+    expected = half_precision_with_fp32_masters(case, 4, dtype)
+    assert seen == {torch.float32}
+    for ours, theirs in zip(module.net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_master_weights_halve_what_goes_up():
+    def bytes_up(**options):
+        seen = []
+
+        class Looks(L.Callback):
+            def on_train_end(self, trainer, _):
+                seen.append(trainer.strategy.handle.stats()["bytes_up"])
+
+        fit(streaming(window=2, **options), "torchvision_resnet", callbacks=[Looks()], precision=precision)
+        return seen[0]
+
+    precision = "bf16-true"
+    half = bytes_up(master_weights=True)
+    precision = "32-true"
+    assert half <= 0.51 * bytes_up()
+
+
+def test_master_weights_without_half_precision_are_refused():
+    with pytest.raises(
+        OptionError, match="precision must be 'bf16-true' or '16-true' with master_weights=True, got '32"
+    ):
+        fit(streaming(master_weights=True))
+
+
+# ---- fused_optimizer
+
+
+def test_fused_kernels_equal_plain_lightning_with_fused_kernels_and_leave_no_trace():
+    """But for a parameter's first step, which makes the state and is the loop's: on both sides here."""
+
+    class FusedAfterTheFirst(models.ZooModule):
+        def on_train_batch_end(self, *_):
+            if not isinstance(self.trainer.strategy, sp_lightning.SuperpipelineStrategy):
+                for group in self.trainer.optimizers[0].param_groups:
+                    group["fused"] = True
+
+    class Unset(FusedAfterTheFirst):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def run(strategy):
+        L.seed_everything(1, verbose=False)
+        module, states = Unset(models.case("mlp")), []
+
+        class Looks(L.Callback):
+            def on_train_end(self, trainer, _):
+                states.append(trainer.optimizers[0].state_dict()["param_groups"][0])
+
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, callbacks=[Looks()], **quiet).fit(
+            module, models.loader(module.case, 4)
+        )
+        return module, states[0]
+
+    plain, _ = run("auto")
+    ours, group = run(sp_lightning.SuperpipelineStrategy(window=2, fused_optimizer=True))
+    assert group["fused"] is None and group["foreach"] is None
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- compile_units
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def losses(net, steps=3):
+    optimizer, found = torch.optim.SGD(net.parameters(), 0.1), []
+    for step in range(steps):
+        loss = net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(5)))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
+    plain = stack()
+    for block in plain:
+        block.compile()
+    expected, graphs = losses(plain), dynamo.utils.counters["stats"]["unique_graphs"]
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    net = stack()
+    with (
+        dynamo.config.patch(suppress_errors=False),
+        sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True),
+    ):
+        assert losses(net) == expected
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activations):
+    """Around a layer with a hook in backward: what autograd saves there is seen where compiled code calls."""
+
+    def hooked():
+        net, seen = stack(), []
+        for block in net:
+            block.up.register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].clone()))
+        return net, seen
+
+    plain, expected = hooked()
+    for block in plain:
+        block.compile()
+    losses_expected = losses(plain)
+    dynamo.reset()
+    net, seen = hooked()
+    with sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True, activations=activations):
+        assert losses(net) == losses_expected
+    assert all(map(torch.equal, seen, expected))
+
+
+def test_a_unit_that_is_to_be_one_graph_from_outside_is_an_error_that_says_what_to_do(fresh_dynamo):
+    net = stack()
+    for block in net:
+        block.compile(backend="eager", fullgraph=True)
+    with (
+        sp_lightning.stream(net, "cpu", window=2, units=["Block"]),
+        pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or set compile_units=True"),
+    ):
+        losses(net)
+
+
+def test_without_it_nothing_is_compiled(fresh_dynamo):
+    net = stack()
+    with sp_lightning.stream(net, "cpu", window=2, units=["Block"]):
+        losses(net)
+    assert not dynamo.utils.counters["stats"]
