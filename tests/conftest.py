@@ -89,6 +89,17 @@ def own_directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def own_environment():
+    """What a test, or a program that it imports, sets in the environment is gone afterwards."""
+    before = dict(os.environ)
+    yield
+    if (after := dict(os.environ)) != before:
+        for name in after.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def nothing_streams_on():
     """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
     yield

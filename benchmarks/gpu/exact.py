@@ -32,9 +32,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "rigs"))
-os.environ["PYTORCH_JIT"] = (
-    "0"  # scripted code is fused after some runs, and gives other bits then, in a plain run, too
-)
+if __name__ == "__main__":  # for this program and its processes alone: torch.autograd.forward_ad reads it late
+    os.environ["PYTORCH_JIT"] = "0"  # scripted code is fused after some runs: then a plain run has other bits, too
 
 import campaign
 import families
