@@ -64,6 +64,7 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.current_step = CurrentStep(counters)
+        self.wait_step = self.current_step.wait
         self.phases = Phases(self.current_step)
         self.device = device
         self.torch_device = device.torch_device
@@ -252,20 +253,17 @@ class Engine:
         with quietly():
             while len(self._open) > depth:
                 unit = self._open.pop()
-                if not self._open:
-                    self._stop_packing()
+                if self._packs and not self._open:
+                    self._packs = False
+                    self.saved.pop()
                 unit.visits -= 1
                 if not unit.visits:
-                    # A recomputed forward writes these weights a second time.
-                    replayed = [index for store, index in self.written.restored if store is unit.store]
+                    replayed: list[int] = []  # a recomputed forward writes these weights a second time
+                    if self.written.restored:
+                        replayed = [index for store, index in self.written.restored if store is unit.store]
                     unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
-
-    def _stop_packing(self) -> None:
-        if self._packs:
-            self._packs = False
-            self.saved.pop()
 
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -319,8 +317,8 @@ class Engine:
             if backward:
                 self._in_backward_from_here(unit)
                 self._needs_unit(unit)
-            else:
-                self._check_open(unit)
+            elif self.phases.closed:
+                raise _after_the_end(unit)
             if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if backward else "forward"):
@@ -328,13 +326,6 @@ class Engine:
             if not unit.stand_ins.bound and unit.stand_ins.refresh():
                 self.backward_pass.forget()
             self._last_in_backward = unit if backward else None
-
-    def _check_open(self, unit: StreamedUnit) -> None:
-        if self.phases.closed:
-            raise UnsupportedError(
-                f"a graph that was made while {unit.name} was streamed is used after streaming ended, by close() "
-                "or because the module's parameters changed: run its backward before that"
-            )
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """Mark the units of these parameters stale: an optimizer or another writer changed them, or is about to.
@@ -361,8 +352,7 @@ class Engine:
         with quietly():
             self._in_backward_from_here(unit)
             self._last_in_backward = None
-            final = self.backward_pass.completed(unit) and not self.phases.in_scope
-            return self.gradient_return.receive(unit.store, node, grads, final)
+            return self.gradient_return.receive(unit.store, node, grads, self.backward_pass.completed(unit))
 
     @property
     def gradients_are_final(self) -> bool:
@@ -388,15 +378,18 @@ class Engine:
             self._needs_unit(self._by_parameter[id(parameter)])
 
     def _needs_unit(self, unit: StreamedUnit) -> None:
-        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None and not self.phases.in_scope)
+        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None)
 
     def _in_backward_from_here(self, unit: StreamedUnit) -> None:
-        self._check_open(unit)
-        if self.backward_pass.begin(self._backward_done):
-            self.gradient_return.taken.clear()
-            self.gradient_return.marks.clear()
-            self.current_step.finish()
-            weight_reads.resume()
+        if self.backward_pass.running:
+            return
+        if self.phases.closed:
+            raise _after_the_end(unit)
+        self.backward_pass.begin(self._backward_done, self.phases.in_scope)
+        self.gradient_return.taken.clear()
+        self.gradient_return.marks.clear()
+        self.current_step.finish()
+        weight_reads.resume()
         ahead = self.gradient_return.ahead
         if ahead is not None and ahead.withheld is None and not self.phases.in_scope:
             may_step = self.backward_pass.may_step(ahead, lambda: self._state_asked_for(ahead))
@@ -433,10 +426,6 @@ class Engine:
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
         return [self.units[index].store for index in order]
 
-    def wait_step(self, store: UnitStore) -> None:
-        """Wait for this unit's optimizer step, if it is deferred."""
-        self.current_step.wait(store)
-
     def wait_step_of(self, parameter: Tensor) -> None:
         """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
         if in_backward() and id(parameter) in self.gradient_return.taken:
@@ -453,7 +442,9 @@ class Engine:
 
     def reset(self) -> None:
         """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
-        self._stop_packing()
+        if self._packs:
+            self._packs = False
+            self.saved.pop()
         self._open.clear()
         self.backward_pass.running = False
         self._last_in_backward = None
@@ -478,3 +469,10 @@ class Engine:
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
+
+
+def _after_the_end(unit: StreamedUnit) -> UnsupportedError:
+    return UnsupportedError(
+        f"a graph that was made while {unit.name} was streamed is used after streaming ended, by close() or because "
+        "the module's parameters changed: run its backward before that"
+    )

@@ -303,7 +303,7 @@ def test_after_a_failure_user_code_and_the_next_step_are_as_ever(device, where):
     check(Phased, run, device)
 
 
-@pytest.mark.parametrize("where", [*PLACES, "before backward"])
+@pytest.mark.parametrize("where", ["forward", "generate", "before backward", "backward", "optimizer"])
 def test_streaming_may_end_in_any_phase(device, where):
     """What still runs may fail, since its weights left the device; the module is plain, and streams again."""
     net, expected = Phased(), Phased()
