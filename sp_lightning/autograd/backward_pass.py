@@ -62,6 +62,7 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.running = False
+        self._in_scope = False  # whether it began inside a scope
         self._task = -1  # autograd's number of the outermost backward
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
         self._complete: set[StreamedUnit] = set()  # with complete gradients
@@ -69,17 +70,15 @@ class BackwardPass:
         self._never_revisited: set[StreamedUnit] = set()  # a whole backward did not come back to them (Rule 1)
         self._reads_state: bool | None = None  # whether code in backward reads the optimizer's; None: not known yet
 
-    def begin(self, at_end: Callable[[], None]) -> bool:
-        """Begin a backward, which needs its first unit; False if it is running already."""
-        if self.running:
-            return False
+    def begin(self, at_end: Callable[[], None], in_scope: bool) -> None:
+        """Begin a backward, which needs its first unit, inside a scope or not (Rule 3)."""
         self.running = True
+        self._in_scope = in_scope
         self._task = torch._C._current_graph_task_id()
         self._inside.clear()
         self._complete.clear()
         self._stepping.clear()
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
-        return True
 
     def end(self) -> None:
         """End a backward that raised no error, and record which units it did not come back to (Rule 1)."""
@@ -87,7 +86,7 @@ class BackwardPass:
         self._never_revisited |= self._complete
 
     def completed(self, unit: StreamedUnit) -> bool:
-        """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 and 2)."""
+        """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 to 3)."""
         self._inside.discard(unit)
         if torch._C._current_graph_task_id() != self._task:
             return False
@@ -99,7 +98,7 @@ class BackwardPass:
         may_step = whole and unit in self._never_revisited
         if may_step:
             self._stepping[unit.store] = None
-        return may_step
+        return may_step and not self._in_scope
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether the unit may be stepped by now, if units are stepped in this backward."""
@@ -112,7 +111,7 @@ class BackwardPass:
             return
         self._complete.discard(unit)
         self._never_revisited.discard(unit)
-        if self.is_stepping(unit.store) and stepping_ahead:
+        if self.is_stepping(unit.store) and stepping_ahead and not self._in_scope:
             raise ExactnessError(
                 f"backward came back to {unit.name} after its gradients were complete and the optimizer had stepped "
                 "it. In earlier steps neither backward did so, nor a hook that reads weights or changes gradients; "

@@ -52,7 +52,9 @@ set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 class ParameterOwner(Protocol):
     """The object that streams a module's parameters: the engine."""
 
-    optimizing: bool  # whether an optimizer steps, which finds everything on the host
+    @property
+    def optimizing(self) -> bool:
+        """Whether an optimizer steps, which finds everything on the host."""
 
     @property
     def serving(self) -> bool:

@@ -4,8 +4,8 @@
    stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost visit of a unit
    acts.
 2. A *scope* is a step, or a forward outside of any step. The outermost scope begins a pass (window.py, Rule 1), so each
-   forward that the model's ``generate`` calls predicts the next one. Between those forwards ``generate`` reads weights
-   as a step does.
+   forward that the model's ``generate`` calls predicts the next one. A scope inside a backward (a checkpoint around the
+   whole module) belongs to the pass of that backward.
 3. Backward makes a unit resident early, through the hook on the unit's outputs, and at the latest when autograd unpacks
    a saved tensor, whatever led to it. Code that recomputes enters units as forward does, or reads their weights outside
    of visits (weight_reads.py).
@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..autograd import weight_reads
 from ..autograd.autocast_weights import AutocastWeights
-from ..autograd.backward_pass import BackwardPass, at_leaf, in_backward
+from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.dynamo import never_compiled, not_compiled_itself
 from ..autograd.offload import Offload, OffloadedTensor
@@ -44,6 +45,7 @@ from ..optim.deferred_step import CurrentStep
 from ..optim.step_in_backward import StepInBackward
 from ..options import Options
 from .gradients import GradientReturn
+from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,10 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.current_step = CurrentStep(counters)
+        self.wait_step = self.current_step.wait
+        self.phases = Phases(self.current_step)
         self.device = device
+        self.torch_device = device.torch_device
         self.options = options
         self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self.counters = counters
@@ -80,18 +85,11 @@ class Engine:
         self.autocast_weights = AutocastWeights(
             options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
         )
-        self._scopes = 0
-        self._generating = False  # whether the model's ``generate`` runs
-        self._interrupted: list[bool] = []  # for each open scope: whether an optimizer was stepping when it began
         self._open: list[StreamedUnit] = []  # the visited units, in order of entering
         self._thread = 0  # the thread that entered the first of them
-        self._hooked: list[bool] = []  # for each open visit: whether it pushed saved-tensor hooks
-        self._reads_enabled = False  # from the beginning of a step to the end of the backward that may follow it
-        self._watches_user_code = False  # between steps
+        self._packs = False  # whether the first of them pushed saved-tensor hooks
         self._reported_read = False
-        self._closed = False
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
-        self.optimizing = False
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
         store = UnitStore(unit, self.device, self.counters, self, self._device_dtype)
@@ -114,105 +112,66 @@ class Engine:
         self.window.retype(unit, types)
         self._by_storage[unit.store.storage._cdata] = unit
 
-    # ---- scopes and passes
-
-    @property
-    def in_scope(self) -> bool:
-        """Whether a step of the managed module is running."""
-        return self._scopes > 0
-
-    def apparent_device(self) -> torch.device | None:
-        """Return what ``parameter.device`` reports inside a step: the device that it has in a plain run."""
-        return self.device.torch_device if self._in_step else None
-
-    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what ``parameter.dtype`` reports, inside a step, for a parameter of this type."""
-        return self._device_dtype(dtype) if self._in_step else dtype
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether the model's code runs.
-
-        In a backward, inside a step or not, recomputation and differentiation are the model's code. A parameter's hook
-        is not: the gradient that it gets is on the host.
-        """
-        if in_backward():
-            return not at_leaf()
-        return (self._scopes > 0 or self._generating) and not self.optimizing
+    # ---- scopes and optimizers' steps
 
     def open_scope(self, kind: Any) -> None:
         """Begin a scope: a step, or a forward outside of any step (Rule 2)."""
-        with quietly():
-            if not self._scopes and (self._open or self.backward_pass.running):
-                self.reset()  # what an interrupted step left
-            self._scopes += 1
-            self._interrupted.append(self.optimizing)
-            self.optimizing = False
-            if self._scopes > 1:
-                return
-            self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
-            self.autocast_weights.begin_pass(kind)
-            self.window.begin_pass(kind)
-            self._enable_reads()
+        if not self.phases.in_step:
+            with quietly():
+                if self._open or self.backward_pass.running:
+                    self.reset()  # what an interrupted step left
+                self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
+                self.autocast_weights.begin_pass(kind)
+                self.window.begin_pass(kind)
+        self.phases.begin_step()
 
     def close_scope(self) -> None:
         """End a scope: user code runs next (Rule 4)."""
-        with quietly():
-            self._scopes = max(0, self._scopes - 1)
-            self.optimizing = self._interrupted.pop() if self._interrupted else False
-            if not self._scopes:
+        if self.phases.end_step():
+            with quietly():
                 self.current_step.finish()
                 self.offload.finish()
-                if not torch.is_grad_enabled():
-                    self._disable_reads()  # with gradients a backward may follow and read weights as well
-                self.settle()
+                self.window.settle()
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """Answer reads of weights as in a step, around a ``generate`` whose forwards each are a scope (Rule 2)."""
-        before = self._generating
-        try:
-            self._generating = True
-            yield
-        finally:
-            self._generating = before
-
-    def settle(self) -> None:
-        """Wait until no fill reads the host weights: they may be written from here on."""
-        self.window.settle()
-
-    def refresh_referenced(self) -> None:
-        """Update the device bytes that user code refers to from the host's."""
-        with quietly():
-            self.window.refresh_referenced()
-
-    def collect_writes(self) -> None:
-        """Copy down what user code wrote through references to stand-ins."""
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Begin an optimizer's step, which reads and writes on the host."""
+        self.phases.begin_optimizer(optimizer)
         with quietly():
             for unit in self.window.referenced_elsewhere():
                 unit.stand_ins.collect_writes()
+        self.window.settle()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
 
-    @property
-    def has_outside_references(self) -> bool:
-        """Whether user code refers to the device bytes of any unit outside of its visits."""
-        return any(True for _ in self.window.referenced_elsewhere())
+    def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int]) -> None:
+        """End an optimizer's step of these parameters, with the ids of those that were stepped beside other work."""
+        self.phases.end_optimizer(optimizer)
+        self.mark_stale(parameters, stepped)
+        with quietly():
+            self.window.refresh_referenced()
 
     # ---- reads outside visits (weight_reads.py)
 
     @property
     def serving(self) -> bool:
         """Whether reads of host parameters are answered with their stand-ins."""
-        return self._in_step or (self.backward_pass.running and not in_backward() and not self.optimizing)
+        return self.phases.current in MODEL_CODE
 
     @property
     def between_steps(self) -> bool:
         """Whether user code may bring host parameters together with tensors on the device."""
-        return self._watches_user_code and not self.device.is_host and not self.serving and not self.optimizing
+        return self.phases.current in USER_CODE and not self.device.is_host
 
-    def watch_user_code(self) -> None:
-        """Begin to see the reads of user code between steps."""
-        self._watches_user_code = True
-        weight_reads.enable()
+    @property
+    def optimizing(self) -> bool:
+        """Whether an optimizer steps, which finds everything on the host."""
+        return self.phases.current is Phase.OPTIMIZER
+
+    def apparent_device(self) -> torch.device | None:
+        """Return what ``parameter.device`` reports inside a step: the device that it has in a plain run."""
+        return self.torch_device if self.serving else None
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what ``parameter.dtype`` reports, inside a step, for a parameter of this type."""
+        return self._device_dtype(dtype) if self.serving else dtype
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, or lies in the device buffer of a unit."""
@@ -225,7 +184,7 @@ class Engine:
 
     def read_on_host(self, parameter: Tensor) -> None:
         """Log, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
-        if self._reads_enabled and not self._reported_read and not self.optimizing:
+        if self.phases.current is Phase.BEFORE_BACKWARD and not self._reported_read:
             self._reported_read = True
             unit = self._by_parameter[id(parameter)]
             log.info(
@@ -251,20 +210,8 @@ class Engine:
             yield unit.stand_in(parameter)
         finally:
             self.leave_to(depth)
-            if not self.serving or (self._generating and not self._scopes):
+            if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
                 unit.store.settle()  # Rule 4
-
-    def _enable_reads(self) -> None:
-        if not self._reads_enabled:
-            self._reads_enabled = True
-            weight_reads.enable()
-
-    def _disable_reads(self) -> None:
-        if self._reads_enabled and not self._scopes and not self.backward_pass.running:
-            self._reads_enabled = False
-            weight_reads.disable()
-        if self.optimizing:
-            weight_reads.pause()  # an optimizer's arithmetic is on the host
 
     # ---- visits
 
@@ -279,25 +226,25 @@ class Engine:
 
     def enter(self, unit: StreamedUnit) -> None:
         """Begin a visit: code of this unit is about to run (Rule 1)."""
-        if self._open and self._thread != threading.get_ident() and not in_backward():
+        if not self._open:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident() and not in_backward():
             raise UnsupportedError(
                 f"{unit.name} was entered while another thread is inside {self._open[-1].name}; weights visit "
                 "the device for one thread at a time: run the threads one after the other, or stream a copy of the "
                 "module in each"
             )
-        if not self._open:
-            self._thread = threading.get_ident()
         with quietly():
             if not unit.visits:
                 weight_reads.resume()
                 self.require(unit)
-                self._restore(unit)
+                if self.written.restored:
+                    self._restore(unit)
                 unit.stand_ins.bind()
             unit.visits += 1
-            hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
             self._open.append(unit)
-            self._hooked.append(hook)
-            if hook:
+            if len(self._open) == 1 and torch.is_grad_enabled() and self.saved.enabled():
+                self._packs = True
                 self.saved.push(unit.name)
 
     @never_compiled
@@ -306,23 +253,28 @@ class Engine:
         with quietly():
             while len(self._open) > depth:
                 unit = self._open.pop()
-                if self._hooked.pop():
+                if self._packs and not self._open:
+                    self._packs = False
                     self.saved.pop()
                 unit.visits -= 1
                 if not unit.visits:
-                    unit.stand_ins.collect_writes(self._replayed(unit))
+                    replayed: list[int] = []  # a recomputed forward writes these weights a second time
+                    if self.written.restored:
+                        replayed = [index for store, index in self.written.restored if store is unit.store]
+                    unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
 
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
+        # No checkpoint works inside a transform, nor where hooks are forbidden.
+        can_save = not torch._C._are_functorch_transforms_active() and self.saved.enabled()
+        activations = self.options.activations if can_save else "keep"
         saved: list[OffloadedTensor] = []
-        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # no checkpoint works inside these
-            output = call(*args, **kwargs)
-        elif self.options.activations.startswith("recompute"):
+        if activations.startswith("recompute"):
             output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
-        elif self.options.activations == "offload" and not self._open and not in_backward():
+        elif activations == "offload" and not self._open and not in_backward():
             self.offload.begin()
             try:
                 output = call(*args, **kwargs)
@@ -345,10 +297,6 @@ class Engine:
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
 
-    def _replayed(self, unit: StreamedUnit) -> list[int]:
-        """List the weights of the unit that a recomputed forward writes a second time."""
-        return [index for store, index in self.written.restored if store is unit.store]
-
     def _restore(self, unit: StreamedUnit) -> None:
         """Restore weights that the unit's forward wrote, before the forward is recomputed."""
         for (store, index), before in self.written.restored.items():
@@ -362,24 +310,22 @@ class Engine:
 
     def require(self, unit: StreamedUnit) -> None:
         """Make the unit resident and order the caller's stream after its bytes."""
-        if unit is self._last_in_backward and unit.store.is_there and in_backward():
+        backward = in_backward()
+        if backward and unit is self._last_in_backward and unit.store.is_there:
             return  # autograd unpacks each saved tensor of the unit by itself
         with quietly():
-            if self._closed:
-                raise UnsupportedError(
-                    f"a graph that was made while {unit.name} was streamed is used after streaming ended, by close() "
-                    "or because the module's parameters changed: run its backward before that"
-                )
-            if in_backward():
-                self._in_backward_from_here()
+            if backward:
+                self._in_backward_from_here(unit)
                 self._needs_unit(unit)
+            elif self.phases.closed:
+                raise _after_the_end(unit)
             if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
                 self.window.refill(unit)
-            with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
+            with self.counters.listener.waiting("weights", unit.name, "backward" if backward else "forward"):
                 self.window.require(unit)
             if not unit.stand_ins.bound and unit.stand_ins.refresh():
                 self.backward_pass.forget()
-            self._last_in_backward = unit if in_backward() else None
+            self._last_in_backward = unit if backward else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """Mark the units of these parameters stale: an optimizer or another writer changed them, or is about to.
@@ -389,11 +335,6 @@ class Engine:
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
             unit.store.settle()
             unit.store.mark_stale(stepped)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device on which the units compute."""
-        return self.device.torch_device
 
     @property
     def managed(self) -> Collection[int]:
@@ -409,15 +350,14 @@ class Engine:
     def gradients_ready(self, unit: StreamedUnit, node: Any, grads: Gradients) -> Gradients:
         """Send down a unit's gradients, which are complete in this backward; return those that autograd needs."""
         with quietly():
-            self._in_backward_from_here()
+            self._in_backward_from_here(unit)
             self._last_in_backward = None
-            final = self.backward_pass.completed(unit) and not self._scopes
-            return self.gradient_return.receive(unit.store, node, grads, final)
+            return self.gradient_return.receive(unit.store, node, grads, self.backward_pass.completed(unit))
 
     @property
     def gradients_are_final(self) -> bool:
         """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-        return not self.backward_pass.running and not self.current_step.is_under_way and self.gradient_return.idle
+        return not (self.backward_pass.running or self.current_step.is_under_way)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a deferred step is done."""
@@ -438,16 +378,20 @@ class Engine:
             self._needs_unit(self._by_parameter[id(parameter)])
 
     def _needs_unit(self, unit: StreamedUnit) -> None:
-        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None and not self._scopes)
+        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None)
 
-    def _in_backward_from_here(self) -> None:
-        if self.backward_pass.begin(self._backward_done):
-            self.gradient_return.taken.clear()
-            self.gradient_return.marks.clear()
-            self.current_step.finish()
-            self._enable_reads()
+    def _in_backward_from_here(self, unit: StreamedUnit) -> None:
+        if self.backward_pass.running:
+            return
+        if self.phases.closed:
+            raise _after_the_end(unit)
+        self.backward_pass.begin(self._backward_done, self.phases.in_scope)
+        self.gradient_return.taken.clear()
+        self.gradient_return.marks.clear()
+        self.current_step.finish()
+        weight_reads.resume()
         ahead = self.gradient_return.ahead
-        if ahead is not None and ahead.withheld is None and not self._scopes:
+        if ahead is not None and ahead.withheld is None and not self.phases.in_scope:
             may_step = self.backward_pass.may_step(ahead, lambda: self._state_asked_for(ahead))
             self.gradient_return.ahead = ahead if may_step else None
 
@@ -462,16 +406,16 @@ class Engine:
     def _backward_done(self) -> None:
         with quietly():
             self._last_in_backward = None
+            self.gradient_return.let_go()
+            self.land()
             self.backward_pass.end()
             self.autocast_weights.backward_done()
             self.offload.backward_done()
             self.counters.listener.idle()
-            self.gradient_return.let_go()
-            self.land()
             if self.gradient_return.ahead is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
-            self._disable_reads()
-            self.settle()
+            self.phases.end_backward()
+            self.window.settle()
             self.counters.listener.step_may_begin()
 
     # ---- deferred steps (deferred_step.py)
@@ -481,10 +425,6 @@ class Engine:
         resident = (unit.index for unit in self.units if unit.unit.resident)  # may hold what forward needs first
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
         return [self.units[index].store for index in order]
-
-    def wait_step(self, store: UnitStore) -> None:
-        """Wait for this unit's optimizer step, if it is deferred."""
-        self.current_step.wait(store)
 
     def wait_step_of(self, parameter: Tensor) -> None:
         """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
@@ -502,10 +442,10 @@ class Engine:
 
     def reset(self) -> None:
         """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
-        while self._open:
-            if self._hooked.pop():
-                self.saved.pop()
-            self._open.pop().visits = 0
+        if self._packs:
+            self._packs = False
+            self.saved.pop()
+        self._open.clear()
         self.backward_pass.running = False
         self._last_in_backward = None
         self.counters.listener.idle()
@@ -514,22 +454,15 @@ class Engine:
         for unit in self.units:
             unit.visits = 0
             unit.stand_ins.unbind()
-        self._scopes = 0
-        self._interrupted.clear()
-        self._disable_reads()
         self.autocast_weights.interrupt()
         self.autocast_weights.backward_done()
         self.window.interrupt()
-        self.optimizing = False
 
     def close(self) -> None:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""
         self.reset()
-        self._closed = True
+        self.phases.close()
         self.window.tuner.end()
-        if self._watches_user_code:
-            self._watches_user_code = False
-            weight_reads.disable()
         try:
             self.device.synchronize()
         finally:  # a failure on the device must not cost the host's weights
@@ -537,20 +470,9 @@ class Engine:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
 
-    # ---- figures
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters since streaming began, with the sizes of now."""
-        return {
-            **self.counters.snapshot(),
-            "window": self.window.schedule.window,
-            "transfer": self.window.schedule.transfer,
-            "units": sum(not unit.unit.resident for unit in self.units),
-            "resident_root_bytes": sum(unit.store.layout.nbytes for unit in self.units if unit.unit.resident),
-            "device_peak": self.device.memory_peak(),
-            "host_bytes": self._host_bytes(),
-        }
-
-    def _host_bytes(self) -> int:
-        stores = sum(unit.store.host_nbytes for unit in self.units)
-        return stores + self.gradient_return.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes
+def _after_the_end(unit: StreamedUnit) -> UnsupportedError:
+    return UnsupportedError(
+        f"a graph that was made while {unit.name} was streamed is used after streaming ended, by close() or because "
+        "the module's parameters changed: run its backward before that"
+    )

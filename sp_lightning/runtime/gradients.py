@@ -123,22 +123,24 @@ class GradientReturn:
 
     def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
         """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2)."""
-        if torch.is_grad_enabled() or _are_more_than_bytes(grads):
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return self._differentiable(store, grads)
-        taken: list[int] = []
-        returned: list[int] = []
+        taken: dict[int, Tensor] = {}
+        returned: dict[int, Tensor] = {}
         leaves = node.next_functions
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
+            if torch._C._functorch.is_legacy_batchedtensor(grad):
+                return self._differentiable(store, grads)
             disposition = _disposition(store.params[index], leaves[index][0], grad)
             if disposition is Disposition.TAKE:
-                taken.append(index)
+                taken[index] = grad
             elif disposition is Disposition.RETURN:
-                returned.append(index)
+                returned[index] = grad
         if taken:
-            self._take(store, taken, grads, final)
-        return self._arrived(store, returned, grads)
+            self._take(store, taken, final)
+        return self._arrived(store, returned)
 
     def finish(self) -> None:
         """Wait until all taken gradients are in ``.grad`` (Rule 1), and a step in backward has ended."""
@@ -182,16 +184,18 @@ class GradientReturn:
 
     # ---- taken
 
-    def _take(self, store: UnitStore, indices: list[int], grads: Gradients, final: bool) -> None:
+    def _take(self, store: UnitStore, taken: dict[int, Tensor], final: bool) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         slab = self._slabs.get(store)
         if slab is None or slab.autocast is not store.autocast:
             slab = self._slabs[store] = GradientSlab(store, self.device)
-        indices = sorted(indices, key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
-        taken = [_known(grads[index]) for index in indices]
-        places, packing = slab.slots_for(indices, taken)
-        transfer = self._send(store, taken, packing)
+        indices = list(taken)
+        if store.narrow:
+            indices.sort(key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
+        grads = [taken[index] for index in indices]
+        places, packing = slab.slots_for(indices, grads)
+        transfer = self._send(store, grads, packing)
         transfer.parameters = [store.params[index] for index in indices]
         transfer.host = [(place.tensor, place.wide_view) for place in places]
         self.marks.note_packed(transfer.parameters)
@@ -224,29 +228,29 @@ class GradientReturn:
 
     # ---- returned
 
-    def _arrived(self, store: UnitStore, indices: list[int], grads: Gradients) -> Gradients:
+    def _arrived(self, store: UnitStore, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.
 
         Autograd gets memory that nothing else refers to.
         """
-        result: list[Tensor | None] = [None] * len(grads)
-        dense = [index for index in indices if _known(grads[index]).layout is torch.strided]
+        result: list[Tensor | None] = [None] * len(store.params)
+        dense = [index for index, grad in returned.items() if grad.layout is torch.strided]
         if dense:
             self.let_go()
-            layout = Layout.of([("", _known(grads[index])) for index in dense])
+            layout = Layout.of([("", returned[index]) for index in dense])
             flat = self.device.passing(max(layout.nbytes, ALIGNMENT))
             places = [
                 GradientSlot(layout.view(flat.untyped_storage(), field), flat, field.offset) for field in layout.fields
             ]
             packing = PackedGradients(self.device, places)
-            transfer = self._send(store, [_known(grads[index]) for index in dense], packing)
+            transfer = self._send(store, [returned[index] for index in dense], packing)
             with self.counters.stall("gradients"):
                 transfer.done.synchronize()
             for index, place in zip(dense, places, strict=True):
                 result[index] = place.tensor.to(store.host_layout.fields[index].dtype, copy=True)
-        for index in set(indices) - set(dense):
-            result[index] = _known(grads[index]).cpu()
-            self.counters.bytes_down += _known(result[index])._values().nbytes  # sparse
+        for index in returned.keys() - dense:
+            sparse = result[index] = returned[index].cpu()
+            self.counters.bytes_down += sparse._values().nbytes
         return tuple(result)
 
     def _differentiable(self, store: UnitStore, grads: Gradients) -> Gradients:
@@ -254,18 +258,6 @@ class GradientReturn:
         self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
         fields = store.host_layout.fields
         return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
-
-
-def _are_more_than_bytes(grads: Gradients) -> bool:
-    """Return whether gradients may have tangents, or are batched (``is_grads_batched``)."""
-    if forward_ad._current_level >= 0:
-        return True
-    return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
-
-
-def _known(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad
 
 
 class Disposition(enum.Enum):
@@ -291,9 +283,8 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
 def _accumulate(parameter: Tensor, grad: Tensor, wide_view: Tensor | None) -> None:
     """Add a gradient to ``.grad``, or set it, as autograd does for a leaf."""
     before = true_grad(parameter)
-    widens = before is None and wide_view is not None
-    if widens:
-        grad = widened(grad, _known(wide_view))
+    if before is None and wide_view is not None:
+        grad = widened(grad, wide_view)
     elif grad.dtype is not (dtype := true_dtype(parameter)):
         grad = grad.to(dtype)
     if before is None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from ..autograd.backward_pass import in_backward
 from ..autograd.dynamo import never_compiled
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
@@ -21,7 +20,7 @@ from ..core.telemetry import Counters, StepListener
 from ..errors import PartitionError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
-from ..memory.partition import Unit, partition, slots
+from ..memory.partition import Unit, forward_of, partition, slots
 from ..options import Options
 from . import preflight
 from .engine import Engine
@@ -36,13 +35,14 @@ from .entries import (
     UnitEntry,
 )
 from .measure import measure_quickly
-from .module_watch import ModuleFingerprint, materialize, move_buffers
 from .optimizer_steps import OptimizerSteps
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
     r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
 )
+
+SUBSTITUTE = "a tensor that is no parameter"  # the mark of a slot where something else stands for a parameter
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,21 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory."""
-        return self.engine.stats()
+        engine, schedule = self.engine, self.engine.window.schedule
+        hosts = [unit.store.host_nbytes for unit in engine.units]
+        resident = [unit.store.layout.nbytes for unit in engine.units if unit.unit.resident]
+        return {
+            **self._counters.snapshot(),
+            "window": schedule.window,
+            "transfer": schedule.transfer,
+            "units": len(engine.units) - len(resident),
+            "resident_root_bytes": sum(resident),
+            "device_peak": self.device.memory_peak(),
+            "host_bytes": sum(hosts)
+            + engine.gradient_return.host_nbytes
+            + engine.offload.host_nbytes
+            + self.device.ring_nbytes,
+        }
 
     def chosen(self) -> dict[str, int]:
         """Return the sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
@@ -121,7 +135,7 @@ class Handle:
     @property
     def in_step(self) -> bool:
         """Whether a step or a backward is running."""
-        return self.engine.in_scope or in_backward()
+        return self.engine.phases.in_step
 
     @never_compiled
     def open_scope(self, kind: Any) -> None:
@@ -132,7 +146,7 @@ class Handle:
     @never_compiled
     def _follow_changes(self) -> None:
         """Make the units anew if the module's parameters changed since the last step."""
-        if not self.engine.in_scope and self._fingerprint.has_changed(self.engine.any_replaced):
+        if not self.engine.phases.in_step and self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
@@ -142,7 +156,7 @@ class Handle:
     def close_scope(self) -> None:
         """End a step of the module."""
         self.engine.close_scope()
-        if not self.engine.in_scope and self.engine.has_outside_references:
+        if not self.engine.phases.in_step and any(True for _ in self.engine.window.referenced_elsewhere()):
             self._register_hosts()
 
     @contextlib.contextmanager
@@ -152,7 +166,7 @@ class Handle:
             yield
             return
         self._follow_changes()
-        with self.engine.generating(), self.explaining():
+        with self.engine.phases.generating(), self.explaining():
             yield
 
     @contextlib.contextmanager
@@ -257,7 +271,7 @@ class Handle:
         except BaseException:
             self._abandon()
             raise
-        self.engine.watch_user_code()
+        self.engine.phases.start()
         self._fingerprint = ModuleFingerprint(self.module)
 
     def _check_memory(self, units: list[Unit]) -> None:
@@ -368,3 +382,88 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     """
     parsed = Options.parse(**options)
     return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)
+
+
+# ---- the module that is streamed: whether it changed, where its buffers are, whether it has memory
+
+
+class ModuleFingerprint:
+    """The parameters and forwards that a module has when the fingerprint is made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._structure = _structure(module)
+        self._identities = _identities(module)
+        self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
+
+    def has_changed(self, any_replaced: bool) -> bool:
+        """Return whether parameters were replaced, swapped, added, removed or retyped, or a class has another forward.
+
+        Tensors that ``functional_call`` puts in their places for a call do not count. ``any_replaced`` says that the
+        data of some parameter was replaced.
+        """
+        if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
+            return True
+        if not any_replaced and self._identities == _identities(self._module):
+            return False
+        before, now = self._structure, _structure(self._module)
+        return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move a module's buffers to this device; one that is registered twice becomes two, as in ``module.to()``."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                with torch.inference_mode(False):
+                    child._buffers[name] = buffer.to(device)
+
+
+def _identities(module: nn.Module) -> list[Any]:
+    """List which parameters are registered where: a quick check, since they are nearly always the same."""
+    found: list[Any] = []
+    children: list[nn.Module | None] = [module]
+    for child in children:  # the list grows during the loop
+        if child is not None:
+            own = child.__dict__
+            if own["_parameters"]:
+                found += own["_parameters"]
+                found += map(id, own["_parameters"].values())
+                found += map(type, own["_parameters"].values())  # exchanged when torch swaps two tensors
+            children += own["_modules"].values()
+    return found
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """Describe all registered parameters, to tell whether the table of slots is still right."""
+
+    def described(name: str, p: Any) -> Any:
+        if p is None:
+            return name
+        return (name, id(p), type(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
+
+    return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
+
+
+def materialize(module: nn.Module) -> None:
+    """Give parameters and buffers on the meta device host memory and their modules' own initial values.
+
+    They stay the same objects, so tied parameters stay tied.
+    """
+    for name, child in module.named_modules():
+        own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            raise PartitionError(
+                f"{name or type(child).__name__} has parameters on the meta device and no reset_parameters(); "
+                "load its weights before training, or build it under trainer.init_module()"
+            )
+        for tensor in own:
+            if tensor.is_meta:
+                made = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        reset()

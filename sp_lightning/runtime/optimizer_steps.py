@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..autograd import weight_reads
 from ..core import malloc
 from ..memory.parameters import quietly, true_grad
 from ..memory.unit_store import UnitStore
@@ -72,21 +72,21 @@ class OptimizerSteps:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare an optimizer's step; if it has streamed parameters, they are stepped as the options say."""
         self._counters.listener.step_may_begin()
         managed = self._managed_by(optimizer)
         if managed:
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
-        self.engine.optimizing = True
-        # The optimizer may call a closure first, whose forward runs beside a deferred step.
-        if not self.engine.current_step.is_under_way:
-            weight_reads.pause()
-        self.engine.collect_writes()
+        self.engine.begin_optimizer(optimizer)
         if self._shadows.get(optimizer) is None:  # a shadow step waits after the closure
             self._wait_for_copies()
-        self.engine.settle()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+        around = functools.partial(self.engine.phases.run_closure, closure)
+        return (args, {**kwargs, "closure": around}) if "closure" in kwargs else ((args[0], around, *args[2:]), kwargs)
 
     def _prepare(self, optimizer: Optimizer) -> None:
         if optimizer not in self._shadows:
@@ -106,13 +106,10 @@ class OptimizerSteps:
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         malloc.as_ever()
-        self.engine.optimizing = False
         self._counters.listener.stepped()
-        weight_reads.resume()
         ahead = self.engine.gradient_return.ahead
         stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.current_step.params}
-        self.engine.mark_stale(self._managed_by(optimizer), stepped)
-        self.engine.refresh_referenced()
+        self.engine.end_optimizer(optimizer, self._managed_by(optimizer), stepped)
 
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
         """Return whether other hooks than the library's run before this optimizer steps, or after it."""

@@ -1768,7 +1768,7 @@ def test_a_part_that_is_called_takes_its_arguments_where_they_are_and_holds_noth
     expected = net.encoder(x)
     with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
         assert torch.equal(net.encoder(x).cpu(), expected)
-        assert not handle.engine.in_scope and net.encoder.stem.weight.device.type == "cpu"
+        assert not handle.engine.phases.in_step and net.encoder.stem.weight.device.type == "cpu"
 
 
 class Holder(nn.Module):

@@ -82,7 +82,7 @@ class Ledger:
             passes[-1].refilled += self._kept[engine]
 
     def _see_open(self, original: Any, engine: Engine, kind: Any) -> None:
-        if engine.in_scope:
+        if engine.phases.in_step:
             return original(engine, kind)
         self._end_pass(engine)
         before = engine.counters.snapshot()

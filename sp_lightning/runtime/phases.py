@@ -1,0 +1,163 @@
+"""The phases of a step: which code runs now, and so how weights are read and what ``p.device`` is.
+
+1. What autograd runs is in BACKWARD. Only the hooks of a parameter are user code, as in BEFORE_BACKWARD: the gradient
+   that they get is on the host. All other code is in the phase on top of a stack, until it returns or raises.
+2. At the bottom of the stack is user code: BETWEEN_STEPS; or BEFORE_BACKWARD, from the end of an outermost STEP that
+   records gradients to the end of a backward. It is CLOSED before streaming begins and from its end on, which may come
+   in any phase: what ends later finds its phase gone.
+3. On top of it lie, in any order, STEP (a scope: engine.py, Rule 2), OPTIMIZER (an optimizer's step) and GENERATE (the
+   model's ``generate``, which reads weights as a step does). GENERATE lies on no phase of model code: it would change
+   nothing there.
+4. An optimizer's step that raised does not report its end. It ends with the phase below it, or with a later step of
+   the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
+5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..autograd import weight_reads
+from ..autograd.backward_pass import at_leaf, in_backward
+from ..optim.deferred_step import CurrentStep
+
+
+class Phase(enum.Enum):
+    """The code that runs."""
+
+    CLOSED = "any code, while nothing is streamed"
+    BETWEEN_STEPS = "user code between steps"
+    BEFORE_BACKWARD = "user code between a forward and a backward"
+    STEP = "model code"
+    GENERATE = "the model's generate"
+    BACKWARD = "differentiation and recomputation"
+    OPTIMIZER = "an optimizer's step"
+
+
+USER_CODE = (Phase.BETWEEN_STEPS, Phase.BEFORE_BACKWARD)
+MODEL_CODE = (Phase.STEP, Phase.GENERATE, Phase.BACKWARD)
+
+
+class Phases:
+    """The phases that the running code is in, one inside the other."""
+
+    def __init__(self, current_step: CurrentStep) -> None:
+        self._current_step = current_step
+        self._stack: list[Phase | Optimizer] = [Phase.CLOSED]  # an optimizer stands for its step
+
+    @property
+    def current(self) -> Phase:
+        """The phase of the calling thread (Rule 1)."""
+        if in_backward() and not at_leaf():
+            return Phase.BACKWARD
+        top = self._stack[-1]
+        if not isinstance(top, Phase):
+            return Phase.OPTIMIZER
+        return Phase.BEFORE_BACKWARD if in_backward() else top
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is streamed, not yet or no longer."""
+        return self._stack[0] is Phase.CLOSED
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether a scope is open, also around an optimizer's step."""
+        return Phase.STEP in self._stack
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a forward that begins now is a part of an open scope, or of a backward."""
+        return self.in_scope or in_backward()
+
+    def start(self) -> None:
+        """Begin to stream."""
+        assert self.closed
+        self._stack = [Phase.BETWEEN_STEPS]
+        weight_reads.enable()
+
+    def close(self) -> None:
+        """End streaming, in whatever phase (Rule 2)."""
+        if not self.closed:
+            self._stack = [Phase.CLOSED]
+            weight_reads.disable()
+
+    def begin_step(self) -> None:
+        """Begin a scope."""
+        self._stack.append(Phase.STEP)
+        weight_reads.resume()
+
+    def end_step(self) -> bool:
+        """End the innermost scope, if it is open still; return whether user code follows."""
+        if not self.in_scope:
+            return False
+        while self._stack.pop() is not Phase.STEP:
+            pass  # the step of an optimizer that raised (Rule 4)
+        if not self.in_step and torch.is_grad_enabled():
+            self._stack[0] = Phase.BEFORE_BACKWARD
+        self._watch_reads()
+        return not self.in_step
+
+    def end_backward(self) -> None:
+        """End a backward that raised no error."""
+        if not self.closed:
+            self._stack[0] = Phase.BETWEEN_STEPS
+            self._watch_reads()
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Answer reads of weights as in a scope, around the model's ``generate`` (Rule 3)."""
+        depth = len(self._stack)
+        if self.current not in MODEL_CODE:
+            self._stack.append(Phase.GENERATE)
+            weight_reads.resume()
+        try:
+            yield
+        finally:
+            del self._stack[depth:]
+            self._watch_reads()
+
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Begin an optimizer's step."""
+        self._remove(optimizer)
+        self._stack.append(optimizer)
+        self._watch_reads()
+
+    def end_optimizer(self, optimizer: Optimizer) -> None:
+        """End an optimizer's step, and those inside it that raised (Rule 4)."""
+        self._remove(optimizer)
+        self._watch_reads()
+
+    def _remove(self, optimizer: Optimizer) -> None:
+        depth = len(self._stack)
+        while not isinstance(self._stack[depth - 1], Phase):
+            depth -= 1
+            if self._stack[depth] is optimizer:
+                del self._stack[depth:]
+                return
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Call an optimizer's closure in the phase below the optimizer's step (Rule 4)."""
+        stepping: list[Phase | Optimizer] = []
+        while not isinstance(self._stack[-1], Phase):
+            stepping.insert(0, self._stack.pop())
+        weight_reads.resume()
+        try:
+            return closure()
+        finally:
+            if not self.closed:
+                self._stack += stepping
+            self._watch_reads()
+
+    def _watch_reads(self) -> None:
+        """Watch reads of weights as Rule 5 says."""
+        if isinstance(self._stack[-1], Phase) or self._current_step.is_under_way:
+            weight_reads.resume()
+        else:
+            weight_reads.pause()
