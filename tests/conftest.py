@@ -55,8 +55,14 @@ except (ImportError, RuntimeError) as error:
     sys.meta_path.insert(0, unavailable)
 
 
+def collect():
+    """Frees garbage, and leaves what lives out of the next collections: else each would go through all imports."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish():
-    gc.freeze()  # else each gc.collect() goes through all that was imported
+    collect()
 
 
 def pytest_sessionfinish():
@@ -112,8 +118,9 @@ def nothing_is_left_on_the_device(test):
     patience = time.monotonic() + 5  # autograd's own thread lets go of the last graph when it comes to it
     while (nbytes := torch.accelerator.memory_allocated()) > left["nbytes"] and time.monotonic() < patience:
         time.sleep(0.01)
+        gc.unfreeze()
         empty_caches_of_transformers()
-        gc.collect()
+        collect()
     before, left["nbytes"] = left["nbytes"], nbytes
     by, left["by"] = left["by"], test
     assert nbytes <= before, f"{by} left {nbytes - before} bytes on the device for good"
@@ -138,7 +145,7 @@ def clean_simgpu(request):
     if simgpu is None:
         yield
         return
-    gc.collect()  # an earlier test's garbage would be freed, and counted, during this one
+    collect()  # an earlier test's garbage would be freed, and counted, during this one
     simgpu.reset()
     nothing_is_left_on_the_device(request.node.nodeid)
     yield
