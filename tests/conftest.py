@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.abc
 import os
+import pathlib
 import signal
 import sys
 import tempfile
@@ -15,7 +16,9 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
+from daily import DAILY
 
+gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it; tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +64,15 @@ def collect():
     gc.freeze()
 
 
-def pytest_collection_finish():
+def pytest_collection_modifyitems(items):
+    rigs = pathlib.Path(__file__).parent / "rigs"
+    for item in items:
+        if item.path.parent == rigs and item.originalname not in DAILY:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtestloop():
+    gc.enable()
     collect()
 
 
