@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -130,13 +131,15 @@ def delete(wait: Wait, package: pathlib.Path) -> None:
     assert deletion.count == 1, wait
 
 
-def verdict(source: pathlib.Path, wait: Wait | None = None) -> Verdict:
-    """Run the race tests on the package without a wait, or on the unchanged package."""
+def verdict(
+    source: pathlib.Path, change: Callable[[pathlib.Path], None] | None = None, tests: Collection[str] = TESTS
+) -> Verdict:
+    """Run tests on a package that was changed, or on the unchanged one, until the first fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, pathlib.Path(name))
-        if wait is not None:
-            delete(wait, folder / "sp_lightning")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", *TESTS]
+        if change is not None:
+            change(folder / "sp_lightning")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", *tests]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)
@@ -187,7 +190,9 @@ def main() -> int:
             return 2
         results: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for wait, result in zip(found, pool.map(lambda wait: verdict(source, wait), found), strict=True):
+            for wait, result in zip(
+                found, pool.map(lambda wait: verdict(source, partial(delete, wait)), found), strict=True
+            ):
                 say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {result}")
                 results.append((wait, result))
     missed = sum(not result.caught for _, result in results)

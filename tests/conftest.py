@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.abc
 import os
+import pathlib
 import signal
 import sys
 import tempfile
@@ -15,7 +16,9 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
+from daily import DAILY
 
+gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it; tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,8 +58,22 @@ except (ImportError, RuntimeError) as error:
     sys.meta_path.insert(0, unavailable)
 
 
-def pytest_collection_finish():
-    gc.freeze()  # else each gc.collect() goes through all that was imported
+def collect():
+    """Frees garbage, and leaves what lives out of the next collections: else each would go through all imports."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items):
+    rigs = pathlib.Path(__file__).parent / "rigs"
+    for item in items:
+        if item.path.parent == rigs and item.originalname not in DAILY:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtestloop():
+    gc.enable()
+    collect()
 
 
 def pytest_sessionfinish():
@@ -123,8 +140,9 @@ def nothing_is_left_on_the_device(test):
     patience = time.monotonic() + 5  # autograd's own thread lets go of the last graph when it comes to it
     while (nbytes := torch.accelerator.memory_allocated()) > left["nbytes"] and time.monotonic() < patience:
         time.sleep(0.01)
+        gc.unfreeze()
         empty_caches_of_transformers()
-        gc.collect()
+        collect()
     before, left["nbytes"] = left["nbytes"], nbytes
     by, left["by"] = left["by"], test
     assert nbytes <= before, f"{by} left {nbytes - before} bytes on the device for good"
@@ -149,7 +167,7 @@ def clean_simgpu(request):
     if simgpu is None:
         yield
         return
-    gc.collect()  # an earlier test's garbage would be freed, and counted, during this one
+    collect()  # an earlier test's garbage would be freed, and counted, during this one
     simgpu.reset()
     nothing_is_left_on_the_device(request.node.nodeid)
     yield

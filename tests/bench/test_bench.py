@@ -63,17 +63,24 @@ def text(what):
 # ---- the command
 
 
-def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(tmp_path):
+@pytest.mark.parametrize(
+    "others, windows",
+    [([], [1]), pytest.param(["fsdp2", "accelerate"], [1, "all"], marks=pytest.mark.slow)],
+    ids=["ours", "all"],
+)
+def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(others, windows, tmp_path):
     files = ["--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")]
-    contenders = ["--contenders", "plain,superpipeline,fsdp2,accelerate"]
+    contenders = ["--contenders", ",".join(["plain", "superpipeline", *others])]
+    contenders += ["--windows", ",".join(map(str, windows))]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit, match="0"):
         main(["bench", *TINIEST, *contenders, *files])
     found = json.loads((tmp_path / "result.json").read_text())
     rows = {row["label"]: row for row in found["rows"]}
-    plain, *ours = rows["plain"], rows["superpipeline window=1"], rows["superpipeline window=all"]
-    assert [one["losses"] for one in ours] == [plain["losses"]] * 2 and found["differences"] == []
-    assert "accelerate" in rows["accelerate"]["error"] and rows["accelerate"]["error"] in printed.getvalue()
-    for label in ("plain", "fsdp2", *(one["label"] for one in ours)):
+    plain, *ours = rows["plain"], *(rows[f"superpipeline window={window}"] for window in windows)
+    assert [one["losses"] for one in ours] == [plain["losses"]] * len(windows) and found["differences"] == []
+    if "accelerate" in others:
+        assert "accelerate" in rows["accelerate"]["error"] and rows["accelerate"]["error"] in printed.getvalue()
+    for label in ("plain", *(name for name in others if name != "accelerate"), *(one["label"] for one in ours)):
         assert rows[label]["step_s"]["median"] > 0 < rows[label]["host_peak"] and len(rows[label]["repetitions"]) == 2
         assert f"\n{label} " in printed.getvalue() and repr(rows[label]["losses"][-1]) in printed.getvalue()
     assert found["machine"]["flops_per_s"] > 0 and found["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -425,6 +432,7 @@ def test_nothing_is_timed_that_computes_something_else(overhead):
         overhead.check({"plain": overhead.stack(2), "fsdp2": other}, x)
 
 
+@pytest.mark.slow
 def test_host_overhead_prints_both_times_and_their_ratio(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "host_overhead.py"), "--units", "2", "3", "--repeat", "2"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+SLOW = pytest.mark.slow  # each of these takes a process, and seconds for its imports
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ print(json.dumps(said))
 
 @pytest.mark.parametrize(
     "activations",
-    ["keep", "recompute+offload", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recompute", "offload"))],
+    ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],
 )
 def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run, monkeypatch):
     """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds."""
@@ -129,22 +130,22 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
     assert planned <= measured <= planned + planned // 1000, (planned, measured)
 
 
-def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(run):
+@pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
+def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(nbytes, run):
     """The README's, beside a device that can be asked, and beside one that others fill."""
     arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()
-    for nbytes in (2**34, 1000):
-        lines = run(
-            """
+    lines = run(
+        """
 import contextlib, io, runpy
 sys.argv = ["sp_lightning", "plan", *sys.argv[1:]]
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     runpy.run_module("sp_lightning", run_name="__main__")
 print(json.dumps(out.getvalue().splitlines()[:2]))
 """,
-            *arguments,
-            nbytes=nbytes,
-        )
-        assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
+        *arguments,
+        nbytes=nbytes,
+    )
+    assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
 def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
@@ -241,7 +242,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW), True])
 def test_results_are_plain_lightnings(late, run):
     """What nothing orders raises; what waits too little has other numbers at once or late."""
     found = run(
@@ -289,13 +290,14 @@ print(json.dumps(said))
 """
 
 
-@pytest.mark.parametrize("late, early", [(False, 1.0), (True, 0.0)])
+@pytest.mark.parametrize("late, early", [pytest.param(False, 1.0, marks=SLOW), (True, 0.0)])
 def test_a_copy_is_late_where_it_may_be_and_refused_where_nothing_orders_it(late, early, run):
     ordered, unordered = run(ORDERED, numbers=True, late=late)
     assert ordered == [early, 1.0]
     assert "a copy down reads on stream" in unordered and "aten::add_ writes on stream 0" in unordered
 
 
+@SLOW
 def test_random_numbers_are_of_cudas_generator(run):
     same, other, host = run(
         """
@@ -315,6 +317,7 @@ print(json.dumps([first == again, first == then, host]))
     assert (same, other, host) == (True, False, True)
 
 
+@SLOW
 def test_what_the_cpu_has_no_kernel_for_is_an_error(run):
     said = run(
         """
@@ -330,6 +333,7 @@ print(json.dumps(said))
     assert "no numbers for aten::_cudnn_init_dropout_state" in said
 
 
+@SLOW
 @pytest.mark.parametrize("numbers", [True, False])
 def test_from_the_command_line_it_runs_a_script_with_its_arguments(numbers, null_cuda, tmp_path):
     script = tmp_path / "script.py"

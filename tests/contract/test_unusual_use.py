@@ -433,9 +433,7 @@ class Aliased(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("optimizer_overlap", [True, False])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@parity.product(precision=["32-true", "bf16-mixed"], optimizer_overlap=[True, False], threads=[1, 2])
 def test_two_weights_over_one_memory_train_as_in_the_plain_run(precision, optimizer_overlap, threads):
     class Module(L.LightningModule):
         def __init__(self):

@@ -397,6 +397,7 @@ def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
         assert result.merit >= 0.92, (workload.name, machine.name)
 
 
+@pytest.mark.slow
 def test_the_tables_in_the_docs_are_those_of_the_benchmark():
     path = ROOT / "benchmarks" / "simulate.py"
     spec = importlib.util.spec_from_file_location("simulate_benchmark", path)

@@ -549,9 +549,7 @@ class Copying(cb.Callback):
         self.copy("teardown", trainer)
 
 
-@BOTH
-@pytest.mark.parametrize("bar", [None, cb.TQDMProgressBar, cb.RichProgressBar])
-@pytest.mark.parametrize("way", COPIES)
+@parity.product(way=[*COPIES], bar=[None, cb.TQDMProgressBar, cb.RichProgressBar], accelerator=["cpu", "simgpu"])
 def test_a_trainer_can_be_copied_at_any_time_and_the_copy_trains(way, bar, accelerator, tmp_path):
     def run(make_strategy):
         Copying.way, Copying.seen = way, []
@@ -930,7 +928,7 @@ def compiled_blocks(module, backend):
 
 
 @pytest.mark.parametrize("compiled", [compiled_whole, compiled_blocks])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"])
 def test_a_compiled_module_computes_what_it_does_plainly_with_its_blocks_compiled(backend, compiled):
     """Blocks that are alike share a graph for training and one for evaluation, as they do in the plain run."""
 

@@ -447,6 +447,7 @@ def test_optimizer_state_is_made_by_who_calls_the_step(monkeypatch):
     assert threads == [threading.main_thread()] * len(list(module.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.simgpu
 def test_a_step_takes_little_more_than_its_best_time_and_a_waiting_one_much_more():
     """Loose, as timings are, and one of three: what else the machine does only ever adds to the former.

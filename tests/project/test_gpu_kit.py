@@ -121,7 +121,8 @@ def test_host_memory_is_checked_one_promise_at_a_time(tmp_path):
     assert len(found["results"]) == 6 and done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["fits", pytest.param("big", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["fits", "big"])
 def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / f"{name}.py"), "--predict", "h200"]

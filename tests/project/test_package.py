@@ -1,7 +1,9 @@
 """What the package promises before any of it is used: what an import costs, where things lie, README's commands."""
 
 import fnmatch
+import functools
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -24,6 +26,14 @@ def python(source):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def loaded(path):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- import
@@ -53,36 +63,17 @@ def test_import_takes_less_than_a_sixtieth_of_what_torch_and_lightning_take():
     assert len(ours) == 5 and min(ours) < theirs / 60, (theirs, ours)
 
 
-def new_optional_modules(source):
-    return python(f"""
+@functools.cache
+def after_lightning():
+    """What comes of each of these in a process of its own, in which torch and Lightning have been imported before."""
+    output = python(f"""
         import contextlib
         import io
-        import runpy
-        import sys
-
-        import lightning.pytorch
-
-        before = set(sys.modules)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            {source}
-        assert "sp_lightning" in sys.modules
-        print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in {OPTIONAL}))
-    """).strip()
-
-
-def test_import_brings_no_optional_package():
-    assert new_optional_modules("import sp_lightning") == "[]"
-
-
-def test_help_brings_no_optional_package():
-    source = "sys.argv[1:] = ['--help']; runpy.run_module('sp_lightning', run_name='__main__')"
-    assert new_optional_modules(source) == "[]"
-
-
-def test_import_registers_the_strategy_and_does_nothing_else():
-    output = python("""
+        import json
         import logging
         import os
+        import runpy
+        import sys
         import warnings
 
         import lightning.pytorch
@@ -94,11 +85,37 @@ def test_import_registers_the_strategy_and_does_nothing_else():
             handlers = len(logging.getLogger().handlers)
             return dict(os.environ), threads, seed, dtype, handlers, list(warnings.filters)
 
-        before, strategies = world(), set(StrategyRegistry)
-        import sp_lightning
-        print(sorted(set(StrategyRegistry) - strategies), world() == before)
+        def run_import():
+            import sp_lightning
+
+        def run_help():
+            sys.argv[1:] = ["--help"]
+            runpy.run_module("sp_lightning", run_name="__main__")
+
+        for run in (run_import, run_help):
+            if not os.fork():
+                modules, strategies, before = set(sys.modules), set(StrategyRegistry), world()
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                    run()
+                assert "sp_lightning" in sys.modules
+                optional = [name for name in set(sys.modules) - modules if name.split(".")[0] in {OPTIONAL}]
+                found = optional, list(set(StrategyRegistry) - strategies), world() == before
+                print(json.dumps([run.__name__, *found]), flush=True)
+                os._exit(0)
+            os.wait()
     """)
-    assert output.strip() == "['superpipeline'] True"
+    return {name: found for name, *found in map(json.loads, output.splitlines())}
+
+
+@pytest.mark.parametrize("run", ["run_import", "run_help"])
+def test_neither_import_nor_help_brings_an_optional_package(run):
+    optional, _, _ = after_lightning()[run]
+    assert optional == []
+
+
+def test_import_registers_the_strategy_and_does_nothing_else():
+    _, strategies, same = after_lightning()["run_import"]
+    assert strategies == ["superpipeline"] and same
 
 
 # ---- layout
@@ -239,16 +256,102 @@ def test_quick_tests_need_no_accelerator():
     assert [path.name for path in quick if re.search(r"simgpu|null_?cuda|mark\.slow", path.read_text())] == []
 
 
+# ---- parts of the slow tests
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """.ci/parts.py as a module, with parts and a table of its own, in a folder with slow tests for them."""
+    module = loaded(ROOT / ".ci/parts.py")
+    kinds = {"one": "tests/a/test_one.py::test_slow", "half": "tests/a/test_one.py::test_slow_half", "rest": "tests"}
+    made = {name: module.Part((path,), (f"src/{name}/",)) for name, path in kinds.items()}
+    monkeypatch.setattr(module, "PARTS", made)
+    monkeypatch.setattr(module, "TABLE", tmp_path / "parts.txt")
+    monkeypatch.setattr(module, "read", functools.partial(module.read, tmp_path / "parts.txt"))
+    monkeypatch.setattr(module, "write", functools.partial(module.write, table=tmp_path / "parts.txt"))
+    (tmp_path / "parts.txt").write_text("# a comment\n")
+    days = {"one": "2025-01-03T10:00", "half": "2025-01-02T10:00", "rest": module.NEVER}
+    module.write({name: module.Row(100, day, "abc") for name, day in days.items()})
+    tests = {"a/test_one.py": ["test_slow", "test_slow_half", "test_other"], "test_two.py": ["test_slow"]}
+    for file, names in tests.items():
+        (tmp_path / "tests" / file).parent.mkdir(exist_ok=True, parents=True)
+        code = [f"@pytest.mark.slow\ndef {name}():\n    print('ran', '{file}', '{name}')\n" for name in names]
+        (tmp_path / "tests" / file).write_text("\n".join(["import pytest", *code]))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\naddopts = -s -p no:cacheprovider\n")
+    return module
+
+
+def test_each_slow_test_is_in_one_part(parts, tmp_path):
+    def ran(name):
+        command = [sys.executable, "-m", "pytest", "-m", "slow", *parts.arguments(name)]
+        return re.findall(r"ran (\S+) (\w+)", subprocess.run(command, capture_output=True, text=True).stdout)
+
+    assert ran("one") == [("a/test_one.py", "test_slow")]
+    assert ran("half") == [("a/test_one.py", "test_slow_half")]
+    assert sorted(ran("rest")) == [("a/test_one.py", "test_other"), ("test_two.py", "test_slow")]
+
+
+@pytest.mark.parametrize(
+    "seconds, changed, chosen",
+    [
+        (1000, [], ["rest", "half", "one"]),  # the stalest first
+        (250, [], ["rest", "half"]),
+        (130, ["src/one/x.py"], ["one"]),  # but before them what the change touches
+        (130, ["tests/a/test_one.py", "src/half/x.py"], ["rest"]),  # of these the stalest
+        (124, ["src/one/x.py"], []),
+    ],
+)
+def test_a_run_takes_what_the_change_touches_and_then_the_stalest(seconds, changed, chosen, parts):
+    found, left = parts.choose(seconds, changed, parts.read())
+    assert found == chosen and {*found, *left} == set(parts.PARTS)
+
+
+def test_a_part_that_passed_is_recorded_and_one_that_failed_is_not(parts, monkeypatch, capsys):
+    statuses = iter(["", "FAILED (1)"])
+    monkeypatch.setattr(parts, "run_tests", lambda arguments, seconds: next(statuses))
+    before = parts.read()
+    assert parts.run(["rest", "one"], None, record=True) == 1
+    after = parts.read()
+    assert (after["one"], after["half"]) == (before["one"], before["half"]) and after["rest"].passed > "2025-01"
+    assert parts.TABLE.read_text().startswith("# a comment\npart ")
+    assert "slow parts that failed: one" in capsys.readouterr().out
+
+
+def test_a_part_that_is_cut_off_has_failed(parts, monkeypatch):
+    popen = subprocess.Popen
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(parts.subprocess, "Popen", lambda _: popen(sleeping))
+    assert "CUT OFF" in parts.run_tests([], 0.1)
+
+
+def test_a_part_without_tests_has_failed(parts, monkeypatch):
+    popen = subprocess.Popen
+    monkeypatch.setattr(parts.subprocess, "Popen", lambda _: popen([sys.executable, "-c", "raise SystemExit(5)"]))
+    assert parts.run_tests([], None) == "FAILED: no test was collected"
+
+
+def test_the_table_has_a_row_for_each_part():
+    parts = loaded(ROOT / ".ci/parts.py")
+    assert list(parts.read()) == list(parts.PARTS)
+    paths = [path.partition("::")[0] for part in parts.PARTS.values() for path in (*part.tests, *part.code)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_table_of_other_parts_is_an_error(parts):
+    parts.TABLE.write_text(parts.TABLE.read_text().replace("half", "third"))
+    with pytest.raises(
+        ValueError, match=r"has the parts \['one', 'third', 'rest'\], expected \['one', 'half', 'rest'\]"
+    ):
+        parts.read()
+
+
 # ---- the guide
 
 
 @pytest.fixture(scope="module")
 def deletions():
     """benchmarks/race_deletions.py as a module."""
-    spec = importlib.util.spec_from_file_location("race_deletions", ROOT / "benchmarks" / "race_deletions.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "benchmarks" / "race_deletions.py")
 
 
 def test_the_guide_names_every_wait_of_the_runtime(deletions):

@@ -2,7 +2,8 @@
 
 `record` runs one real Trainer and keeps what the run leaves, `compare` sets two records side by side, `check` does both
 for a case of the zoo, plain Lightning first and the streaming strategy after it: never interleaved, which would hide
-races. `pairwise` covers the pairs of a product of settings with few rows.
+races. `pairwise` covers the pairs of a product of settings with few rows, and `product` is a test's product of which
+the default run takes that cover.
 
 How a run is observed without changing it:
 
@@ -589,6 +590,17 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
         for pair in itertools.combinations(sorted(row.items()), 2):
             missing.pop(pair, None)
     return rows
+
+
+def product(**axes: Sequence[Any]) -> Any:
+    """Parametrize a test with a product of values: the default run takes what `pairwise` does, the rest is slow."""
+    import pytest
+
+    cover = [tuple(row.values()) for row in pairwise(**axes)]
+    rows = [
+        row if row in cover else pytest.param(*row, marks=pytest.mark.slow) for row in itertools.product(*axes.values())
+    ]
+    return pytest.mark.parametrize(list(axes), rows)
 
 
 def pairs_with(missing: dict[Any, None], row: dict[int, int], axis: int, value: int) -> int:

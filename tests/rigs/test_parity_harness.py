@@ -597,6 +597,15 @@ def test_pairwise_covers_every_pair(count):
     assert all(list(row) == list(axes) for row in rows)
 
 
+def test_a_product_keeps_a_cover_of_its_pairs_in_the_default_run():
+    axes = {"a": [1, 2], "b": [True, False], "c": ["x", "y"]}
+    names, rows = parity.product(**axes).args
+    often = [row for row in rows if type(row) is tuple]
+    rare = [row.values for row in rows if type(row) is not tuple and [mark.name for mark in row.marks] == ["slow"]]
+    assert names == list(axes) and {*often, *rare} == set(itertools.product(*axes.values())) and len(rows) == 8
+    assert set(often) == {tuple(row.values()) for row in pairwise(**axes)}
+
+
 def test_pairwise_is_small_and_always_the_same():
     axes = {str(axis): range(3) for axis in range(6)}  # 729 combinations; no cover has fewer than 9 rows
     assert len(pairwise(**axes)) <= 20

@@ -1,0 +1,183 @@
+"""Run the slow tests in named parts, and keep in parts.txt what each part costs and when it last passed.
+
+    python .ci/parts.py choose SECONDS          print the parts that fit: what the change touches, then the stalest
+    python .ci/parts.py run [--record] PART...  run these parts ("all": every one) with this Python's pytest
+    python .ci/parts.py run [--record] --within SECONDS   run the chosen parts, and fail if one is cut off
+
+1. A slow test belongs to the part with the longest of all paths in `PARTS` that begin its name: to one, and to no more.
+2. The change is what differs from the commit that last wrote the table, together with what is not committed.
+3. ``--record`` writes the table; commit it. Its seconds are of a machine with two cores and nothing else to do.
+
+Tests are those of the current directory, and the table is this checkout's. The standard library is all it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TABLE = ROOT / ".ci" / "parts.txt"
+HEAD = "part seconds passed commit".split()
+NEVER = "never"
+SPARE = 1.25  # a part is chosen if this many times its seconds are left
+
+
+class Part(NamedTuple):
+    """Tests, by the beginnings of their names, and the folders and files whose change they are the first to notice."""
+
+    tests: tuple[str, ...]
+    code: tuple[str, ...]
+
+
+EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
+STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "runtime"))
+PARTS = {
+    "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
+    "exact-autocast": Part((f"{EXACTNESS}_for_every_model_under_autocast",), ("sp_lightning/autograd/",)),
+    "exact-settings": Part((f"{EXACTNESS}_in_every_setting",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
+    "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
+    "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
+    "plans": Part(("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/core/")),
+    "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
+    "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),
+    "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),
+    "rest": Part(("tests",), ("pyproject.toml", "sp_lightning/memory/")),
+}
+
+
+class Row(NamedTuple):
+    """What the table says of a part."""
+
+    seconds: int
+    passed: str  # the minute, UTC, so that rows sort by it; or NEVER
+    commit: str
+
+    @property
+    def age(self) -> str:
+        return "" if self.passed == NEVER else self.passed
+
+
+def read(table: pathlib.Path = TABLE) -> dict[str, Row]:
+    """Read the table; its parts must be those of `PARTS`."""
+    head, *lines = [line.split() for line in table.read_text().splitlines() if line and not line.startswith("#")]
+    rows = {name: Row(int(seconds), passed, commit) for name, seconds, passed, commit in lines}
+    if head != HEAD or list(rows) != list(PARTS):
+        raise ValueError(f"{table} has the parts {list(rows)}, expected {list(PARTS)} under {HEAD}")
+    return rows
+
+
+def write(rows: dict[str, Row], table: pathlib.Path = TABLE) -> None:
+    """Write the rows below the table's comment."""
+    comment = [line for line in table.read_text().splitlines() if line.startswith("#")]
+    lines = [HEAD, *((name, str(row.seconds), row.passed, row.commit) for name, row in rows.items())]
+    text = (f"{name:16}{seconds:>8}  {passed:18}{commit}" for name, seconds, passed, commit in lines)
+    table.write_text("\n".join([*comment, *text]) + "\n")
+
+
+def arguments(name: str) -> list[str]:
+    """List pytest's arguments for a part (Rule 1)."""
+    own = PARTS[name].tests
+    others = (path for part, of in PARTS.items() if part != name for path in of.tests)
+    return [*own, *(f"--deselect={path}" for path in others if path.startswith(own))]
+
+
+def git(*arguments: str) -> list[str]:
+    """List the lines that git prints about this checkout; none where git knows nothing of it."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def change() -> set[str]:
+    """List the files of the change (Rule 2)."""
+    last = git("log", "-1", "--format=%H", "--", str(TABLE))
+    new = git("ls-files", "--others", "--exclude-standard")
+    return {*git("diff", "--name-only", *last), *new} - {TABLE.relative_to(ROOT).as_posix()} if last else set(new)
+
+
+def choose(seconds: float, changed: Collection[str], rows: dict[str, Row]) -> tuple[list[str], list[str]]:
+    """Choose the parts to run within so many seconds, and list those that are left out."""
+
+    def touched(name: str) -> bool:
+        paths = PARTS[name].code + tuple(test.partition("::")[0] for test in PARTS[name].tests)
+        return any(file.startswith(paths) for file in changed)
+
+    chosen, left = [], []
+    for name in sorted(rows, key=lambda name: (not touched(name), rows[name].age)):
+        takes = rows[name].seconds * SPARE
+        (chosen if takes <= seconds else left).append(name)
+        seconds -= takes if name in chosen else 0
+    return chosen, left
+
+
+def run(names: Iterable[str], seconds: float | None, record: bool) -> int:
+    """Run parts one after the other, each to its first failure, all of them within so many seconds."""
+    end, failed = time.monotonic() + seconds if seconds is not None else None, []
+    for name in names:
+        begin = time.monotonic()
+        status = run_tests(arguments(name), end and end - begin)
+        took = round(time.monotonic() - begin)
+        failed += [name] if status else []
+        say(f"---- slow part {name}: {status or 'ok'} after {took} s")
+        if record and not status:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
+            commit = (git("describe", "--always", "--dirty", "--exclude=*") or ["none"])[0]
+            write(read() | {name: Row(took, now, commit)})
+    if failed:
+        say(f"slow parts that failed: {' '.join(failed)}")
+    return 1 if failed else 0
+
+
+def run_tests(arguments: list[str], seconds: float | None) -> str:
+    """Run slow tests; say in a word what went wrong."""
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "-m", "slow", "-x", *arguments]
+    with subprocess.Popen(command) as process:
+        try:
+            status = process.wait(seconds)
+        except BaseException as error:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return "CUT OFF by the budget, which is a failure"
+    return {0: "", 5: "FAILED: no test was collected"}.get(status, f"FAILED ({status})")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("choose").add_argument("seconds", type=float)
+    options = commands.add_parser("run")
+    options.add_argument("part", nargs="*", choices=[*PARTS, "all", []])
+    options.add_argument("--within", type=float)
+    options.add_argument("--record", action="store_true")
+    given = parser.parse_args()
+    rows = read()
+    if given.command == "run" and given.part:
+        return run(rows if "all" in given.part else given.part, given.within, given.record)
+    seconds = given.seconds if given.command == "choose" else given.within
+    if seconds is None:
+        parser.error("run needs parts, or --within")
+    chosen, left = choose(seconds, change(), rows)
+    for what, names in ("chosen", chosen), ("left out", left):
+        say(f"slow parts {what}: {' '.join(f'{name} ({rows[name].seconds} s, {rows[name].passed})' for name in names)}")
+    return run(chosen, seconds, given.record) if given.command == "run" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
