@@ -42,20 +42,12 @@ class FullPrecisionCopies:
     def __init__(self, store: UnitStore, receive: Receive) -> None:
         self._store = store
         self._receive = receive
-        self._enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
+        self.enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
         self._written: set[int] = set()  # those of them that model code wrote
         self.copies: dict[int, FullPrecisionStandIn] = {}  # of this visit
         self._old_copies: list[tuple[int, Tensor]] = []  # of earlier visits
         self._sources: dict[tuple[int, int], Any] = {}  # by task and weight: the receiver of its gradient
         self.gradients_split = False  # whether a copy's gradient came by itself in this backward
-
-    def enable(self, index: int) -> None:
-        """Have a copy of this weight in every visit from now on."""
-        self._enabled.add(index)
-
-    def is_enabled(self, index: int) -> bool:
-        """Whether every visit has a copy of this weight."""
-        return index in self._enabled
 
     def tensor(self, index: int) -> FullPrecisionStandIn:
         """Return the copy of this weight for this visit; the first call brings it up (Rule 1)."""
@@ -116,7 +108,7 @@ class FullPrecisionCopies:
 
     def clear(self) -> None:
         """Have no copies in later visits: the unit's types changed."""
-        self._enabled.clear()
+        self.enabled.clear()
         self._written.clear()
 
     def check_old_copies(self) -> bool:
@@ -125,17 +117,12 @@ class FullPrecisionCopies:
         True: some are referenced elsewhere, and have to be checked again.
         """
         for index, tensor in self._old_copies:
-            if _is_referenced_elsewhere(tensor) and not self._equals_host(index, tensor):
+            if shares_storage(tensor) and not self._equals_host(index, tensor):
                 raise ExactnessError(
                     f"a reference to {self._store.names[index]} was kept after its unit's forward: {AS_IS}"
                 )
-        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if _is_referenced_elsewhere(tensor)]
+        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if shares_storage(tensor)]
         return bool(self._old_copies)
 
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))
-
-
-def _is_referenced_elsewhere(tensor: Tensor) -> bool:
-    """Whether anything but our own list refers to a tensor's storage."""
-    return shares_storage(tensor)
