@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ExactnessError
+from ..memory.parameters import true_grad_fn
 from ..memory.unit_store import UnitStore
 
 Gradients = tuple[Tensor | None, ...]
@@ -52,6 +54,16 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
     node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
     node._set_sequence_nr(LEAF_PRIORITY)  # Rule 2
     return outputs
+
+
+def check_not_recorded(output: Tensor, name: str) -> None:
+    """Raise if autograd recorded an in-place write to a stand-in: another node than the bridge's made it then."""
+    node = true_grad_fn(output)
+    if output.requires_grad and (node is None or node.name() != "HostDeviceBridgeBackward"):
+        raise ExactnessError(
+            f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
+            "write to it under torch.no_grad()"
+        )
 
 
 class CastUses:

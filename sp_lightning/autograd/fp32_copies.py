@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..compat.references import shares_storage
 from ..errors import ExactnessError
-from ..memory.parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
+from ..memory.parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.unit_store import UnitStore, same_bytes
-from .bridge import Gradients, Receive, connect
+from .bridge import Gradients, Receive, check_not_recorded, connect
 
 AS_IS = 'earlier steps did not do that; set wire_dtype="as-is" to send the weight in FP32'
 
@@ -51,11 +51,8 @@ class FullPrecisionCopies:
 
     def tensor(self, index: int) -> FullPrecisionStandIn:
         """Return the copy of this weight for this visit; the first call brings it up (Rule 1)."""
-        if index not in self.copies:
-            self.copies[index] = self._bring_up(index)
-        return self.copies[index]
-
-    def _bring_up(self, index: int) -> FullPrecisionStandIn:
+        if index in self.copies:
+            return self.copies[index]
         store, parameter = self._store, self._store.params[index]
         device = store.storage.device
         with torch.inference_mode(False), torch.no_grad():
@@ -70,6 +67,7 @@ class FullPrecisionCopies:
 
         made: Any = stand_in(connect(store, receive, views)[index], parameter, [False])
         made.__class__ = FullPrecisionStandIn
+        self.copies[index] = made
         return cast(FullPrecisionStandIn, made)
 
     def check_source(self, index: int, receive: Any) -> None:
@@ -91,11 +89,7 @@ class FullPrecisionCopies:
             index, tensor = self.copies.popitem()
             data = tensor.detach()
             if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
-                if tensor.requires_grad and true_grad_fn(tensor).name() != "HostDeviceBridgeBackward":
-                    raise ExactnessError(
-                        f"{self._store.names[index]} was written in place while autograd recorded, which a leaf that "
-                        "requires grad cannot be: write to it under torch.no_grad()"
-                    )
+                check_not_recorded(tensor, self._store.names[index])
                 self._store.write_back(index, data)
                 self._store.mark_stale()
                 self._written.add(index)

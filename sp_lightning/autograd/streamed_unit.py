@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,13 +27,14 @@ from ..core.sizing import UnitBytes
 from ..errors import ExactnessError
 from ..memory.footprint import UnitHostBytes
 from ..memory.layout import aligned
-from ..memory.parameters import stand_in, true_data, true_grad_fn, true_version
+from ..memory.parameters import stand_in, true_data, true_version
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
-from .bridge import CastUses, Gradients, Receive, connect
+from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies
 
 _hooks = torch._C._autograd
+_requires_grad = operator.attrgetter("requires_grad")
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
@@ -73,7 +75,7 @@ class StandIns:
 
         True: it changed, so other parameters train than before.
         """
-        trainable = [parameter.requires_grad for parameter in self.store.params]
+        trainable = list(map(_requires_grad, self.store.params))
         changed = trainable != self._trainable and bool(self._trainable)
         if not changed and self.outputs:
             return False
@@ -191,7 +193,7 @@ class StandIns:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             if now != before:
-                self._check_recorded(index)
+                check_not_recorded(self.outputs[index], self.store.names[index])
                 self.store.write_back(index)
             elif self.data_exposed[0]:
                 self._write_back_if_differs(index)
@@ -242,18 +244,6 @@ class StandIns:
     def _references(self) -> int:
         """Count the references to the stand-ins themselves, from Python and from C++."""
         return sum(map(sum, references(self.outputs)))
-
-    def _check_recorded(self, index: int) -> None:
-        output, name = self.outputs[index], self.store.names[index]
-        if output.requires_grad and not self._is_of_bridge(output):
-            raise ExactnessError(
-                f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
-                "write to it under torch.no_grad()"
-            )
-
-    def _is_of_bridge(self, output: Tensor) -> bool:
-        node = true_grad_fn(output)
-        return node is not None and node.name() == "HostDeviceBridgeBackward"
 
     def _write_back_if_differs(self, index: int) -> None:
         host, field = true_data(self.store.params[index]), self.store.layout.fields[index]
