@@ -85,8 +85,7 @@ class Offload:
     def finish(self) -> None:
         """Drop all device tensors: no unit saves any more."""
         self.active = False
-        self._left += self._visit.values()
-        self._visit = {}
+        self._left, self._visit = [*self._left, *self._visit.values()], {}
         self.let_go()
 
     def backward_done(self) -> None:
