@@ -8,8 +8,11 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    it once and passes it to an operator that autocast casts for. Units that are compiled, as a whole or in part, are
    left out: compiled code reads weights unnoticed, and has to find modules unchanged.
 2. *Seen.* During a visit ``module._parameters`` is a dictionary that notices every read of the weight: by a hook, by
-   another module, through ``named_parameters()``, by a function that reads its type. Only the module's own forward is
-   given the weight unnoticed, if autocast is on and no mode, transform or trace observes operators.
+   another module, through ``named_parameters()``, by a function that reads its type. Only for the module's own forward
+   a plain dictionary with the weight takes its place, if autocast is on, no mode, transform or trace observes
+   operators, and no other tensor is in the weight's place (``torch.func.functional_call``). The host parameter could
+   not stay there instead, with reads left to weight_reads.py: ``.data``, ``detach()``, a copy of the module and code
+   outside of torch would find the bytes on the host, and a write would miss those on the device.
 3. *Recorded.* In the first pass of a kind that makes gradients all weights travel as they are. A weight qualifies if
    its forward ran once in the graph, cast to one type, and nothing else read it. Recomputation in backward is counted
    separately; a forward that makes no gradient may run any number of times.
@@ -23,7 +26,9 @@ bits are the same as long as the operator is all that ever sees the weight. So:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -38,39 +43,101 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 NAME = "weight"
 
 
-class CastCandidate:
-    """One weight that may travel in autocast's type, and the uses that were counted."""
+class Entry(Protocol):
+    """The entry in front of a module's forward (runtime/entries.py)."""
 
-    def __init__(self, unit: StreamedUnit, index: int, on_given_up: Callable[[], None]) -> None:
+    module: nn.Module
+    forward: Callable[..., Any]
+    hidden: bool
+
+
+class CastCandidate:
+    """One weight that may travel in autocast's type: the uses that were counted, and its guard during visits (Rule 2).
+
+    The guard stands in the places of the module's parameters and of its forward.
+    """
+
+    def __init__(self, unit: StreamedUnit, entry: Entry, hides_entry: bool, on_change: Callable[[], None]) -> None:
         self.unit = unit
-        self.index = index
+        self.module = entry.module
+        self.index = unit.store.index_of[id(self.module._parameters[NAME])]
         self.dtype: torch.dtype | None = None  # autocast's, in all of its uses
         self.seen_in: set[bool] = set()  # kinds of passes that ran its forward: with gradients, without
         self.given_up = False
-        self._forward_runs = 0  # in this pass, recorded by autograd
-        self._runs_in_backward = 0  # recorded too, by a recomputation
-        self._runs = 0  # all
+        self.on = False  # whether the guard is in place
+        self._entry = entry
+        self._hides_entry = hides_entry  # whether the entry is out of the way during visits
+        self._forward = entry.forward
+        self._parameters: dict[str, Any] = self.module._parameters
+        self._guard = GuardedParameters(self._parameters, self.give_up)
+        self._on_change = on_change  # the weight may have to travel in another type from now on
         self._device = unit.store.storage.device.type
-        self._on_given_up = on_given_up
+        self.forget_pass()
 
-    def use(self, args: Any, kwargs: Any) -> Tensor | None:
+    def hide(self) -> None:
+        """Begin a visit, in which the entry is out of the way by now: put the guard in place."""
+        if self._hides_entry and not self._entry.hidden:
+            self.give_up()  # user code put another forward in front
+        if self.given_up:
+            return
+        self.on = True
+        self.module.__dict__["_parameters"] = self._guard
+        self._entry.forward = self  # for a call of the module that begins the visit
+        if self._hides_entry:
+            self.module.__dict__["forward"] = self  # and for those within one
+
+    def show(self) -> None:
+        """End a visit, or the guard's part in it: put back the module's parameters and forward."""
+        if self.on:
+            self.on = False
+            if self.module.__dict__["_parameters"] is self._guard:
+                self.module.__dict__["_parameters"] = self._parameters
+            self._entry.forward = self._forward
+            if self.module.__dict__.get("forward") is self:
+                del self.module.__dict__["forward"]
+
+    @never_compiled_hook
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weight = self._use(args, kwargs)
+        if weight is None:
+            return self._forward(*args, **kwargs)
+        places = self.module.__dict__
+        places["_parameters"] = {**self._parameters, NAME: weight}
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            places["_parameters"] = self._guard if self.on else self._parameters
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")
+
+    def _use(self, args: Any, kwargs: Any) -> Tensor | None:
         """Count a call of the module's forward; return the weight for it, or None to have its read noticed (Rule 2)."""
-        stand_ins = self.unit.stand_ins
-        dtype = None if kwargs or len(args) != 1 or type(args[0]) is not Tensor else self._cast_to()
-        if dtype is None or self.dtype not in (None, dtype) or self.given_up or not stand_ins.bound:
+        stand_ins, dtype = self.unit.stand_ins, None
+        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and stand_ins.bound and not self.given_up:
+            now = self._parameters.get(NAME)
+            if now is stand_ins.outputs[self.index] or now is self.unit.store.params[self.index]:
+                dtype = self._cast_to()
+        if dtype is None or self.dtype not in (None, dtype):
             self.give_up()
             return None
         self.dtype = dtype
+        self._runs += 1
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        self._count(recorded)
+        if recorded and in_backward():
+            self._runs_in_backward += 1
+        elif recorded:
+            self._forward_runs += 1
         output = stand_ins.outputs[self.index]
-        uses = stand_ins.uses.get(self.index)
-        if uses is None:
+        if self.index not in self.unit.store.autocast:
             return output
         if not recorded or not output.requires_grad:
             return output.detach()  # like a cast without autograd: ``requires_grad`` decides on kernels
         use = output.view_as(output)
-        use.grad_fn.register_prehook(uses.arrive)  # type: ignore[union-attr]
+        use.grad_fn.register_prehook(functools.partial(stand_ins.uses.arrive, self.index))  # type: ignore[union-attr]
         return use
 
     def _cast_to(self) -> torch.dtype | None:
@@ -86,32 +153,23 @@ class CastCandidate:
         dtype = torch.get_autocast_dtype(self._device)
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
-    def _count(self, recorded: bool) -> None:
-        self._runs += 1
-        if recorded:
-            if in_backward():
-                self._runs_in_backward += 1
-            else:
-                self._forward_runs += 1
-
     def give_up(self) -> None:
         """Let the weight travel as it is, for good: it is read elsewhere, or not cast by its forward (Rule 5)."""
         if not self.given_up:
             self.given_up = True
             with quietly():
                 self.unit.stand_ins.expose(self.index)
-            self._on_given_up()
+            self._on_change()
 
-    def learn(self, gradients: bool) -> bool:
-        """Record the uses in a finished pass (Rule 3); return whether it was the first such pass to use the weight."""
+    def learn(self, gradients: bool) -> None:
+        """Record the uses in a finished pass, which made gradients or not (Rule 3)."""
         several = self._forward_runs > 1 or self._runs_in_backward > 1
-        new = self._runs > 0 and gradients not in self.seen_in
-        if self._runs > 0:
+        if self._runs and gradients not in self.seen_in:
             self.seen_in.add(gradients)
+            self._on_change()
         if several and self.trainable:
             self.give_up()
         self.forget_pass()
-        return new
 
     def travels_cast(self, trained: bool) -> bool:
         """Whether the weight qualifies; of a trainable one, once the model trains, only passes with gradients tell."""
@@ -132,125 +190,34 @@ class CastCandidate:
 
     def forget_pass(self) -> None:
         """Reset the counts, of a pass that was recorded or broken off."""
-        self._runs = self._forward_runs = self._runs_in_backward = 0
-
-
-class Front(Protocol):
-    """The entry in front of a module's forward (runtime/entries.py)."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-
-
-class WeightReadGuard:
-    """A stand-in for a module's parameters and its forward during a visit of its unit (Rule 2)."""
-
-    def __init__(self, weight: CastCandidate, front: Front, hides: Any) -> None:
-        self.weight = weight
-        self.module = front.module
-        self._front = front
-        self._hides = hides  # the entry, if it is out of the way during a visit; else None
-        self._forward = front.forward
-        self.on = False
-        self.parameters = GuardedParameters(weight, front.module._parameters)
-
-    def hide(self) -> None:
-        """Begin a visit: put the guard in place, and the entry out of the way."""
-        if self._hides is not None:
-            self._hides.hide()
-            if not self._hides.hidden:
-                self.weight.give_up()  # user code put another forward in front
-        if self.weight.given_up:
-            return
-        self.on = True
-        self.module.__dict__["_parameters"] = self.parameters
-        self._front.forward = self  # for a call of the module that begins the visit
-        if self._hides is not None:
-            self.module.__dict__["forward"] = self  # and for those within one
-
-    def show(self) -> None:
-        """End a visit: put back the module's parameters and the entry."""
-        self.step_aside()
-        if self._hides is not None:
-            self._hides.show()
-
-    def step_aside(self) -> None:
-        """Put back the module's parameters and forward: reads are not noticed in the rest of the visit."""
-        if self.on:
-            self.on = False
-            if self.module.__dict__["_parameters"] is self.parameters:
-                self.module.__dict__["_parameters"] = self.parameters.guarded
-            self._front.forward = self._forward
-            if self.module.__dict__.get("forward") is self:
-                del self.module.__dict__["forward"]
-
-    @never_compiled_hook
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.parameters.given = self.weight.use(args, kwargs)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self.parameters.given = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.module, "forward")
+        self._forward_runs = 0  # in this pass, recorded by autograd
+        self._runs_in_backward = 0  # recorded too, by a recomputation
+        self._runs = 0  # all
 
 
 class GuardedParameters(dict[str, Any]):
     """A module's parameters, with reads of the weight noticed. The dictionary is empty: calls go to ``guarded``."""
 
-    def __init__(self, weight: CastCandidate, guarded: dict[str, Any]) -> None:
+    def __init__(self, guarded: dict[str, Any], on_read: Callable[[], None]) -> None:
         super().__init__()
-        self.weight = weight
         self.guarded = guarded
-        self.given: Tensor | None = None  # to the next read, which is that of the module's own forward
-
-    def opened(self) -> dict[str, Any]:
-        """Give the weight up, and return the guarded parameters, for a call that may read or write it."""
-        self.weight.give_up()
-        return self.guarded
-
-    def __getitem__(self, name: str) -> Any:
-        if name != NAME:
-            return self.guarded[name]
-        given = self.given
-        if given is None:
-            return self.opened()[name]
-        self.given = None
-        return given
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.guarded
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.guarded)
-
-    def __len__(self) -> int:
-        return len(self.guarded)
-
-    def keys(self) -> Any:
-        return self.guarded.keys()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.opened(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.opened().__reduce_ex__(protocol)
+        self.on_read = on_read
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _noticed(name: str) -> Callable[..., Any]:
+    """Make the method of this name: it calls ``on_read`` first unless it reads names only, or another parameter."""
+
     def call(self: GuardedParameters, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.opened(), name)(*args, **kwargs)
+        if name not in ("__contains__", "__iter__", "__len__", "keys") and (name != "__getitem__" or args == (NAME,)):
+            self.on_read()
+        return getattr(self.guarded, name)(*args, **kwargs)
 
     return call
 
 
-for _name in set(dir(dict)) - set(vars(GuardedParameters)) - set(dir(object)) | {"__eq__", "__ne__", "__repr__"}:
-    if not _name.startswith("__class"):
-        setattr(GuardedParameters, _name, _passed_on(_name))
+_OF_OBJECT = set(dir(object)) - {"__eq__", "__ne__", "__repr__", "__reduce_ex__"}
+for _name in set(dir(dict)) - _OF_OBJECT - {"__class_getitem__"}:
+    setattr(GuardedParameters, _name, _noticed(_name))
 
 
 class AutocastWeights:
@@ -259,50 +226,42 @@ class AutocastWeights:
     def __init__(self, enabled: bool, change: Callable[[StreamedUnit, dict[int, torch.dtype]], None]) -> None:
         self.enabled = enabled
         self._change = change
-        self._weights: dict[StreamedUnit, list[CastCandidate]] = {}
-        self._by_parameter: dict[int, CastCandidate] = {}
-        self._guards: list[WeightReadGuard] = []
+        self._weights: dict[int, CastCandidate] = {}  # by id of the parameter
         self._compiling: set[StreamedUnit] = set()  # something was compiled in a visit of them
         self._known: set[Any] = set()  # kinds of passes that were recorded (Rule 3)
         self._kind: Any = None
         self._dirty = False  # whether some weight may travel in another type than it should
 
-    def guard(self, front: Front, units: list[StreamedUnit], hides: Any) -> WeightReadGuard | None:
-        """Make the guard of a module for visits, if its weight may travel cast (Rule 1).
+    def guard(self, entry: Entry, units: list[StreamedUnit], hides_entry: bool) -> None:
+        """Have a module's parameters guarded in visits, if its weight may travel cast (Rule 1).
 
-        ``hides``: the entry, if it is out of the way during visits.
+        ``hides_entry``: whether the entry is out of the way during visits.
         """
-        parameters = front.module._parameters
+        module, parameters = entry.module, entry.module._parameters
         weight = parameters.get(NAME)
-        if not self.enabled or type(front.module) not in LAYERS or len(set(units)) != 1 or weight is None:
-            return None
+        if not self.enabled or type(module) not in LAYERS or len(set(units)) != 1 or weight is None:
+            return
         if any(type(p) not in (HostParameter, type(None)) for p in parameters.values()):
-            return None
-        if (
-            weight.dtype is not torch.float32
-            or getattr(front.forward, "__func__", None) is not type(front.module).forward
-        ):
-            return None
-        unit, index = units[0], units[0].store.index_of[id(weight)]
-        if sum(at == index for at, _ in unit.stand_ins.slots) != 1:
-            return None
-        watched = self._by_parameter[id(weight)] = CastCandidate(unit, index, self._given_up)
-        self._weights.setdefault(unit, []).append(watched)
-        self._guards.append(WeightReadGuard(watched, front, hides))
-        return self._guards[-1]
+            return
+        if weight.dtype is not torch.float32 or getattr(entry.forward, "__func__", None) is not type(module).forward:
+            return
+        candidate = CastCandidate(units[0], entry, hides_entry, self._mark_dirty)
+        if sum(at == candidate.index for at, _ in units[0].stand_ins.slots) == 1:
+            self._weights[id(weight)] = candidate
+            units[0].stand_ins.hidden.append(candidate)
 
-    def _given_up(self) -> None:
+    def _mark_dirty(self) -> None:
         self._dirty = True
 
     def read(self, parameter: Tensor) -> None:
         """Note that a parameter is read outside of its module (weight_reads.py)."""
-        if (weight := self._by_parameter.get(id(parameter))) is not None:
+        if (weight := self._weights.get(id(parameter))) is not None:
             weight.give_up()
 
     def stop(self) -> None:
         """Let all weights travel as they are: compiled code is about to read some (Rule 1)."""
         self.enabled = False
-        self._leave_out(self._weights)
+        self._leave_out({weight.unit for weight in self._weights.values()})
 
     def compilation_begins(self) -> None:
         """Leave out the units being visited, whose weights the code that is about to be compiled may read.
@@ -310,7 +269,7 @@ class AutocastWeights:
         Other units that run the same code and find it compiled already are not left out: it reads no weight, or it
         would be compiled for each of them. So a compilation in the visit of another unit leaves out all units.
         """
-        units = {guard.weight.unit for guard in self._guards if guard.on}
+        units = {weight.unit for weight in self._weights.values() if weight.on}
         if units <= self._compiling or not self._compiling:
             self._leave_out(units)
             self._compiling |= units
@@ -318,58 +277,62 @@ class AutocastWeights:
             self.stop()
 
     def _leave_out(self, units: Collection[StreamedUnit]) -> None:
-        for guard in self._guards:
-            if guard.weight.unit in units:
-                guard.weight.give_up()
-                guard.step_aside()
+        for weight in self._weights.values():
+            if weight.unit in units:
+                weight.give_up()
+                weight.show()
 
     def begin_pass(self, kind: Any) -> None:
         """Record the uses of the pass before, and change types for a pass of this kind (Rules 3 and 4)."""
         if not self._weights:
             return
         listen_to_compilations(self)
-        if self._kind is not None:
+        was_recorded = self._kind is not None
+        if was_recorded:
             self._known.add(self._kind)
-            for weight in self._all():
-                self._dirty = weight.learn(self._kind[1]) or self._dirty  # read after ``learn``, which may set it
-        recorded_before = self._recorded()
+            for weight in self._weights.values():
+                weight.learn(self._kind[1])
         self._kind = (kind, torch.is_grad_enabled())
-        if self._dirty or self._recorded() is not recorded_before:
-            self._change_types()
+        recorded = self._kind in self._known or not self._kind[1]
+        if self._dirty or recorded is not was_recorded:
+            self._forget_those_never_cast()
+            self._change_types(recorded)
 
     def interrupt(self) -> None:
         """Forget the counts of a pass that was broken off."""
         self._kind = None
-        for weight in self._all():
+        for weight in self._weights.values():
             weight.forget_pass()
 
-    def _recorded(self) -> bool:
-        return self._kind is not None and (self._kind in self._known or not self._kind[1])
+    def _forget_those_never_cast(self) -> None:
+        for key, weight in list(self._weights.items()):
+            if weight.given_up and weight.dtype is None and not weight.on:
+                weight.unit.stand_ins.hidden.remove(weight)
+                del self._weights[key]
 
-    def _change_types(self) -> None:
+    def _change_types(self, recorded: bool) -> None:
         self._dirty = False
         trained = any(gradients for _, gradients in self._known)
-        for unit, weights in self._weights.items():
+        types: defaultdict[StreamedUnit, dict[int, torch.dtype]] = defaultdict(dict)
+        for weight in self._weights.values():
+            of_unit = types[weight.unit]
+            if recorded and weight.dtype is not None and weight.travels_cast(trained):
+                of_unit[weight.index] = weight.dtype
+        for unit, of_unit in types.items():
             self._dirty = unit.stand_ins.full_precision.check_old_copies() or self._dirty
-            types: dict[int, torch.dtype] = {}
-            if self._recorded():
-                types = {w.index: w.dtype for w in weights if w.dtype is not None and w.travels_cast(trained)}
-            if types == unit.store.autocast:
+            if of_unit == unit.store.autocast:
                 continue
             if unit.movable and not unit.store.remembered():
-                self._change(unit, types)
+                self._change(unit, of_unit)
             else:
                 self._dirty = True
 
     @property
     def copied_nbytes(self) -> int:
         """Lower bound of the bytes that autograd saved of autocast's own copies of weights in this pass."""
-        return sum(weight.copied_nbytes for weight in self._all())
+        return sum(weight.copied_nbytes for weight in self._weights.values())
 
     def backward_done(self) -> None:
         """End a backward: drop what its gradients left behind."""
-        for unit in self._weights:
+        for unit in {weight.unit for weight in self._weights.values()}:
             unit.stand_ins.backward_done()
-
-    def _all(self) -> Iterator[CastCandidate]:
-        return (weight for weights in self._weights.values() for weight in weights)

@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,6 +30,8 @@ import torch
 from ..errors import ExactnessError
 from ..memory.unit_store import UnitStore
 from .streamed_unit import StreamedUnit
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def in_backward() -> bool:
@@ -91,11 +94,8 @@ class BackwardPass:
         if torch._C._current_graph_task_id() != self._task:
             return False
         self._complete.add(unit)
-        whole = not unit.stand_ins.full_precision.gradients_split and all(
-            param.requires_grad for param in unit.store.params
-        )
-        whole = whole and not unit.store.is_shared()
-        may_step = whole and unit in self._never_revisited
+        whole = not unit.stand_ins.full_precision.gradients_split and all(map(_requires_grad, unit.store.params))
+        may_step = whole and not unit.store.is_shared() and unit in self._never_revisited
         if may_step:
             self._stepping[unit.store] = None
         return may_step and not self._in_scope

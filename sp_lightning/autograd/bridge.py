@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ExactnessError
+from ..memory.parameters import true_grad_fn
 from ..memory.unit_store import UnitStore
 
 Gradients = tuple[Tensor | None, ...]
@@ -54,25 +56,33 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
     return outputs
 
 
+def check_not_recorded(output: Tensor, name: str) -> None:
+    """Raise if autograd recorded an in-place write to a stand-in: another node than the bridge's made it then."""
+    node = true_grad_fn(output)
+    if output.requires_grad and (node is None or node.name() != "HostDeviceBridgeBackward"):
+        raise ExactnessError(
+            f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
+            "write to it under torch.no_grad()"
+        )
+
+
 class CastUses:
-    """The gradients of one weight that travels in autocast's type, by its uses in a graph (Rule 4)."""
+    """The gradients of a unit's weights that travel in autocast's type, by their uses in a graph (Rule 4)."""
 
     def __init__(self) -> None:
-        self._arrived: dict[int, list[Tensor]] = {}  # by the number of autograd's task
+        self._arrived: dict[tuple[int, int], list[Tensor]] = {}  # by the number of autograd's task, and by weight
 
-    def arrive(self, grads: Gradients) -> Gradients:
+    def arrive(self, index: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
         if grads[0] is not None:
-            self._arrived.setdefault(torch._C._current_graph_task_id(), []).append(grads[0])
+            self._arrived.setdefault((torch._C._current_graph_task_id(), index), []).append(grads[0])
         return (None,)
 
-    def sum(self) -> Tensor | None:
-        """Return and forget the sum of the gradients that arrived in the running task of autograd."""
-        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
-        if arrived is None:
-            return None
-        if len(arrived) == 1:
-            return arrived[0]
+    def sum(self, index: int) -> Tensor | None:
+        """Return and forget the sum of a weight's gradients that arrived in the running task of autograd."""
+        arrived = self._arrived.pop((torch._C._current_graph_task_id(), index), [])
+        if len(arrived) < 2:
+            return arrived[0] if arrived else None
         total = arrived[0].float()
         for grad in arrived[1:]:
             total = total + grad.float()

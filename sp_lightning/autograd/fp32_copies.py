@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..compat.references import shares_storage
 from ..errors import ExactnessError
-from ..memory.parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
+from ..memory.parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.unit_store import UnitStore, same_bytes
-from .bridge import Gradients, Receive, connect
+from .bridge import Gradients, Receive, check_not_recorded, connect
 
 AS_IS = 'earlier steps did not do that; set wire_dtype="as-is" to send the weight in FP32'
 
@@ -42,28 +42,17 @@ class FullPrecisionCopies:
     def __init__(self, store: UnitStore, receive: Receive) -> None:
         self._store = store
         self._receive = receive
-        self._enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
+        self.enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
         self._written: set[int] = set()  # those of them that model code wrote
         self.copies: dict[int, FullPrecisionStandIn] = {}  # of this visit
         self._old_copies: list[tuple[int, Tensor]] = []  # of earlier visits
         self._sources: dict[tuple[int, int], Any] = {}  # by task and weight: the receiver of its gradient
         self.gradients_split = False  # whether a copy's gradient came by itself in this backward
 
-    def enable(self, index: int) -> None:
-        """Have a copy of this weight in every visit from now on."""
-        self._enabled.add(index)
-
-    def is_enabled(self, index: int) -> bool:
-        """Whether every visit has a copy of this weight."""
-        return index in self._enabled
-
     def tensor(self, index: int) -> FullPrecisionStandIn:
         """Return the copy of this weight for this visit; the first call brings it up (Rule 1)."""
-        if index not in self.copies:
-            self.copies[index] = self._bring_up(index)
-        return self.copies[index]
-
-    def _bring_up(self, index: int) -> FullPrecisionStandIn:
+        if index in self.copies:
+            return self.copies[index]
         store, parameter = self._store, self._store.params[index]
         device = store.storage.device
         with torch.inference_mode(False), torch.no_grad():
@@ -78,6 +67,7 @@ class FullPrecisionCopies:
 
         made: Any = stand_in(connect(store, receive, views)[index], parameter, [False])
         made.__class__ = FullPrecisionStandIn
+        self.copies[index] = made
         return cast(FullPrecisionStandIn, made)
 
     def check_source(self, index: int, receive: Any) -> None:
@@ -99,11 +89,7 @@ class FullPrecisionCopies:
             index, tensor = self.copies.popitem()
             data = tensor.detach()
             if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
-                if tensor.requires_grad and true_grad_fn(tensor).name() != "HostDeviceBridgeBackward":
-                    raise ExactnessError(
-                        f"{self._store.names[index]} was written in place while autograd recorded, which a leaf that "
-                        "requires grad cannot be: write to it under torch.no_grad()"
-                    )
+                check_not_recorded(tensor, self._store.names[index])
                 self._store.write_back(index, data)
                 self._store.mark_stale()
                 self._written.add(index)
@@ -116,7 +102,7 @@ class FullPrecisionCopies:
 
     def clear(self) -> None:
         """Have no copies in later visits: the unit's types changed."""
-        self._enabled.clear()
+        self.enabled.clear()
         self._written.clear()
 
     def check_old_copies(self) -> bool:
@@ -125,17 +111,12 @@ class FullPrecisionCopies:
         True: some are referenced elsewhere, and have to be checked again.
         """
         for index, tensor in self._old_copies:
-            if _is_referenced_elsewhere(tensor) and not self._equals_host(index, tensor):
+            if shares_storage(tensor) and not self._equals_host(index, tensor):
                 raise ExactnessError(
                     f"a reference to {self._store.names[index]} was kept after its unit's forward: {AS_IS}"
                 )
-        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if _is_referenced_elsewhere(tensor)]
+        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if shares_storage(tensor)]
         return bool(self._old_copies)
 
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))
-
-
-def _is_referenced_elsewhere(tensor: Tensor) -> bool:
-    """Whether anything but our own list refers to a tensor's storage."""
-    return shares_storage(tensor)

@@ -34,6 +34,7 @@ class OffloadedTensor:
     first: int  # byte of an aligned block at which the tensor begins
     host: Tensor
     arrived: Any  # event on the down stream: the copy is on the host; a way up that begins earlier carries old bytes
+    source: Tensor | None  # the device tensor, kept for the copy (Rule 2); detached, as it may lead to what saved it
     uses: int = 1
     overtaken: bool = False  # Rule 2
     unpacks_left: int = 0  # until the device copy can be dropped
@@ -50,8 +51,7 @@ class Offload:
         self.counters = counters
         self.active = False  # whether a unit's forward is running, whose saved tensors go down
         self._visit: dict[Any, OffloadedTensor] = {}  # saved by the running unit
-        self._leaving: list[tuple[Tensor, OffloadedTensor]] = []  # its device tensors, kept for their copies (Rule 2)
-        self._left: list[tuple[Tensor, OffloadedTensor]] = []  # those of the unit before
+        self._left: list[OffloadedTensor] = []  # by the unit before
         self._streams: list[Any] = []  # on which units were called (Rule 4)
         self._on_host: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
         self._not_unpacked: set[OffloadedTensor] = set()  # on the device again, or on their way
@@ -69,25 +69,23 @@ class Offload:
         """End a unit's forward; return what it saved. Drops the device tensors of the unit before (Rule 2)."""
         self.active = False
         self.let_go()
-        self._left, self._leaving = self._leaving, []
-        saved = list(self._visit.values())
-        self._visit = {}
-        return saved
+        self._left, self._visit = list(self._visit.values()), {}
+        return self._left
 
     def let_go(self) -> None:
         """Order the caller's stream after the copies of the unit before, and drop its device tensors."""
         if self._left:
             with self.counters.listener.waiting("activations"):
-                for tensor, saved in self._left:
+                for saved in self._left:
                     saved.arrived.wait(self.device.compute)
-                    saved.overtaken = tensor._version != saved.version
+                    saved.overtaken = saved.source is not None and saved.source._version != saved.version
+                    saved.source = None
         self._left = []
 
     def finish(self) -> None:
         """Drop all device tensors: no unit saves any more."""
         self.active = False
-        self._left += self._leaving
-        self._leaving, self._visit = [], {}
+        self._left, self._visit = [*self._left, *self._visit.values()], {}
         self.let_go()
 
     def backward_done(self) -> None:
@@ -115,6 +113,7 @@ class Offload:
         saved = self._visit.get(key)
         if saved is None:
             saved = self._visit[key] = self._send(tensor, span)
+            self._record_streams(saved)
         else:
             saved.uses += 1
         return saved
@@ -130,24 +129,22 @@ class Offload:
         arrived = self.device.send_down([(host.view(torch.uint8), span.view(torch.uint8))], under_way)
         self.counters.bytes_offloaded += nbytes
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        saved = OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived)
-        self._leaving.append((tensor, saved))
-        self._record_streams()
+        saved = OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived, tensor.detach())
         self._on_host.add(saved)
         return saved
 
-    def _record_streams(self) -> None:
+    def _record_streams(self, latest: OffloadedTensor) -> None:
         """Tell the allocator that the down stream reads tensors of several streams (Rule 4).
 
         The stream that waits for a copy need not be the one that the memory belongs to.
         """
-        if self.device.compute not in self._streams:
+        first_seen = self.device.compute not in self._streams
+        if first_seen:
             self._streams.append(self.device.compute)
-            if len(self._streams) > 1:
-                for tensor, _ in (*self._left, *self._leaving):
-                    tensor.record_stream(self.device.down)
-        elif len(self._streams) > 1:
-            self._leaving[-1][0].record_stream(self.device.down)
+        if len(self._streams) > 1:
+            for saved in (*self._left, *self._visit.values()) if first_seen else (latest,):
+                if saved.source is not None:
+                    saved.source.record_stream(self.device.down)
 
     def fetch(self, saved: OffloadedTensor) -> None:
         """Start a saved tensor's way up, if it has not begun."""

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType, ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -40,13 +40,15 @@ from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
 from ..memory.unit_store import SavedBytes, UnitStore
 from .offload import Offload, OffloadedTensor
-from .saved_tensors import tensors_in
+from .saved_tensors import SHARED, reachable, tensors_in
 
 Call = Callable[..., Any]
 # Attributes of a module that forward does not change, or that are restored in another way.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks".split()
-_SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of an object has in common with it
+_MODULE_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks".split()
+_WEIGHT_HOOKS = "_backward_hooks _post_accumulate_grad_hooks".split()
+# What a copy has as it is.
+_ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype, type(None))
 
 
 class Recompute:
@@ -54,9 +56,8 @@ class Recompute:
 
     def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
         self._offload = offload
-        self._anchor = torch.empty(
-            0, device=device.torch_device
-        )  # tells the checkpoint of which device to restore the random state
+        # Tells the checkpoint of which device to restore the random state.
+        self._anchor = torch.empty(0, device=device.torch_device)
         self._written = written
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
 
@@ -78,7 +79,7 @@ class Recompute:
         known = name in self._leaves_alone
         clones = {} if known else _argument_clones((args, kwargs))
         offloaded = before.offload_arguments(self._offload) if self._offload is not None and known else []
-        passed, kept = _versions(tensors_in((args, kwargs))), _versions(before.kept_attributes())
+        passed = _versions(tensors_in((args, kwargs)))
         first = [(args, kwargs)]  # the closure refers to them no longer than the first run takes
 
         def forward(_anchor: Tensor) -> Any:
@@ -90,7 +91,7 @@ class Recompute:
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
         changed = _changed(passed)
-        if _changed(kept):
+        if _changed(before.kept):
             raise ExactnessError(
                 f"{name} changes a tensor in place that one of its modules keeps as an attribute, so its forward "
                 "cannot run again; register it as a buffer, or use activations='keep' or 'offload'"
@@ -107,7 +108,7 @@ class Recompute:
             self._leaves_alone.add(name)
         if self._offload is not None and not known:
             offloaded = before.offload_arguments(self._offload)
-        before.rely_on(store, kept)
+        before.rely_on(store)
         return output, offloaded
 
 
@@ -142,6 +143,69 @@ class Written:
             self._records[-1].setdefault(key, before.clone())
 
 
+class _State:
+    """What a unit's forward may change beside its arguments and weights (Rule 1), as it is now."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        numpy = sys.modules.get("numpy")
+        self._random = random.getstate(), numpy and numpy.random.get_state()
+        self.device, self._dtype, self._kernels = (
+            torch.get_default_device(),
+            torch.get_default_dtype(),
+            kernel_choices(),
+        )
+        self.attributes = [(m, {name: v for name, v in vars(m).items() if name not in _FIXED}) for m in modules]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+        places = [m._parameters for m in modules if type(m._parameters) is dict]  # else a guard's: autocast_weights.py
+        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = [(place, dict(place)) for place in places]
+        weights = {id(p): p for place in places for p in map(_host, place.values()) if p is not None}.values()
+        with quietly():
+            self._hooks = [
+                (owner, name, dict(getattr(owner, name) or ()))
+                for owners, names in ((modules, _MODULE_HOOKS), (weights, _WEIGHT_HOOKS))
+                for owner in owners
+                for name in names
+            ]
+
+    def copied(self, memo: dict[int, Any]) -> _State:
+        """Return the same state in copies of what a forward may change; what several values share stays shared."""
+        made = copy.copy(self)
+        made.attributes = [(module, _copies(values, memo)) for module, values in self.attributes]
+        made._buffers = [
+            (place, {name: value if value is None else value.detach().clone() for name, value in buffers.items()})
+            for place, buffers in self._buffers
+        ]
+        made._parameters = [(p, {name: _host(value) for name, value in then.items()}) for p, then in self._parameters]
+        return made
+
+    def restore(self) -> None:
+        """Put all of it back, except the default device, which is a context."""
+        python, numpy = self._random
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+        torch.set_default_dtype(self._dtype)
+        choose_kernels(self._kernels)
+        for module, values in self.attributes:
+            own = vars(module)
+            for name in own.keys() - _FIXED - values.keys():
+                del own[name]
+            own.update(values)
+        for place, buffers in self._buffers:
+            place.clear()
+            place.update(buffers)
+        for place, then in self._parameters:
+            for name, value in then.items():
+                if place.get(name, value) is not value and _host(place[name]) is not _host(value):
+                    place[name] = value
+        with quietly():
+            for owner, name, before in self._hooks:
+                hooks = getattr(owner, name)
+                if hooks is not None and hooks.keys() != before.keys():
+                    hooks.clear()
+                    hooks.update(before)
+
+
 class _ForwardSnapshot:
     """A snapshot of all that Rule 1 names, taken before a forward.
 
@@ -152,40 +216,26 @@ class _ForwardSnapshot:
     def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
         self._name = name
         self._written = written
-        self._foreign = dict(_foreign(root))
-        memo = {**self._foreign}  # what several values share stays shared
+        self._modules = list(root.modules())
+        now = _State(self._modules)
+        values = [value for _, attributes in now.attributes for value in attributes.values()]
+        self._foreign = _foreign(values, self._modules)
+        reached = reachable([value for value in values if id(value) not in self._foreign])
+        attributes = [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
+        self.kept = _versions(attributes)  # tensors that modules keep as attributes, or in them
+        memo = {**self._foreign}
         self._arguments = _copied((args, kwargs), memo)
+        self._before = now.copied(memo)
         self.weights: dict[Any, Tensor] = {}
-        self._random = _random_states()
-        self._defaults = _Defaults()
-        self._modules = [(module, _copies(_own_attributes(module), memo)) for module in root.modules()]
-        self._buffers = [
-            (module._buffers, name, buffer.detach().clone())
-            for module, _ in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._parameters = [
-            (places, name, _host(value))
-            for module, _ in self._modules
-            if type(places := module._parameters) is dict  # else it is a guard's, in a visit: autocast_weights.py
-            for name, value in places.items()
-        ]
-        self._hooks = [(hooks, set(hooks)) for module, _ in self._modules for _, hooks in _hooks_of(module)]
         self._now: list[contextlib.ExitStack] = []  # in a second run: what puts back the state of now
         self._offload: Offload | None = None
         self._changes = False  # whether forward changes its arguments
         self._memo = memo  # of the copies for the running second run
         self._relied_on: list[tuple[Tensor, int]] = []  # must not change between the runs; each with its version
-        self._weights_at: list[tuple[Tensor, int]] = []  # the same for the addresses of the weights' data
+        self._weights: list[Tensor] = []  # of the unit
+        self._addresses: list[int] = []  # of the weights' data: must not change either
         self._cast: dict[Any, SavedBytes] = {}  # the bytes of weights that travel in autocast's type
         self._memory: object = None  # says that this graph needs the unit's layout (unit_store.py, Rule 8)
-
-    def kept_attributes(self) -> list[Tensor]:
-        """Find the tensors that modules keep as attributes, or in them: neither weights nor buffers."""
-        values = (value for _, attributes in self._modules for value in attributes.values())
-        reached = _reachable([value for value in values if id(value) not in self._foreign])
-        return [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
 
     def replace(self, clones: dict[int, Tensor]) -> None:
         """Put clones in the places of arguments that the first run changed, by the ids of these."""
@@ -204,16 +254,16 @@ class _ForwardSnapshot:
         self._offload = offload
         return offloaded
 
-    def rely_on(self, store: UnitStore | None, kept: list[tuple[Tensor, int]]) -> None:
+    def rely_on(self, store: UnitStore | None) -> None:
         """Note the tensors that must not change until the second run (Rule 2); offload.py watches those it sent."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
-            self._relied_on = [*_versions(map(_host, tensors_in(here))), *kept]
             if store is not None:
-                self._relied_on += _versions(store.params)
-                self._weights_at = [(weight, weight.data_ptr()) for weight in store.params]
+                self._weights = list(store.params)
+                self._addresses = list(map(Tensor.data_ptr, self._weights))
                 self._cast = {(store, index): store.contents[index] for index in store.autocast}
                 self._memory = store.memory
+            self._relied_on = [*_versions([*map(_host, tensors_in(here)), *self._weights]), *self.kept]
 
     def _refuse(self) -> NoReturn:
         raise ExactnessError(
@@ -245,86 +295,24 @@ class _ForwardSnapshot:
 
     def __enter__(self) -> None:
         with quietly():
-            changed = bool(_changed(self._relied_on)) or any(p.data_ptr() != at for p, at in self._weights_at)
-            by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
-            changed = changed or any(self._cast[key].before is not None for key in by_others)
-        if changed:
+            changed = bool(_changed(self._relied_on)) or list(map(Tensor.data_ptr, self._weights)) != self._addresses
+        by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
+        if changed or any(self._cast[key].before is not None for key in by_others):
             self._refuse()
-        now = contextlib.ExitStack()
+        now, before = contextlib.ExitStack(), _State(self._modules)
         self._now = [now]
-        now.callback(self._restorer())
-        _set_random_states(self._random)
+        now.callback(before.restore)
+        now.callback(setattr, self._written, "restored", self._written.restored)
         self._memo = {**self._foreign}
-        for module, attributes in self._modules:
-            _set_attributes(module, _copies(attributes, self._memo))
-        for place, name, before in self._buffers:
-            place[name] = before.clone()
-        for places, name, before in self._parameters:
-            if name in places and _host(places[name]) is not before:
-                places[name] = before
-        for hooks, known in self._hooks:
-            for key in hooks.keys() - known:
-                del hooks[key]
+        self._before.copied(self._memo).restore()
         self._written.restored = self.weights
-        now.enter_context(self._defaults.restored())
+        if self._before.device != before.device:
+            now.enter_context(self._before.device)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._now.pop().close()
-
-    def _restorer(self) -> Callable[[], None]:
-        """Return a function that puts back the state of now."""
-        states = _random_states()
-        attributes = [(module, _own_attributes(module)) for module, _ in self._modules]
-        buffers = [(place, name, place.get(name)) for place, name, _ in self._buffers]
-        parameters = [(places, name, places[name]) for places, name, _ in self._parameters if name in places]
-        of_modules = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
-        of_weights = [(p, {name: set(hooks) for name, hooks in _hooks_of(p)}) for *_, p in self._parameters]
-        restored = self._written.restored
-
-        def restore() -> None:
-            _set_random_states(states)
-            for module, own in attributes:
-                _set_attributes(module, own)
-            for place, name, buffer in buffers:
-                place[name] = buffer
-            for places, name, value in parameters:
-                places[name] = value
-            for hooks, then in of_modules:
-                if hooks.keys() != then.keys():
-                    hooks.clear()
-                    hooks.update(then)
-            for parameter, known in of_weights:
-                for name, hooks in _hooks_of(parameter):
-                    for key in hooks.keys() - known.get(name, set()):
-                        del hooks[key]
-            self._written.restored = restored
-
-        return restore
-
-
-class _Defaults:
-    """torch's defaults at the time of construction (Rule 1)."""
-
-    def __init__(self) -> None:
-        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
-        self._kernels = kernel_choices()
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set these defaults within the context."""
-        now = _Defaults()
-        with contextlib.nullcontext() if self._device == now._device else self._device:
-            self._set()
-            try:
-                yield
-            finally:
-                now._set()
-
-    def _set(self) -> None:
-        torch.set_default_dtype(self._dtype)
-        choose_kernels(self._kernels)
 
 
 def _host(parameter: Any) -> Any:
@@ -332,38 +320,18 @@ def _host(parameter: Any) -> Any:
     return parameter.host if isinstance(parameter, DeviceParameter) else parameter
 
 
-def _hooks_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks of a module, or of a parameter, by kind."""
-    with quietly():
-        for name in _HOOKS:
-            hooks = getattr(owner, name, None)
-            if hooks is not None:
-                yield name, hooks
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _FIXED}
-
-
-def _foreign(root: nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yield, by id, attributes that lead to modules outside of the unit: a trainer, say (Rule 1)."""
-    own = {id(module) for module in root.modules()}
-    values = (value for module in root.modules() for value in _own_attributes(module).values())
+def _foreign(values: list[Any], modules: list[nn.Module]) -> dict[int, Any]:
+    """Find, by id, the values that lead to other modules than these: a trainer, say (Rule 1)."""
+    own, found = set(map(id, modules)), {}
     for value in values:
-        objects = hasattr(value, "__dict__") and not isinstance(value, (type, *_SHARED))
-        if objects and any(isinstance(item, nn.Module) and id(item) not in own for item in _reachable(value)):
-            yield id(value), value
+        objects = hasattr(value, "__dict__") and not isinstance(value, (type, *SHARED))
+        if objects and any(isinstance(item, nn.Module) and id(item) not in own for item in reachable(value)):
+            found[id(value)] = value
+    return found
 
 
-def _copies(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    return {name: _copied(value, memo) for name, value in attributes.items()}
-
-
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    own = vars(module)
-    for name in _own_attributes(module).keys() - attributes.keys():
-        del own[name]
-    own.update(attributes)
+def _copies(values: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, _ATOMS) else _copied(value, memo) for name, value in values.items()}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -371,18 +339,20 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
     Containers of parameters are shared as well: stand-ins are put into them (streamed_unit.py).
     """
-    if value is None or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype)):
+    if isinstance(value, _ATOMS):
         return value
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, tuple):
         made = [_copied(item, memo) for item in value]
-        if all(new is old for new, old in zip(made, value, strict=True)):
+        if all(map(operator.is_, made, value)):
             return value
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-    if isinstance(value, (list, dict, set)) and _holds_parameters(value):
-        return value
-    for shared in _reachable(value):
+    if isinstance(value, (list, dict, set)):
+        items = value.values() if isinstance(value, dict) else value
+        if any(isinstance(item, nn.Parameter) for item in items):
+            return value
+    for shared in reachable(value):
         memo[id(shared)] = shared
     known = set(memo)
     try:
@@ -417,7 +387,7 @@ def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
     elif isinstance(made, dict):
         made.update((key, _copied(item, memo)) for key, item in dict.items(value))
     own = getattr(made, "__dict__", {})
-    own.update({name: _copied(item, memo) for name, item in own.items()})
+    own.update(_copies(own, memo))
     return made
 
 
@@ -428,7 +398,7 @@ def _carries_gradient(value: Any) -> bool:
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Rebuild tuples, lists and dicts with ``change`` applied to the values in them."""
     if type(value) in (tuple, list):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)([_mapped(item, change) for item in value])
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)
@@ -458,42 +428,3 @@ def _argument_clones(arguments: Any) -> dict[int, Tensor]:
         and tensor.storage_offset() == 0  # aligned as a new allocation is
         and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())
     }
-
-
-def _holds_parameters(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value
-    return any(isinstance(item, nn.Parameter) for item in items)
-
-
-def _reachable(value: Any) -> list[Any]:
-    """Find what a copy shares with its original: tensors, modules, and Python's modules, which lead to everything."""
-    found, stack, seen = [], [value], set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, _SHARED):
-            found.append(item)
-        elif id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, dict):
-                stack += dict.values(item)  # a registry's own ``values`` may import what it names
-            elif isinstance(item, (list, tuple, set)):
-                stack += item
-            elif isinstance(item, MethodType):
-                stack.append(item.__self__)
-            elif isinstance(item, functools.partial):
-                stack += (item.func, item.args, item.keywords)
-            elif hasattr(item, "__dict__") and not isinstance(item, type):
-                stack += vars(item).values()
-    return found
-
-
-def _random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy and numpy.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    python, numpy = states
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)

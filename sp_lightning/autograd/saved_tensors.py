@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from types import MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,55 +27,56 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
+from ..memory.unit_store import SavedBytes
 from .dynamo import never_compiled_hook
 from .offload import Offload, OffloadedTensor
 from .streamed_unit import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+SHARED = (Tensor, torch.nn.Module, ModuleType)  # what a copy of an object has in common with it
 _hooks = torch._C._autograd
 _disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-class SavedWeight:
+class SavedWeight(NamedTuple):
     """A note of a saved tensor's place in a unit's buffer (Rule 1)."""
 
-    __slots__ = (
-        *("build", "bytes", "conjugate", "device_version", "dtype", "host_version", "index", "memory", "negative"),
-        *("offset", "shape", "stride", "unit", "whole"),
-    )
+    unit: StreamedUnit
+    weight: int  # its index
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    conjugate: bool  # which operators apply to the bytes
+    negative: bool
+    host_version: int
+    device_version: int
+    build: int
+    memory: object
+    bytes: SavedBytes | None  # of a view, and of a weight that travelled cast; else the weight's own at unpacking
 
-    def __init__(self, unit: StreamedUnit, tensor: Tensor, whole: bool) -> None:
-        self.unit = unit
-        self.dtype = tensor.dtype
-        self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # which operators apply to the bytes
-        self.index = unit.store.field_at(self.offset * tensor.element_size())
-        self.host_version = unit.store.version(self.index)
-        self.device_version = true_version(unit.stand_ins.outputs[self.index])
-        self.build = unit.stand_ins.build
-        self.memory = unit.store.memory
-        self.whole = whole  # the weight itself, not a view of it
-        stays = not self.whole or self.index in unit.store.autocast
-        self.bytes = unit.store.contents[self.index] if stays else None
-
-    def is_of(self, tensor: Tensor, whole: bool) -> bool:
-        """Whether the note is the one that saving this tensor now would give; both begin at the same element."""
-        store, stand_ins = self.unit.store, self.unit.stand_ins
-        return (
-            self.memory is store.memory
-            and self.whole is whole
-            and self.dtype is tensor.dtype
-            and self.shape == tensor.shape
-            and self.stride == tensor.stride()
-            and self.conjugate == tensor.is_conj()
-            and self.negative == tensor.is_neg()
-            and self.build == stand_ins.build
-            and self.host_version == store.version(self.index)
-            and self.device_version == true_version(stand_ins.outputs[self.index])
-            and (self.bytes is None or self.bytes is store.contents[self.index])
+    @classmethod
+    def of(cls, unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
+        """Note the place of a tensor: a weight of the unit, or a view of one."""
+        store, stand_ins, whole = unit.store, unit.stand_ins, isinstance(tensor, DeviceParameter)
+        place = store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
+        offset: int = place.storage_offset()  # type: ignore[assignment]
+        index = store.field_at(offset * place.element_size())
+        return cls(
+            unit,
+            index,
+            offset,
+            place.dtype,
+            place.shape,
+            place.stride(),
+            place.is_conj(),
+            place.is_neg(),
+            store.version(index),
+            true_version(stand_ins.outputs[index]),
+            stand_ins.build,
+            store.memory,
+            None if whole and index not in store.autocast else store.contents[index],
         )
 
     def tensor(self) -> Tensor:
@@ -81,10 +84,10 @@ class SavedWeight:
         store, first = self.unit.store, self.offset
         storage = store.storage
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
-            store.saved_again.add(self.index)
+            store.saved_again.add(self.weight)
         if self.bytes is not None and self.bytes.before is not None:
-            storage = store.bytes_before(self.index, self.bytes.before)
-            first -= store.layout.fields[self.index].offset // self.dtype.itemsize
+            storage = store.bytes_before(self.weight, self.bytes.before)
+            first -= store.layout.fields[self.weight].offset // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
         tensor = empty.set_(storage, first, self.shape, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
@@ -93,49 +96,24 @@ class SavedWeight:
     def check(self) -> None:
         """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
         store, stand_ins = self.unit.store, self.unit.stand_ins
-        if self.index in store.autocast:
+        if self.weight in store.autocast:
             return
-        host = store.version(self.index)
-        device = true_version(stand_ins.outputs[self.index]) if stand_ins.build == self.build else self.device_version
+        host = store.version(self.weight)
+        device = true_version(stand_ins.outputs[self.weight]) if stand_ins.build == self.build else self.device_version
         if host != self.host_version or device != self.device_version:
             written_on_host = host != self.host_version
             now, then = (host, self.host_version) if written_on_host else (device, self.device_version)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{store.names[self.index]} is at version {now}; expected version {then} instead"
+                f"{store.names[self.weight]} is at version {now}; expected version {then} instead"
             )
 
 
-def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
-    """Return a note of a tensor's place; reuse the last one while it holds, since whole weights are saved often."""
-    whole = isinstance(tensor, DeviceParameter)
-    place = unit.store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
-    before: SavedWeight | None = unit.store.saved.get(place.storage_offset())  # type: ignore[arg-type]
-    if before is not None and before.is_of(place, whole):
-        return before
-    made = SavedWeight(unit, place, whole)
-    unit.store.keep_saved(made.index, made.offset, made)
-    return made
-
-
-class SavedActivation:
+class SavedActivation(NamedTuple):
     """A saved tensor that stays where it is, with its version: autograd checks none of what goes through hooks."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # a saved result leads to its node: neither would ever be freed
-        self.version = true_version(tensor)
-
-    def unpacked(self) -> Tensor:
-        """Return the tensor; raise if it was written in place since it was saved (Rule 3)."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; "
-                f"expected version {self.version} instead"
-            )
-        return self.tensor
+    tensor: Tensor  # detached: a saved result leads to its node, and neither would ever be freed
+    version: int
 
 
 class SavedTensors:
@@ -157,7 +135,9 @@ class SavedTensors:
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
         outer = _hooks._top_saved_tensors_default_hooks(False)
-        hooks = (self._pack, self._unpack) if outer is None else self._composed(name, *outer)
+        hooks: tuple[Pack, Unpack] = self._pack, self._unpack
+        if outer is not None:
+            hooks = partial(self._pack_in_front, outer[0]), partial(self._unpack_in_front, name, outer[1])
         _hooks._push_saved_tensors_default_hooks(*hooks)
         self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
         torch.autograd.graph.disable_saved_tensors_hooks = self._disabled
@@ -204,9 +184,9 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._unit_of(tensor)
         if unit is not None:
-            return saved_weight(unit, tensor)
+            return SavedWeight.of(unit, tensor)
         packed = self._offload.pack(tensor)
-        return SavedActivation(tensor) if packed is tensor else packed
+        return SavedActivation(tensor.detach(), true_version(tensor)) if packed is tensor else packed
 
     @never_compiled_hook
     def _unpack(self, saved: Any) -> Tensor:
@@ -216,42 +196,57 @@ class SavedTensors:
             return saved.tensor()
         if type(saved) is OffloadedTensor:
             return self._offload.unpack(saved)
-        return saved.unpacked()  # type: ignore[no-any-return]
+        tensor, version = saved
+        if tensor._version != version:  # Rule 3
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                "instead"
+            )
+        return tensor  # type: ignore[no-any-return]
 
-    def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
-        @never_compiled_hook
-        def pack(tensor: Tensor) -> Any:
-            unit = self._unit_of(tensor)
-            return unit and saved_weight(unit, tensor), outer_pack(tensor)
+    @never_compiled_hook
+    def _pack_in_front(self, outer_pack: Pack, tensor: Tensor) -> Any:
+        unit = self._unit_of(tensor)
+        return unit and SavedWeight.of(unit, tensor), outer_pack(tensor)
 
-        @never_compiled_hook
-        def unpack(pair: Any) -> Tensor:
-            saved, packed = pair
-            if saved is not None:
-                self._require(saved.unit)
-                saved.check()
-            try:
-                return outer_unpack(packed)
-            except CheckpointError as error:
-                raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
-
-        return pack, unpack
+    @never_compiled_hook
+    def _unpack_in_front(self, name: str, outer_unpack: Unpack, pair: Any) -> Tensor:
+        saved, packed = pair
+        if saved is not None:
+            self._require(saved.unit)
+            saved.check()
+        try:
+            return outer_unpack(packed)
+        except CheckpointError as error:
+            raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Find all tensors in a value: in sequences, mappings, dataclasses and attributes of plain objects."""
-    stack, seen = [value], set()
+def tensors_in(value: Any) -> list[Tensor]:
+    """Find all tensors in a value that no module leads to."""
+    return [item for item in reachable(value) if isinstance(item, Tensor)]
+
+
+def reachable(value: Any) -> list[Any]:
+    """Find what a copy of a value shares with it: tensors, modules, and Python's modules, which lead to everything.
+
+    Looks into sequences, sets, mappings, bound methods, partial functions and attributes of plain objects.
+    """
+    found, stack, seen = [], [value], set()
     while stack:
         item = stack.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (str, bytes, int, float, bool, type(None), type, torch.nn.Module)) or id(item) in seen:
-            continue
-        else:
+        if isinstance(item, SHARED):
+            found.append(item)
+        elif id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, dict):
-                stack.extend(item.values())
+                stack += dict.values(item)  # a registry's own ``values`` may import what it names
             elif isinstance(item, (list, tuple, set, frozenset)):
-                stack.extend(item)
-            elif hasattr(item, "__dict__"):
-                stack.extend(vars(item).values())
+                stack += item
+            elif isinstance(item, MethodType):
+                stack.append(item.__self__)
+            elif isinstance(item, partial):
+                stack += (item.func, item.args, item.keywords)
+            elif hasattr(item, "__dict__") and not isinstance(item, type):
+                stack += vars(item).values()
+    return found

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,13 +27,14 @@ from ..core.sizing import UnitBytes
 from ..errors import ExactnessError
 from ..memory.footprint import UnitHostBytes
 from ..memory.layout import aligned
-from ..memory.parameters import stand_in, true_data, true_grad_fn, true_version
+from ..memory.parameters import stand_in, true_data, true_version
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
-from .bridge import CastUses, Gradients, Receive, connect
+from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies
 
 _hooks = torch._C._autograd
+_requires_grad = operator.attrgetter("requires_grad")
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
@@ -61,7 +63,7 @@ class StandIns:
         self.build = -1  # number of times that the stand-ins were made anew
         self.outputs: list[Tensor] = []
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
-        self.uses: dict[int, CastUses] = {}  # of the hidden stand-ins, by index
+        self.uses = CastUses()  # of the hidden stand-ins
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
@@ -73,13 +75,13 @@ class StandIns:
 
         True: it changed, so other parameters train than before.
         """
-        trainable = [parameter.requires_grad for parameter in self.store.params]
+        trainable = list(map(_requires_grad, self.store.params))
         changed = trainable != self._trainable and bool(self._trainable)
         if not changed and self.outputs:
             return False
         assert not self.bound
-        self.uses = {index: CastUses() for index in self.store.autocast}
-        receive, views = self._receiver(self.uses), self.store.device_views()
+        self.uses = CastUses()
+        receive, views = self._receiver(self.uses, list(self.store.autocast)), self.store.device_views()
         self.outputs = [  # the only reference to them: references are counted below
             stand_in(output, parameter, self.data_exposed)
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
@@ -91,15 +93,15 @@ class StandIns:
         self.store.own_aliases, self._own_references = self.store.aliases(), self._references()
         return changed
 
-    def _receiver(self, uses: dict[int, CastUses]) -> Receive:
+    def _receiver(self, uses: CastUses, indices: list[int]) -> Receive:
         """Return the receiver of the bridge's gradients: it adds those of hidden stand-ins, which come by ``uses``."""
-        if not uses:
+        if not indices:
             return self.receive
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             merged = list(grads)
-            for index, weight_uses in uses.items():
-                total = weight_uses.sum()
+            for index in indices:
+                total = uses.sum(index)
                 if total is not None:
                     merged[index] = total
                     self.full_precision.check_source(index, receive)
@@ -112,12 +114,13 @@ class StandIns:
         if self.bound:
             return
         for index, slot in self.slots:
-            if index in self.store.autocast:
-                if self.full_precision.is_enabled(index):
-                    slot.set(self.full_precision.tensor(index))
-            elif slot.get() is self.store.params[index]:
+            if slot.get() is not self.store.params[index]:
+                continue
+            if index not in self.store.autocast:
                 slot.set(self.outputs[index])
                 self._bound_slots += 1
+            elif index in self.full_precision.enabled:
+                slot.set(self.full_precision.tensor(index))
         for entry in self.hidden:
             entry.hide()
         self.bound = True
@@ -131,7 +134,7 @@ class StandIns:
             now = slot.get()
             if now is self.outputs[index] or self.full_precision.copies.get(index, self) is now:
                 slot.set(self.store.params[index])
-        for entry in self.hidden:
+        for entry in reversed(self.hidden):
             entry.show()
         self.full_precision.end_visit()
         self._bound_slots = 0
@@ -141,10 +144,10 @@ class StandIns:
         """Put a full-precision copy into the slots of a weight with a hidden stand-in, from now on (Rule 6)."""
         if index not in self.store.autocast:
             return
-        self.full_precision.enable(index)
+        self.full_precision.enabled.add(index)
         if self.bound:
             for at, slot in self.slots:
-                if at == index:
+                if at == index and slot.get() is self.store.params[index]:
                     slot.set(self.full_precision.tensor(index))
 
     def stand_in(self, index: int) -> Tensor:
@@ -160,8 +163,7 @@ class StandIns:
 
     def backward_done(self) -> None:
         """End a backward: all gradients have arrived."""
-        for uses in self.uses.values():
-            uses.clear()
+        self.uses.clear()
         self.full_precision.backward_done()
 
     def forget(self) -> None:
@@ -191,7 +193,7 @@ class StandIns:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             if now != before:
-                self._check_recorded(index)
+                check_not_recorded(self.outputs[index], self.store.names[index])
                 self.store.write_back(index)
             elif self.data_exposed[0]:
                 self._write_back_if_differs(index)
@@ -242,18 +244,6 @@ class StandIns:
     def _references(self) -> int:
         """Count the references to the stand-ins themselves, from Python and from C++."""
         return sum(map(sum, references(self.outputs)))
-
-    def _check_recorded(self, index: int) -> None:
-        output, name = self.outputs[index], self.store.names[index]
-        if output.requires_grad and not self._is_of_bridge(output):
-            raise ExactnessError(
-                f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
-                "write to it under torch.no_grad()"
-            )
-
-    def _is_of_bridge(self, output: Tensor) -> bool:
-        node = true_grad_fn(output)
-        return node is not None and node.name() == "HostDeviceBridgeBackward"
 
     def _write_back_if_differs(self, index: int) -> None:
         host, field = true_data(self.store.params[index]), self.store.layout.fields[index]

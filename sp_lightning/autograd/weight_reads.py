@@ -113,30 +113,33 @@ def release(finish: Callable[[], None]) -> None:
 @classmethod  # type: ignore[misc]
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    kwargs = kwargs or {}
+    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        if _is_about_parameter(func):
-            if _name_of(func) in _METADATA:
-                return func(*args, **kwargs)
-            _wait_steps(args, kwargs)
-            return _note_exposed(func(*args, **kwargs), args, kwargs)
-        hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter and owner_of(value).serving]
-        if not hosts:
-            hosts = _combined_on_device(func, args, kwargs)
-            if hosts:
-                return _call_with_stand_ins(func, args, kwargs, hosts)
-            _wait_steps(args, kwargs)
-            _report_read(args, kwargs)
-            return _note_exposed(func(*args, **kwargs), args, kwargs)
-        if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, owner_of(hosts[0]).torch_device):
-            _wait_steps(args, kwargs)
-            for host in hosts:
-                owner_of(host).mark_stale([host])
+        is_property = name in ("__get__", "__set__")
+        if is_property:
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_about_parameter = name not in _VIEWS if is_property else name in _ABOUT
+        if is_about_parameter and name in _METADATA:
             return func(*args, **kwargs)
-        if _computes_on_host(args, kwargs, owner_of(hosts[0]).torch_device):
-            _wait_steps(args, kwargs)
-            return _note_exposed(func(*args, **kwargs), args, kwargs)
-        return _call_with_stand_ins(func, args, kwargs, hosts)
+        hosts = _hosts(args, kwargs)
+        served = [] if is_about_parameter else [host for host in hosts if owner_of(host).serving]
+        if served:
+            device = owner_of(served[0]).torch_device
+            if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
+                _wait_steps(hosts)
+                for host in served:
+                    owner_of(host).mark_stale([host])
+                return func(*args, **kwargs)
+            if not _computes_on_host(args, kwargs, device):
+                return _call_with_stand_ins(func, args, kwargs, served)
+        elif not is_about_parameter and _are_combined_on_device(func, hosts, args, kwargs):
+            return _call_with_stand_ins(func, args, kwargs, hosts)
+        _wait_steps(hosts)
+        if not served and not is_about_parameter and torch.is_grad_enabled():
+            for host in hosts:
+                if host.requires_grad:
+                    owner_of(host).read_on_host(host)  # Rule 3
+        return _note_exposed(func(*args, **kwargs), hosts)
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
@@ -147,14 +150,12 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:
     """Whether any argument is a host parameter of which reads are given stand-ins now."""
-    return any(type(value) is HostParameter and owner_of(value).serving for value in _flat(args, kwargs))
+    return any(owner_of(host).serving for host in _hosts(args, kwargs))
 
 
 def lent(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with stand-ins for the host parameters among its arguments (Rule 1)."""
-    return _call_with_stand_ins(
-        func, args, kwargs, [value for value in _flat(args, kwargs) if type(value) is HostParameter]
-    )
+    return _call_with_stand_ins(func, args, kwargs, _hosts(args, kwargs))
 
 
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
@@ -168,33 +169,35 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
     return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
 
 
-def _combined_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Find the host parameters that user code combines with tensors on the device between steps (Rule 4)."""
-    hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
+def _are_combined_on_device(func: Any, hosts: list[Any], args: Any, kwargs: Any) -> bool:
+    """Whether user code combines the host parameters with tensors on the device between steps (Rule 4)."""
     if not hosts or not owner_of(hosts[0]).between_steps or _name(func) in _CROSSING:
-        return []
-    return hosts if _on_device(args, kwargs, owner_of(hosts[0]).torch_device) else []
+        return False
+    return _on_device(args, kwargs, owner_of(hosts[0]).torch_device)
 
 
 def _on_device(args: Any, kwargs: Any, device: torch.device) -> bool:
     """Whether any argument but the host parameters is a tensor on this device."""
-    others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-    return any(true_device(other) == device for other in others)
+    return any(true_device(other) == device for other in _others(args, kwargs))
 
 
-def _wait_steps(args: Any, kwargs: Any) -> None:
-    """Wait for pending steps of the parameters among the arguments (Rule 5)."""
+def _computes_on_host(args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
+    return any(other.dim() and true_device(other) != device for other in _others(args, kwargs))
+
+
+def _wait_steps(hosts: list[Any]) -> None:
+    """Wait for pending steps of host parameters (Rule 5)."""
     if _pending or in_backward():
-        for value in _flat(args, kwargs):
-            if type(value) is HostParameter:
-                owner_of(value).wait_step_of(value)
+        for host in hosts:
+            owner_of(host).wait_step_of(host)
 
 
-def _note_exposed(result: Any, args: Any, kwargs: Any) -> Any:
+def _note_exposed(result: Any, hosts: list[Any]) -> Any:
     """Return a function's result, and mark the parameters stale whose bytes it exposes (Rule 6)."""
-    for value in _flat(args, kwargs):
-        if type(value) is HostParameter and result is not value and _shares_bytes(result, value):
-            owner_of(value).mark_stale([value])
+    for host in hosts:
+        if result is not host and _shares_bytes(result, host):
+            owner_of(host).mark_stale([host])
     return result
 
 
@@ -207,20 +210,6 @@ def _shares_bytes(result: Any, parameter: Tensor) -> bool:
     return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule
 
 
-def _report_read(args: Any, kwargs: Any) -> None:
-    """Report a read on the host that a loss may depend on (Rule 3)."""
-    if torch.is_grad_enabled():
-        for value in _flat(args, kwargs):
-            if type(value) is HostParameter and value.requires_grad:
-                owner_of(value).read_on_host(value)
-
-
-def _computes_on_host(args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
-    others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-    return any(other.dim() and true_device(other) != device for other in others)
-
-
 def _flat(*values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
@@ -229,6 +218,14 @@ def _flat(*values: Any) -> Iterator[Any]:
             yield from _flat(*value.values())
         else:
             yield value
+
+
+def _hosts(*values: Any) -> list[Any]:
+    return [value for value in _flat(*values) if type(value) is HostParameter]
+
+
+def _others(*values: Any) -> list[Tensor]:
+    return [value for value in _flat(*values) if isinstance(value, Tensor) and type(value) is not HostParameter]
 
 
 def _replaced(value: Any, stand_ins: dict[int, Tensor]) -> Any:
@@ -246,17 +243,11 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", "")
 
 
-def _name_of(func: Any) -> str:
-    """Return the name of a function, or of the property that it gets or sets."""
-    name = _name(func)
-    return getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
-
-
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     name = _name(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
     written = (args[0] if in_place and args else None, kwargs.get("out"))
-    return any(type(value) is HostParameter for value in _flat(written))
+    return bool(_hosts(written))
 
 
 def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
@@ -264,11 +255,3 @@ def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -
     name = _name(func)
     from_device = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
     return from_device and device.type != "cpu"
-
-
-def _is_about_parameter(func: Any) -> bool:
-    """Whether a function is given the host parameter because it is about the parameter itself (Rule 2)."""
-    name = _name(func)
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
-    return name in _ABOUT

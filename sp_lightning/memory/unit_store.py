@@ -127,7 +127,6 @@ class UnitStore:
         self._wire_stamp: Any = None  # `_stamp` of the wire copies' sources, if they were converted before a fill
         self.contents: defaultdict[int, SavedBytes] = defaultdict(SavedBytes)  # by index of the parameter (Rule 8)
         self.memory = object()  # counts the references of graphs (Rule 8)
-        self.saved: dict[int, Any] = {}  # the last saved reference to each whole weight, by its first element
         self._own_references = self._references()
         self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
         self._parted: set[int] = set()  # indices of parameters whose stand-ins have memory of their own (Rule 10)
@@ -169,13 +168,7 @@ class UnitStore:
         return self._references() > self._own_references
 
     def _references(self) -> int:
-        self.saved.clear()
         return python_references(self.memory)
-
-    def keep_saved(self, index: int, first: int, saved: Any) -> None:
-        """Remember a saved reference for reuse, if it begins where a weight does; of parts there may be many."""
-        if first * self.layout.fields[index].dtype.itemsize == self._offsets[index]:
-            self.saved[first] = saved
 
     @property
     def host_nbytes(self) -> int:
@@ -208,7 +201,6 @@ class UnitStore:
 
         With ``kept`` the user's code still refers to the device bytes: then they are left to it.
         """
-        self.saved.clear()
         for parameter in self.params:
             unwatch(parameter)
         if self.residency is Residency.DEVICE and not kept:
@@ -452,7 +444,6 @@ class UnitStore:
         """Leave parameters' data that is no longer at these addresses to what autograd saved of it (Rule 8)."""
         for index, (then, now) in enumerate(zip(self._addresses, addresses, strict=False)):
             if then != now and index in self.contents and index not in self.autocast:
-                self.saved.clear()
                 storage, field = self._storages[index], self.host_layout.fields[index]
                 first = (then - storage.data_ptr()) // field.dtype.itemsize
                 with torch.inference_mode(False):

@@ -355,13 +355,13 @@ class Handle:
                 yield NoFlatten(module)
             if root is not None:
                 entry = UnitEntry(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
-                if guard := self.engine.autocast_weights.guard(entry, entry.units, None):
-                    root.stand_ins.hidden.append(guard)
+                self.engine.autocast_weights.guard(entry, entry.units, hides_entry=False)
                 yield entry
             elif owners:
                 part = ModuleEntry(module, self.engine, owners)
                 if len(owners) == 1:
-                    owners[0].stand_ins.hidden.append(self.engine.autocast_weights.guard(part, owners, part) or part)
+                    owners[0].stand_ins.hidden.append(part)
+                    self.engine.autocast_weights.guard(part, owners, hides_entry=True)
                 yield part
             elif isinstance(module, nn.TransformerEncoder):
                 yield EncoderFastPathEntry(module)

@@ -392,6 +392,31 @@ def test_a_late_loss_of_another_kind_is_exact(device, loss, window):
     check(layers, training(loss=loss), device, window=window)
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "recompute+offload"])
+@pytest.mark.parametrize("names", ["", "blocks.1"])
+@pytest.mark.parametrize("first", [0, LATE])
+def test_a_call_with_other_tensors_in_the_places_of_weights_uses_these(device, first, names, activations):
+    def run(net, device):
+        optimizer = sgd(net)
+        for step, x in enumerate(inputs(device, LATE + 4)):
+            if substituted := step >= first and step % 2 == first % 2:
+                others = {name: torch.full_like(p, 0.01).to(device) for name, p in net.named_parameters()}
+                others = {name: other.requires_grad_() for name, other in others.items() if names in name}
+            with autocast(device):
+                y = torch.func.functional_call(net, others, (x,)) if substituted else net(x)
+                loss = y.float().square().mean()
+            loss.backward()
+            yield (
+                loss,
+                [p.grad for p in net.parameters()],
+                [other.grad for other in others.values()] if substituted else [],
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(layers, run, device, activations=activations)
+
+
 class Counting(torch.overrides.TorchFunctionMode):
     """Computes from what it sees."""
 

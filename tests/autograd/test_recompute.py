@@ -12,6 +12,7 @@ import torch
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import models
 import sp_lightning
@@ -400,6 +401,85 @@ class Hooking(models.Block):
 
 def test_hooks_that_forward_registers_are_registered_once(device):
     check(models.stack_of(Hooking), training(), device, activations="recompute")
+
+
+class Once(models.Block):
+    """Has a hook that removes itself when it ran, and registers a buffer in each step's first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", x.detach().abs().mean(), persistent=False)
+            x = x * 2
+        return super().forward(x) * self.scale
+
+
+def test_a_hook_that_removes_itself_and_a_buffer_that_forward_registers_are_there_for_both_runs(device):
+    def run(net, device):
+        for x in inputs(device):
+            for block in net.blocks:
+                if hasattr(block, "scale"):
+                    del block.scale
+
+                def once(layer, args, at=block):
+                    at.handle.remove()
+                    return (args[0] * 0.5,)
+
+                block.handle = block.up.register_forward_pre_hook(once)
+            loss = squares(net, x)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+            yield [[block.scale, len(block.up._forward_pre_hooks)] for block in net.blocks]
+
+    check(models.stack_of(Once), run, device, activations="recompute")
+
+
+class Folded(nn.Module):
+    """A block with one weight in two layers, and a checkpoint of its own around one of them."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.up, self.again = nn.Linear(models.WIDTH, models.WIDTH), nn.Linear(models.WIDTH, models.WIDTH)
+        self.down = nn.Linear(models.WIDTH, models.WIDTH, bias=False)
+        self.again.weight = self.up.weight
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        y = checkpoint(self.within, self.up(x), use_reentrant=self.use_reentrant)
+        return x + self.down(self.again(y))
+
+    def within(self, x):
+        return torch.tanh(self.up(torch.tanh(self.down(x))))
+
+
+def penalised(net, x):
+    """Depends on its own gradient, which is differentiated in turn."""
+    x = x.requires_grad_()
+    loss = squares(net, x)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
+
+
+def under(dtype, loss):
+    """A loss that is computed under autocast with this type, or without autocast."""
+
+    def cast(net, x):
+        with torch.autocast(x.device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+            return loss(net, x)
+
+    return cast
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "offload"])
+@pytest.mark.parametrize("casts", [None, torch.bfloat16])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_a_unit_with_a_shared_weight(reentrant, casts, activations, device):
+    check(models.stack_of(lambda: Folded(reentrant)), training(under(casts, squares)), device, activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])
+@pytest.mark.parametrize("casts", [None, torch.bfloat16])
+def test_a_gradient_that_is_differentiated_in_turn(casts, activations, device):
+    check(blocks, training(under(casts, penalised)), device, activations=activations)
 
 
 @contextlib.contextmanager
