@@ -495,8 +495,9 @@ class Engine:
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether this unit's optimizer step may be running, or is still to come."""
-        ahead = self.gradient_return.ahead is not None and self.backward_pass.is_stepping(store)
-        return ahead or self.current_step.is_stepping(store)
+        beside_backward = self.gradient_return.ahead is not None and self.backward_pass.running
+        in_backward = beside_backward and self.backward_pass.is_stepping(store)
+        return in_backward or self.current_step.is_stepping(store)
 
     # ---- ends
 
