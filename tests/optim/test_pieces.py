@@ -143,7 +143,7 @@ def check_bits_with_threads(threads):
 @pytest.mark.parametrize("threads", [2, 3])
 def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads):
     # Half precision and NaNs show where a kernel split the work; the number of threads is the process's own.
-    code = f"import test_optimizer; test_optimizer.check_bits_with_threads({threads})"
+    code = f"import test_pieces; test_pieces.check_bits_with_threads({threads})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
