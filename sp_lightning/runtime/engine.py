@@ -40,8 +40,7 @@ from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import Residency, UnitStore
-from ..optim.deferred_step import CurrentStep
-from ..optim.step_in_backward import StepInBackward
+from ..optim.pending_step import PendingStep
 from ..options import Options
 from .gradients import GradientReturn
 from .window import Window
@@ -61,7 +60,8 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.current_step = CurrentStep(counters)
+        self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
+        self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
@@ -411,16 +411,16 @@ class Engine:
         with quietly():
             self._in_backward_from_here()
             self._last_in_backward = None
-            final = self.backward_pass.completed(unit) and not self._scopes
-            return self.gradient_return.receive(unit.store, node, grads, final)
+            final = self.backward_pass.completed(unit) and not self._scopes and self.current_step.takes_units
+            return self.gradient_return.receive(unit.store, node, grads, self.current_step if final else None)
 
     @property
     def gradients_are_final(self) -> bool:
         """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-        return not self.backward_pass.running and not self.current_step.is_under_way and self.gradient_return.idle
+        return not self.backward_pass.running and self.current_step.is_idle and self.gradient_return.idle
 
     def land(self) -> None:
-        """Wait until all gradients under way are in ``.grad``, and a deferred step is done."""
+        """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
         self.current_step.finish()
         if not self.gradient_return.idle:
             with quietly():
@@ -438,7 +438,7 @@ class Engine:
             self._needs_unit(self._by_parameter[id(parameter)])
 
     def _needs_unit(self, unit: StreamedUnit) -> None:
-        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None and not self._scopes)
+        self.backward_pass.needs_unit(unit, self.current_step.takes_units and not self._scopes)
 
     def _in_backward_from_here(self) -> None:
         if self.backward_pass.begin(self._backward_done):
@@ -446,16 +446,15 @@ class Engine:
             self.gradient_return.marks.clear()
             self.current_step.finish()
             self._enable_reads()
-        ahead = self.gradient_return.ahead
-        if ahead is not None and ahead.withheld is None and not self._scopes:
-            may_step = self.backward_pass.may_step(ahead, lambda: self._state_asked_for(ahead))
-            self.gradient_return.ahead = ahead if may_step else None
+        step = self.announced_step
+        if step is not None and step.in_backward and step is not self.current_step and not self._scopes:
+            self.begin_step(step)
+            step.takes_units = self.backward_pass.may_step(step, self._state_asked_for)
 
-    def _state_asked_for(self, ahead: StepInBackward) -> None:
-        """React to a read of the optimizer's state while it is guarded (step_in_backward.py, Rule 8)."""
+    def _state_asked_for(self) -> None:
+        """React to a read of the optimizer's state while it is guarded in backward (pending_step.py, Rule 6)."""
         if in_backward():
-            self.backward_pass.sees_state(ahead)
-            self.gradient_return.ahead = None
+            self.backward_pass.sees_state(self.current_step)
         else:
             self.land()
 
@@ -468,13 +467,18 @@ class Engine:
             self.counters.listener.idle()
             self.gradient_return.let_go()
             self.land()
-            if self.gradient_return.ahead is None:  # a step in backward checks before it steps the rest
+            if not self.current_step.takes_units:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self._disable_reads()
             self.settle()
             self.counters.listener.step_may_begin()
 
-    # ---- deferred steps (deferred_step.py)
+    # ---- an optimizer's step (pending_step.py)
+
+    def begin_step(self, step: PendingStep) -> None:
+        """Make a step the pending one, after the one before it."""
+        self.current_step.finish()
+        self.current_step = step
 
     def next_needed(self) -> list[UnitStore]:
         """List all units in the order in which the next forward needs them, as far as it is known."""
@@ -490,13 +494,12 @@ class Engine:
         """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(self._by_parameter[id(parameter)])
-        if self.current_step.is_under_way:
+        if self.current_step.is_deferred:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether this unit's optimizer step may be running, or is still to come."""
-        beside_backward = self.gradient_return.ahead is not None and self.backward_pass.running
-        in_backward = beside_backward and self.backward_pass.is_stepping(store)
+        in_backward = self.current_step.takes_units and self.backward_pass.is_stepping(store)
         return in_backward or self.current_step.is_stepping(store)
 
     # ---- ends

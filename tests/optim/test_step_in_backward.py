@@ -24,7 +24,7 @@ from sp_lightning.autograd.backward_pass import in_backward
 from sp_lightning.errors import ExactnessError
 from sp_lightning.lightning import user_hooks
 from sp_lightning.memory.unit_store import UnitStore
-from sp_lightning.optim.step_in_backward import HostThread
+from sp_lightning.optim.pending_step import HostThread
 from sp_lightning.runtime.window import Window
 
 ROOT = Path(__file__).parents[2]
@@ -552,7 +552,7 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
         gradient_return = store.owner.gradient_return
         if (
             in_backward()
-            and gradient_return.ahead is not None
+            and store.owner.current_step.takes_units
             and not gradient_return.taken.isdisjoint(map(id, store.params))
         ):
             fetched.append(store.unit.name)
