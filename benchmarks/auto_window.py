@@ -125,7 +125,7 @@ def run(shape, units, steps, **sizes):
         with sp_lightning.stream(net, DEVICE, units=["Block"], **sizes) as handle:
             for _ in range(steps + TIMED + 1):
                 starts.append(time.perf_counter())
-                with handle.steps.ahead(optimizer):
+                with handle.steps.overlapping(optimizer):
                     net(batch.to(DEVICE)).square().mean().backward()
                     optimizer.step()
                 optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """The running backward: which units' gradients are complete, and which units may be stepped before it ends.
 
-1. A unit may be stepped in backward (step_in_backward.py) once a whole backward was seen that did not come back to it
+1. A unit may be stepped in backward (pending_step.py) once a whole backward was seen that did not come back to it
    after its gradients were complete. A backward comes back to a unit if the graph also uses a weight detached, or if a
    hook reads a weight or changes its gradient. What was learned is forgotten when other weights become trainable. A
    backward that comes back to a unit already stepped is an error. Some units are never stepped in backward: those with
@@ -45,7 +45,7 @@ def at_leaf() -> bool:
 
 
 class StepBesideBackward(Protocol):
-    """An optimizer step that steps units while backward runs (step_in_backward.py)."""
+    """An optimizer step that steps units while backward runs (pending_step.py)."""
 
     given_up: str
 

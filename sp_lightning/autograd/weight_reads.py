@@ -11,8 +11,8 @@
    loss depends on it, gradients from the host and from the device are summed on the host, in another order.
 4. Between steps user code may combine a host parameter with buffers, or with results of a step, on the device (a
    pruning mask, an average). Stand-ins are given there too, and what is written to one goes down to the host.
-5. While an optimizer's step is pending (deferred_step.py), reading a host parameter's bytes, or borrowing the weight,
-   waits for the step of its unit. In a backward that has already stepped the unit (step_in_backward.py) the old bytes
+5. While an optimizer's step is pending (pending_step.py), reading a host parameter's bytes, or borrowing the weight,
+   waits for the step of its unit. In a backward that has already stepped the unit (pending_step.py) the old bytes
    are gone: an error, as in backward_pass.py, Rule 1.
 6. The result of a function may be a parameter's bytes: a view, a detached tensor, an array. They may be written through
    it at any time, unseen by the version counter, as if ``.data`` had been read.

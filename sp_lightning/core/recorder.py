@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -160,7 +161,7 @@ class _Pass:
 
 
 class _Work:
-    """A piece of work: marks both of its ends."""
+    """A piece of work: marks both of its ends. It may be done in parts, one after the other."""
 
     def __init__(self, entry: _Entry, entries: list[_Entry], now: Callable[[], Any]) -> None:
         self._entry = entry
@@ -172,7 +173,7 @@ class _Work:
 
     def __exit__(self, *_: object) -> None:
         self._entry.end = self._now()
-        self._entries.append(self._entry)
+        self._entries.append(copy.copy(self._entry))
 
 
 class _Wait:

@@ -377,9 +377,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         with handle.explaining():
             if not (self.lightning_module.automatic_optimization and self.options.optimizer_overlap):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
-            ahead = self._may_step_ahead(optimizer)
-            overlapping = handle.steps.ahead if ahead else handle.steps.held
-            with overlapping(optimizer, self._may_hold):
+            with handle.steps.overlapping(optimizer, self._may_hold, self._may_step_ahead(optimizer)):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
@@ -391,7 +389,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         return reason is None
 
     def _may_hold(self) -> bool:
-        """Decide whether the step may be deferred, to run beside the next forward (deferred_step.py).
+        """Decide whether the step may be deferred, to run beside the next forward (pending_step.py).
 
         It may if no hook runs in between that is likely to read weights. Any other code that reads weights waits for
         the step."""

@@ -2,9 +2,9 @@
 that are not final yet.
 
 1. A hook between backward and the optimizer step may read or change gradients. If there is one, no unit is stepped
-   while backward runs (step_in_backward.py).
+   while backward runs (pending_step.py).
 2. A hook between the optimizer step and the next forward may read weights. It would wait for the step, so that a
-   deferred step gains nothing (deferred_step.py). Some callbacks of Lightning are known to read no weights; a subclass
+   deferred step gains nothing (pending_step.py). Some callbacks of Lightning are known to read no weights; a subclass
    of one may read them.
 3. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
    object, may read anything.

@@ -78,7 +78,7 @@ class ParameterOwner(Protocol):
         """Raise an error if a read of this gradient in a backward would not find what it finds in a plain run."""
 
     def wait_step(self, store: Any) -> None:
-        """Wait for this unit's part of a deferred optimizer step (deferred_step.py)."""
+        """Wait for this unit's part of a deferred optimizer step (pending_step.py)."""
 
     def wait_step_of(self, parameter: Tensor) -> None:
         """Wait for a deferred optimizer step of this parameter's unit, before the parameter is read."""

@@ -469,7 +469,7 @@ class UnitStore:
         """Convert the wire copies as soon as the unit was stepped, on the thread that stepped it.
 
         No fill reads them then: the unit's gradients arrived after all fills. ``data_of_deferred`` is the data of
-        parameters that have none until their deferred step was waited for (deferred_step.py).
+        parameters that have none until their deferred step was waited for (pending_step.py).
         """
         if self._wire_offsets:
             stamp = self._stamp([data_of_deferred.get(index, parameter) for index, parameter in enumerate(self.params)])

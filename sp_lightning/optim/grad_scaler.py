@@ -6,7 +6,7 @@ module is streamed, a scaler whose optimizer has gradients on the host gets the 
 
 An optimizer that unscales by itself (torch's fused ones) reads the factor from its attributes, and would copy it in the
 same way. It gets a host copy too. The copy is its own, because the scaler writes to its factor after the step, which
-may be deferred (deferred_step.py).
+may be deferred (pending_step.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ update of these classes is elementwise: the same loop over pieces that fit into 
    and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
 """
 
+from collections import ChainMap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -40,7 +41,7 @@ from ..memory.parameters import HostParameter, true_device
 
 Group = dict[str, Any]
 State = dict[str, Any]
-Regrouped = tuple[list[Group], "ShadowState"]
+Regrouped = tuple[list[Group], Any]  # with their state
 
 # Exactly these classes: a subclass may do anything in its step.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -54,24 +55,12 @@ FEWEST_PIECES = 4
 LINE = 256
 
 
-class ShadowState(dict[Tensor, State]):
-    """The state of the pieces; state of parameters left whole is read, and created, in the optimizer itself."""
-
-    def __init__(self, whole: dict[Tensor, State]) -> None:
-        super().__init__()
-        self._whole = whole
-
-    def __missing__(self, param: Tensor) -> State:
-        return self._whole[param]
-
-
-class StepArguments(list[Any]):
-    """Replacement arguments of ``step``; they keep the caller's, for the hooks that run after the step."""
-
-    def __init__(self, shadow: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__([shadow])
-        self.caller_args = args
-        self.caller_kwargs = kwargs
+def shadow_of(optimizer: Optimizer) -> Any:
+    """Make a shadow of an optimizer, without its state: references to it are counted (state_guard.py, Rule 2)."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("state", None)
+    return shadow
 
 
 def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
@@ -85,8 +74,8 @@ class ShadowStep:
     def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
         self._regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        # Called after the closure; returns the groups and the state for the step itself. Other parameters may have been
-        # stepped in backward (step_in_backward.py), or their step may be deferred (deferred_step.py).
+        # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
+        # other parameters (pending_step.py).
         self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
@@ -106,34 +95,31 @@ class ShadowStep:
         already_replaced = args[0] is not optimizer
         if already_replaced or torch.compiler.is_compiling():
             return None
-        shadow = object.__new__(type(optimizer))
-        shadow.__dict__.update(optimizer.__dict__)
-        shadow.__dict__.pop("state", None)  # references to it are counted (state_guard.py, Rule 2)
+        shadow = shadow_of(optimizer)
+        shadow.called_with = args, kwargs
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
-            shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
+            shadow.param_groups, shadow.state = self._regroup(shadow)
             return loss
 
-        return StepArguments(shadow, args, kwargs), {"closure": closure_then_regroup}
+        return [shadow], {"closure": closure_then_regroup}
 
-    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: Any = None) -> None:
-        """Step these groups only, whose parameters have gradients, with the optimizer's state or the given one."""
-        shadow = object.__new__(type(optimizer))
-        shadow.__dict__.update(optimizer.__dict__)
-        shadow.param_groups = [group for group in groups if group["params"]]
-        if state is not None:
-            shadow.state = state
-        shadow.param_groups, shadow.state = self._regroup(shadow)  # type: ignore[assignment]
+    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: dict[Tensor, State]) -> None:
+        """Step these groups only, whose parameters have gradients, with this state."""
+        shadow = shadow_of(optimizer)
+        shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
+        shadow.param_groups, shadow.state = self._regroup(shadow)
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        if isinstance(args, StepArguments):
+        called_with = getattr(args[0], "called_with", None)
+        if called_with is not None:
+            args[:] = called_with[0]
             kwargs.clear()
-            kwargs.update(args.caller_kwargs)
-            args[:] = args.caller_args
+            kwargs.update(called_with[1])
 
 
 def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:
@@ -169,7 +155,7 @@ def fuse(optimizer: Optimizer) -> ShadowStep | None:
 
 
 def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
-    state = ShadowState(optimizer.state)
+    state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
 
@@ -205,7 +191,7 @@ def _regroup_fused(optimizer: Optimizer) -> Regrouped:
         chosen = {id(param) for param in fused}
         groups.append({**group, "params": [param for param in group["params"] if id(param) not in chosen]})
         groups.append({**group, "params": fused, "fused": True})
-    return groups, ShadowState(optimizer.state)
+    return groups, optimizer.state
 
 
 def _takes_the_loop(group: Group) -> bool:

@@ -1,10 +1,11 @@
 """An optimizer's state while parameters are stepped beside other work, and whether other code refers to it.
 
 1. The state is *guarded* while it could be seen half stepped: the attribute ``optimizer.state`` is taken out, and
-   reading it calls the guard's ``finish``, which waits and gives the state back (deferred_step.py), or decides in
+   reading it calls the guard's ``finish``, which waits and gives the state back (pending_step.py), or decides in
    backward, where the read may be an error (backward_pass.py, Rule 5).
-2. Code that already refers to the state can read it unnoticed. So references are counted: to the state as a whole, to
-   a parameter's state, to its tensors and to their bytes. State that is *shared* is not stepped beside other work.
+2. Code that already refers to the state can read it unnoticed. So references are counted (references.py): to the state
+   as a whole, to a parameter's state, to its tensors and to their bytes. State that is *shared* is not stepped beside
+   other work.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
-
-from ..compat.references import are_tensors_of_entry_shared, is_entry_shared
 
 _all: dict[int, GuardedState] = {}  # by id of the optimizer
 
@@ -49,13 +47,3 @@ def _missing(optimizer: Optimizer, name: str) -> Any:
     state = guarded.state  # read first: another thread may give it back in the meantime
     guarded.finish()
     return vars(optimizer).get("state", state)
-
-
-def state_is_shared(optimizer: Optimizer) -> bool:
-    """Whether something else refers to an optimizer's state as a whole (Rule 2)."""
-    return is_entry_shared(vars(optimizer), "state")
-
-
-def parameter_state_is_shared(state: Any, param: Tensor) -> bool:
-    """Whether something else refers to the state of one parameter, which must exist (Rule 2)."""
-    return are_tensors_of_entry_shared(state, param)

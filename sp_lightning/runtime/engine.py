@@ -41,8 +41,7 @@ from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import Residency, UnitStore
-from ..optim.deferred_step import CurrentStep
-from ..optim.step_in_backward import StepInBackward
+from ..optim.pending_step import PendingStep
 from ..options import Options
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
@@ -63,9 +62,9 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.current_step = CurrentStep(counters)
-        self.wait_step = self.current_step.wait
-        self.phases = Phases(self.current_step)
+        self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
+        self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
+        self.phases = Phases(lambda: self.current_step.is_deferred)
         self.device = device
         self.torch_device = device.torch_device
         self.options = options
@@ -352,15 +351,16 @@ class Engine:
         with quietly():
             self._in_backward_from_here(unit)
             self._last_in_backward = None
-            return self.gradient_return.receive(unit.store, node, grads, self.backward_pass.completed(unit))
+            final = self.backward_pass.completed(unit) and self.current_step.takes_units
+            return self.gradient_return.receive(unit.store, node, grads, self.current_step if final else None)
 
     @property
     def gradients_are_final(self) -> bool:
         """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-        return not (self.backward_pass.running or self.current_step.is_under_way)
+        return not self.backward_pass.running and self.current_step.is_idle
 
     def land(self) -> None:
-        """Wait until all gradients under way are in ``.grad``, and a deferred step is done."""
+        """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
         self.current_step.finish()
         if not self.gradient_return.idle:
             with quietly():
@@ -378,7 +378,7 @@ class Engine:
             self._needs_unit(self._by_parameter[id(parameter)])
 
     def _needs_unit(self, unit: StreamedUnit) -> None:
-        self.backward_pass.needs_unit(unit, self.gradient_return.ahead is not None)
+        self.backward_pass.needs_unit(unit, self.current_step.takes_units)
 
     def _in_backward_from_here(self, unit: StreamedUnit) -> None:
         if self.backward_pass.running:
@@ -390,16 +390,15 @@ class Engine:
         self.gradient_return.marks.clear()
         self.current_step.finish()
         weight_reads.resume()
-        ahead = self.gradient_return.ahead
-        if ahead is not None and ahead.withheld is None and not self.phases.in_scope:
-            may_step = self.backward_pass.may_step(ahead, lambda: self._state_asked_for(ahead))
-            self.gradient_return.ahead = ahead if may_step else None
+        step = self.announced_step
+        if step is not None and step.in_backward and step is not self.current_step and not self.phases.in_scope:
+            self.begin_step(step)
+            step.takes_units = self.backward_pass.may_step(step, self._state_asked_for)
 
-    def _state_asked_for(self, ahead: StepInBackward) -> None:
-        """React to a read of the optimizer's state while it is guarded (step_in_backward.py, Rule 8)."""
+    def _state_asked_for(self) -> None:
+        """React to a read of the optimizer's state while it is guarded in backward (pending_step.py, Rule 6)."""
         if in_backward():
-            self.backward_pass.sees_state(ahead)
-            self.gradient_return.ahead = None
+            self.backward_pass.sees_state(self.current_step)
         else:
             self.land()
 
@@ -412,13 +411,18 @@ class Engine:
             self.autocast_weights.backward_done()
             self.offload.backward_done()
             self.counters.listener.idle()
-            if self.gradient_return.ahead is None:  # a step in backward checks before it steps the rest
+            if not self.current_step.takes_units:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
             self.window.settle()
             self.counters.listener.step_may_begin()
 
-    # ---- deferred steps (deferred_step.py)
+    # ---- an optimizer's step (pending_step.py)
+
+    def begin_step(self, step: PendingStep) -> None:
+        """Make a step the pending one, after the one before it."""
+        self.current_step.finish()
+        self.current_step = step
 
     def next_needed(self) -> list[UnitStore]:
         """List all units in the order in which the next forward needs them, as far as it is known."""
@@ -426,17 +430,21 @@ class Engine:
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
         return [self.units[index].store for index in order]
 
+    def wait_step(self, store: UnitStore) -> None:
+        """Wait for this unit's optimizer step, if it is deferred."""
+        self.current_step.wait(store)
+
     def wait_step_of(self, parameter: Tensor) -> None:
         """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(self._by_parameter[id(parameter)])
-        if self.current_step.is_under_way:
+        if self.current_step.is_deferred:
             self.wait_step(self._by_parameter[id(parameter)].store)
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether this unit's optimizer step may be running, or is still to come."""
-        ahead = self.gradient_return.ahead is not None and self.backward_pass.is_stepping(store)
-        return ahead or self.current_step.is_stepping(store)
+        in_backward = self.current_step.takes_units and self.backward_pass.is_stepping(store)
+        return in_backward or self.current_step.is_stepping(store)
 
     # ---- ends
 

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from ..memory.layout import ALIGNMENT, Layout
 from ..memory.parameters import HostParameter, set_true_grad, true_dtype, true_grad
 from ..memory.staging import Arrival
 from ..memory.unit_store import UnitStore
-from ..optim.step_in_backward import HostThread, StepInBackward
+from ..optim.pending_step import PendingStep
 
 Mark = tuple[list[int], list[int]]
 
@@ -119,10 +118,12 @@ class GradientReturn:
         self._last: GradientTransfer | None = None  # its device buffer is not freed yet
         self.taken: set[int] = set()  # ids of parameters whose gradients were taken in this backward (Rule 1)
         self.marks = GradientVersions()
-        self.ahead: StepInBackward | None = None  # steps units as they arrive, if this backward may be overlapped
 
-    def receive(self, store: UnitStore, node: Any, grads: Gradients, final: bool) -> Gradients:
-        """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2)."""
+    def receive(self, store: UnitStore, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
+        """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2).
+
+        If they are final, ``step`` may step the unit once they are accumulated.
+        """
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return self._differentiable(store, grads)
         taken: dict[int, Tensor] = {}
@@ -139,21 +140,12 @@ class GradientReturn:
             elif disposition is Disposition.RETURN:
                 returned[index] = grad
         if taken:
-            self._take(store, taken, final)
+            self._take(store, taken, step)
         return self._arrived(store, returned)
 
     def finish(self) -> None:
-        """Wait until all taken gradients are in ``.grad`` (Rule 1), and a step in backward has ended."""
-        if HostThread.is_current():
-            return
+        """Wait until all taken gradients are in ``.grad`` (Rule 1), but for those of a step in backward."""
         with self._lock:  # another thread that reads a gradient waits here as well
-            self._finish()
-
-    def _finish(self) -> None:
-        if self.ahead is not None and not self.ahead.is_idle:
-            with self.counters.stall("optimizer"):
-                self.ahead.finish()
-        if self._under_way:
             self._accumulating = True
             try:
                 under_way, self._under_way = self._under_way, []
@@ -165,8 +157,8 @@ class GradientReturn:
 
     @property
     def idle(self) -> bool:
-        """Whether ``finish`` has nothing to wait for: no step in backward, and no gradient under way in any thread."""
-        return not self._under_way and not self._accumulating and (self.ahead is None or self.ahead.is_idle)
+        """Whether ``finish`` has nothing to wait for: no gradient is under way in any thread."""
+        return not self._under_way and not self._accumulating
 
     @property
     def host_nbytes(self) -> int:
@@ -184,7 +176,7 @@ class GradientReturn:
 
     # ---- taken
 
-    def _take(self, store: UnitStore, taken: dict[int, Tensor], final: bool) -> None:
+    def _take(self, store: UnitStore, taken: dict[int, Tensor], step: PendingStep | None) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         slab = self._slabs.get(store)
@@ -200,9 +192,8 @@ class GradientReturn:
         transfer.host = [(place.tensor, place.wide_view) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
-        if self.ahead is not None and final and not self._under_way:
-            timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
-            self.ahead.submit(transfer, timed, store.convert)
+        if step is not None and not self._under_way:
+            step.submit(store, transfer)
         else:
             self._under_way.append(transfer)
 

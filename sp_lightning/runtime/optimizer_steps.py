@@ -3,10 +3,10 @@
 1. An optimizer that has streamed parameters steps them in pieces, or fused (pieces.py), from its first step on.
 2. An optimizer reads and writes on the host. Its step begins once the copies that the caller's stream makes from and to
    the host (``non_blocking=True``) are done, and leaves resident units stale.
-3. Inside ``ahead`` units are stepped while backward runs (step_in_backward.py), inside ``held`` beside the next forward
-   (deferred_step.py). Three kinds of step run as a whole, after backward: of an optimizer that does not step each
-   parameter by itself; of one that makes tensors of torch's default type, which a forward or backward beside it may
-   set; and of any where the CPU computes with several threads (step_in_backward.py, Rule 7).
+3. Inside ``overlapping`` units are stepped beside other work (pending_step.py). Three kinds of step run as a whole,
+   after backward: of an optimizer that does not step each parameter by itself; of one that makes tensors of torch's
+   default type, which a forward or backward beside it may set; and of any where the CPU computes with several threads
+   (pending_step.py, Rule 10).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,12 +28,9 @@ from torch.optim.optimizer import (
 )
 
 from ..core import malloc
-from ..memory.parameters import quietly, true_grad
-from ..memory.unit_store import UnitStore
 from ..optim import grad_scaler
-from ..optim.deferred_step import CannotDefer, DeferredStep
+from ..optim.pending_step import HostThread, PendingStep
 from ..optim.pieces import Group, ShadowStep, all_of, fuse, step_in_pieces
-from ..optim.step_in_backward import HostThread, StepInBackward
 from .engine import Engine
 
 log = logging.getLogger(__name__)
@@ -92,13 +89,9 @@ class OptimizerSteps:
         if optimizer not in self._shadows:
             shadow = self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
             if shadow is not None:
-                shadow.rest = self._all_of
+                shadow.rest = self._rest
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
-
-    def _all_of(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
-        self._wait_for_copies()
-        return all_of(optimizer)
 
     def _wait_for_copies(self) -> None:
         """Wait for the copies of the user's code (Rule 2): by now they are all that the caller's stream has queued."""
@@ -107,9 +100,7 @@ class OptimizerSteps:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         malloc.as_ever()
         self._counters.listener.stepped()
-        ahead = self.engine.gradient_return.ahead
-        stepped = {*(ahead.stepped if ahead is not None else ()), *self.engine.current_step.params}
-        self.engine.end_optimizer(optimizer, self._managed_by(optimizer), stepped)
+        self.engine.end_optimizer(optimizer, self._managed_by(optimizer), self.engine.current_step.params)
 
     def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
         """Return whether other hooks than the library's run before this optimizer steps, or after it."""
@@ -122,7 +113,7 @@ class OptimizerSteps:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether units compute on the cores that optimizers step on (step_in_backward.py, Rule 7)."""
+        """Whether units compute on the cores that optimizers step on (pending_step.py, Rule 10)."""
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
@@ -136,110 +127,50 @@ class OptimizerSteps:
         return None if self.shares_cores else self._shadows[optimizer]
 
     @contextlib.contextmanager
-    def ahead(self, optimizer: Optimizer, may_hold: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Have units stepped while backward runs, inside a context of one backward and then this optimizer's step.
+    def overlapping(
+        self, optimizer: Optimizer, may_defer: Callable[[], bool] = lambda: False, in_backward: bool = True
+    ) -> Iterator[None]:
+        """Have this optimizer's units stepped beside other work, inside a context of one backward and then its step.
 
-        Between the two no code may read gradients or weights. What backward's end leaves is stepped as by ``held``. An
-        optimizer that does not step each parameter by itself steps as without this context.
+        With ``in_backward`` they are stepped while backward runs: between the two no code may read gradients or
+        weights. What is left when the step begins is deferred, if ``may_defer`` allows it then and no code could read
+        its results unseen. An optimizer that does not step each parameter by itself steps as without this context.
         """
-        step = self._beside(optimizer)
-        if step is None:
+        shadow = self._beside(optimizer)
+        if shadow is None:
             yield
             return
-        self.engine.gradient_return.marks.clear()  # they are of an earlier backward
-        self.engine.gradient_return.ahead = ahead = StepInBackward(optimizer, step, self._thread, may_hold)
-
-        def rest(_: Optimizer) -> tuple[list[Group], Any]:
-            ahead.give_back()
-            self.engine.check_changed()
-            return self._rest(optimizer, step, ahead.rest(), ahead.stepped, may_hold)
-
-        step.rest = rest
+        step = PendingStep(self._counters, optimizer, shadow, self._thread, may_defer, in_backward)
+        self.engine.announced_step = step
         try:
             yield
         except BaseException:
-            self._say_partly_stepped(ahead)
+            step.fail()
             raise
         finally:
-            self.engine.gradient_return.ahead = None
-            step.rest = self._all_of
-            ahead.give_back()
-            self.say(AFTER_BACKWARD, ahead.given_up)
-            self._counters.stepped_ahead += len(ahead.stepped)
+            self.engine.announced_step = None
+            if not step.is_deferred:
+                step.close()
+            self.say(WHOLE_STEP, step.why_whole)
+            self.say(AFTER_BACKWARD, step.given_up)
 
-    @contextlib.contextmanager
-    def held(self, optimizer: Optimizer, may_hold: Callable[[], bool]) -> Iterator[None]:
-        """Have this optimizer's step, inside the context, return at once and run beside the next forward.
-
-        The step is deferred (deferred_step.py) if ``may_hold`` allows it when it begins, and no code could read its
-        results unseen.
-        """
-        step = self._beside(optimizer)
-        if step is None:
-            yield
-            return
-        step.rest = lambda _: self._rest(optimizer, step, optimizer.param_groups, (), may_hold)
-        try:
-            yield
-        finally:
-            step.rest = self._all_of
-
-    def _rest(
-        self,
-        optimizer: Optimizer,
-        step: ShadowStep,
-        groups: list[Group],
-        stepped: Collection[int],
-        may_hold: Callable[[], bool],
-    ) -> tuple[list[Group], dict[Any, Any]]:
-        """Defer the step of these groups if possible; return the groups and state for the optimizer's own step."""
+    def _rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+        """Return the groups and the state of what the optimizer steps itself, after its closure."""
         self._wait_for_copies()
-        self.engine.current_step.finish()
-        if self._any_left(groups) and may_hold():
-            try:
-                return self._hold(DeferredStep(optimizer, step, self._thread, len(stepped)), groups, stepped)
-            except CannotDefer as reason:
-                self.say(WHOLE_STEP, str(reason))
-        return groups, optimizer.state
-
-    def _any_left(self, groups: list[Group]) -> bool:
-        """Return whether any streamed parameter in these groups has a gradient."""
-        with quietly():
-            params = (param for group in groups for param in group["params"])
-            return any(self.engine.unit_of(param) is not None and true_grad(param) is not None for param in params)
-
-    def _hold(
-        self, step: DeferredStep, groups: list[Group], stepped: Collection[int]
-    ) -> tuple[list[Group], dict[Any, Any]]:
-        """Begin a deferred step; return the groups and state of what has to be stepped at once."""
-        stores = self.engine.next_needed()
-        with quietly():
-            rest = step.prepare(groups, stores, self._store_of, self.engine.gradient_return.is_own)
-            for store in stores:
-                store.mark_stale(stepped)  # no fill reads these bytes: backward and scope ended after all of them
-            return rest, self.engine.current_step.begin(step)
-
-    def _store_of(self, parameter: torch.Tensor) -> UnitStore | None:
-        unit = self.engine.unit_of(parameter)
-        return None if unit is None else unit.store
+        step = self.engine.announced_step
+        if step is None or step.optimizer is not optimizer:
+            return all_of(optimizer)
+        self.engine.announced_step = None
+        if step.takes_units:
+            self.engine.check_changed()
+        self.engine.begin_step(step)
+        return step.step_rest(self.engine.next_needed(), self.engine.gradient_return.is_own)
 
     def say(self, what: str, reason: str | None) -> None:
         """Log what does not run beside other work, once for each reason."""
         if reason and not any(reason in reasons for reasons in self.said.values()):
             self.said[what].append(reason)
             log.info("superpipeline: %s, as %s", what, reason)
-
-    def _say_partly_stepped(self, ahead: StepInBackward) -> None:
-        """Log that a failed step changed some weights: they are not those of one step."""
-        with contextlib.suppress(Exception):  # the caller raises the first error
-            ahead.finish()
-        if ahead.stepped:
-            log.error(
-                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
-                "optimizer_overlap=False keeps a failed step from changing any parameter",
-                len(ahead.stepped),
-                sum(len(unit.store.params) for unit in self.engine.units),
-            )
 
     def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         managed = self.engine.managed

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from ..autograd import weight_reads
 from ..autograd.backward_pass import at_leaf, in_backward
-from ..optim.deferred_step import CurrentStep
 
 
 class Phase(enum.Enum):
@@ -47,8 +46,8 @@ MODEL_CODE = (Phase.STEP, Phase.GENERATE, Phase.BACKWARD)
 class Phases:
     """The phases that the running code is in, one inside the other."""
 
-    def __init__(self, current_step: CurrentStep) -> None:
-        self._current_step = current_step
+    def __init__(self, is_step_deferred: Callable[[], bool]) -> None:
+        self._is_step_deferred = is_step_deferred
         self._stack: list[Phase | Optimizer] = [Phase.CLOSED]  # an optimizer stands for its step
 
     @property
@@ -157,7 +156,7 @@ class Phases:
 
     def _watch_reads(self) -> None:
         """Watch reads of weights as Rule 5 says."""
-        if isinstance(self._stack[-1], Phase) or self._current_step.is_under_way:
+        if isinstance(self._stack[-1], Phase) or self._is_step_deferred():
             weight_reads.resume()
         else:
             weight_reads.pause()

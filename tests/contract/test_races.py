@@ -7,7 +7,6 @@ slow here: a copy reads its source when its time is over. What is kept too long 
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
@@ -22,9 +21,10 @@ from torch import nn
 import models
 import simgpu
 import sp_lightning
+from sp_lightning.core.telemetry import Counters
 from sp_lightning.memory.device import CudaPageLock
 from sp_lightning.memory.pinned import HostAllocator
-from sp_lightning.optim import step_in_backward
+from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import step_in_pieces
 
 DEVICE = torch.device("simgpu", 0)
@@ -513,7 +513,7 @@ def stepping(net, handle, x, steps=2, optimizer=None):
     optimizer = optimizer or make_optimizer(net)
     for _ in range(steps):
         optimizer.zero_grad()
-        with handle.steps.ahead(optimizer):
+        with handle.steps.overlapping(optimizer):
             squares(net, x).backward()
             optimizer.step()
     return optimizer
@@ -552,7 +552,7 @@ def test_an_error_of_the_thread_that_steps_ahead_is_raised(leaves, monkeypatch):
         x = models.vectors(0)[0].to(DEVICE)
         optimizer = stepping(net, handle, x)
         monkeypatch.setattr(torch.optim.SGD, "_init_group", fail)
-        with pytest.raises(Interruption), handle.steps.ahead(optimizer, lambda: came.wait(60) and leaves):
+        with pytest.raises(Interruption), handle.steps.overlapping(optimizer, lambda: came.wait(60) and leaves):
             optimizer.zero_grad()
             squares(net, x).backward()
 
@@ -565,7 +565,7 @@ def test_a_failed_step_says_what_was_stepped_and_steps_no_more(caplog):
         in_backward_of_the_first_block(net, interrupt)
         optimizer.zero_grad()
         slow(d2h=SLOW_US)
-        with pytest.raises(Interruption), handle.steps.ahead(optimizer):
+        with pytest.raises(Interruption), handle.steps.overlapping(optimizer):
             squares(net, x).backward()
         assert "already stepped 18 of 28 parameters" in caplog.text  # the blocks 1, 2 and 3
         after = [torch.Tensor.data.__get__(p).clone() for p in net.parameters()]
@@ -591,7 +591,7 @@ def test_another_thread_that_asks_for_the_state_waits_for_what_is_stepped_ahead(
         in_backward_of_the_first_block(net, look_in_another_thread)
         optimizer.zero_grad()
         slow(d2h=SLOW_US)
-        with handle.steps.ahead(optimizer):
+        with handle.steps.overlapping(optimizer):
             squares(net, x).backward()
             optimizer.step()
         assert torch.equal(seen[0], optimizer.state[weight]["momentum_buffer"])
@@ -616,21 +616,25 @@ class Arriving:
         self.landed.append(self.name)
         return []
 
-    def submit(self, ahead):
-        ahead.submit(self, contextlib.nullcontext, lambda: None)
-
 
 @pytest.fixture
 def ahead():
-    optimizer = make_optimizer(blocks())
-    thread = step_in_backward.HostThread()
-    yield step_in_backward.StepInBackward(optimizer, step_in_pieces(optimizer), thread)
-    thread.close()
+    """A step that waits for gradients of nothing, and what submits them to it."""
+    net = blocks()
+    optimizer = make_optimizer(net)
+    with sp_lightning.stream(net, DEVICE, window=1) as handle:
+        thread = HostThread()
+        step = PendingStep(Counters(), optimizer, step_in_pieces(optimizer), thread)
+        assert step.withhold(lambda: None)
+        yield step, lambda arriving: step.submit(handle.engine.units[0].store, arriving)
+        step.close()
+        thread.close()
 
 
 def test_a_wait_that_was_interrupted_can_be_taken_up_again(ahead):
+    ahead, submit = ahead
     arrived = []
-    Arriving("unit", arrived, 0.5).submit(ahead)
+    submit(Arriving("unit", arrived, 0.5))
     main = threading.main_thread().ident
     threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -641,9 +645,10 @@ def test_a_wait_that_was_interrupted_can_be_taken_up_again(ahead):
 
 
 def test_of_what_has_arrived_the_newest_is_stepped_first(ahead):
+    ahead, submit = ahead
     landed = []
     for name, seconds in [("busy", 0.2), ("old", 0), ("new", 0), ("on its way", 0.5)]:
-        Arriving(name, landed, seconds).submit(ahead)
+        submit(Arriving(name, landed, seconds))
         time.sleep(0.05)
     ahead.finish()
     assert landed == ["busy", "new", "old", "on its way"]
@@ -657,7 +662,7 @@ def test_units_are_stepped_while_the_last_gradients_are_on_their_way():
         before = handle.stats()["stepped_ahead"]
         slow(d2h=SLOW_US)
         optimizer.zero_grad()
-        with handle.steps.ahead(optimizer, lambda: True):
+        with handle.steps.overlapping(optimizer, lambda: True):
             squares(net, x).backward()
             optimizer.step()
         assert handle.stats()["stepped_ahead"] - before >= 20  # of 28: but for one unit, if the host is slow

@@ -205,7 +205,7 @@ def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkey
         for x in side_by_side.inputs(device, 6):
             loss = module(x).square().mean()
             optimizer.zero_grad()  # which waits for the step
-            with handle.steps.ahead(optimizer, lambda: True):
+            with handle.steps.overlapping(optimizer, lambda: True):
                 loss.backward()
                 optimizer.step()
         seen = observer.close()

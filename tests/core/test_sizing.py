@@ -149,7 +149,7 @@ class Wide(nn.Module):
 def train(net, handle, rows, seen=None, runs_on=False):
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for count in rows:
-        with handle.steps.ahead(optimizer, lambda: runs_on):
+        with handle.steps.overlapping(optimizer, lambda: runs_on):
             net(torch.ones(count, WIDTH, device=SIMGPU)).square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()

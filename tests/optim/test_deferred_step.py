@@ -24,8 +24,8 @@ import parity
 import sp_lightning
 from sp_lightning.memory.device import Device
 from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import Optimizer
-from sp_lightning.optim.step_in_backward import HostThread, StepInBackward
 from sp_lightning.runtime.window import Window
 
 TRUE_DATA = torch.Tensor.data.__get__
@@ -63,7 +63,7 @@ class Held:
         """All of it."""
         squares(self.net, x).backward()
         before(self.net, self.optimizer)
-        with self.handle.steps.held(self.optimizer, lambda: True):
+        with self.handle.steps.overlapping(self.optimizer, lambda: True, in_backward=False):
             self.gate = Gate(self.handle)
             self.gate.open(self.opens_after)
             self.optimizer.step()
@@ -76,7 +76,7 @@ class Held:
             self.gate = Gate(self.handle)
 
         hook = self.net.blocks[1].register_forward_hook(lambda *args: args[2].register_hook(stop) and None)
-        with self.handle.steps.ahead(self.optimizer, lambda: True):
+        with self.handle.steps.overlapping(self.optimizer, lambda: True):
             squares(self.net, x).backward()
             hook.remove()
             before(self.net, self.optimizer)
@@ -85,7 +85,7 @@ class Held:
 
     @property
     def is_under_way(self):
-        return self.handle.engine.current_step.is_under_way
+        return self.handle.engine.current_step.is_deferred
 
 
 def plain(make_optimizer=adamw, steps=2):
@@ -110,7 +110,7 @@ def hold(device, request):
         optimizer = make_optimizer(net)
         x = next(inputs(device))
         for _ in range(steps - 1):
-            with handle.steps.ahead(optimizer):  # the first of them shows whether it may (backward_pass.py, Rule 5)
+            with handle.steps.overlapping(optimizer):  # the first shows whether it may (backward_pass.py, Rule 5)
                 step(net, optimizer, x)
         optimizer.zero_grad()
         held = Held(handle, net, optimizer, opens_after)
@@ -288,7 +288,7 @@ def test_a_backward_that_comes_again_accumulates_after_it(device):
         loss = net(x).square().sum()
         loss.backward(retain_graph=True)
         Gate(handle).open()
-        with handle.steps.held(optimizer, lambda: True):
+        with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
             optimizer.step()
         loss.backward()
         return [p.data.clone() for p in net.parameters()]
@@ -314,9 +314,9 @@ def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_i
         loss = net(x.to(device)).square().sum()
         loss.backward(retain_graph=True)
         Gate(handle).open()
-        with handle.steps.held(optimizer, lambda: True):
+        with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
             optimizer.step()
-        with handle.steps.ahead(optimizer):
+        with handle.steps.overlapping(optimizer):
             loss.backward()
             optimizer.step()
         assert handle.stats()["held_steps"] == 1
@@ -326,7 +326,7 @@ def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_i
 def test_a_step_waits_for_the_one_before(hold):
     held, (net, optimizer) = hold(), plain()
     optimizer.step()
-    with held.handle.steps.held(held.optimizer, lambda: True):
+    with held.handle.steps.overlapping(held.optimizer, lambda: True, in_backward=False):
         held.optimizer.step()
     assert_equal(held.net.state_dict(), net.state_dict())
 
@@ -446,7 +446,7 @@ def test_a_weight_of_a_class_of_its_own_is_stepped_at_once(device, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, device) as handle:
         optimizer, x = adamw(net), next(inputs(device))
         for _ in range(2):
-            with handle.steps.held(optimizer, lambda: True):
+            with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
                 step(net, optimizer, x)
     assert handle.stats()["held_steps"] == 0 and "head.weight is of a class of its own, Scale" in caplog.text
 
@@ -510,7 +510,7 @@ def test_an_error_of_the_thread_is_raised_once_by_who_waits_first(look, hold, mo
             "close": held.handle.close,
             "a forward": lambda: held.net(next(inputs(held.handle.device.torch_device))),
         }[look]()
-    assert "had stepped" in caplog.text and "of 28 parameters" in caplog.text
+    assert "had already stepped" in caplog.text and "of 28 parameters" in caplog.text
     assert all(p.isfinite().all() for p in held.net.parameters())
     held.handle.close()
     assert_plain(held.net)
@@ -569,7 +569,7 @@ def test_the_first_unit_is_computed_before_the_last_one_is_stepped(device, monke
         optimizer.zero_grad()
         squares(net, x).backward()
         monkeypatch.setattr(module, name, waits)
-        with handle.steps.held(optimizer, lambda: True):
+        with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
             optimizer.step()
         net.blocks[1].register_forward_hook(lambda *_: computed.set())
         handle.open_scope("train")
@@ -639,8 +639,8 @@ def clip(request, monkeypatch):
     """Settings of a Trainer whose steps wait for all gradients, or begin beside backward and are not done then."""
     if request.param == "after backward":
         return CLIP
-    step_next = StepInBackward._step_next
-    monkeypatch.setattr(StepInBackward, "_step_next", lambda self: step_next(self) or time.sleep(0.05))
+    step_next = PendingStep._step_next
+    monkeypatch.setattr(PendingStep, "_step_next", lambda self: step_next(self) or time.sleep(0.05))
     return {}
 
 

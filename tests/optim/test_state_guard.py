@@ -15,7 +15,7 @@ from side_by_side import blocks, fit, squares
 import parity
 import sp_lightning
 from sp_lightning import errors
-from sp_lightning.optim.state_guard import parameter_state_is_shared
+from sp_lightning.compat.references import are_tensors_of_entry_shared
 
 SAID = "the optimizer steps after backward, as "
 
@@ -247,8 +247,8 @@ def test_what_is_part_of_the_state_of_two_is_stepped_in_their_order(device):
 
 def test_a_tensor_whose_references_can_not_be_counted_counts_as_kept():
     parameter = torch.zeros(1)
-    assert not parameter_state_is_shared({parameter: {"momentum": torch.zeros(1), "note": "mine"}}, parameter)
-    assert parameter_state_is_shared({parameter: {"momentum": torch.zeros(1).to_sparse()}}, parameter)
+    assert not are_tensors_of_entry_shared({parameter: {"momentum": torch.zeros(1), "note": "mine"}}, parameter)
+    assert are_tensors_of_entry_shared({parameter: {"momentum": torch.zeros(1).to_sparse()}}, parameter)
 
 
 def test_that_somebody_refers_to_the_state_is_said(caplog):

@@ -24,7 +24,8 @@ from sp_lightning.autograd.backward_pass import in_backward
 from sp_lightning.errors import ExactnessError
 from sp_lightning.lightning import user_hooks
 from sp_lightning.memory.unit_store import UnitStore
-from sp_lightning.optim.step_in_backward import HostThread
+from sp_lightning.optim.pending_step import HostThread
+from sp_lightning.runtime.window import Window
 
 ROOT = Path(__file__).parents[2]
 
@@ -552,7 +553,7 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
         gradient_return = store.owner.gradient_return
         if (
             in_backward()
-            and gradient_return.ahead is not None
+            and store.owner.current_step.takes_units
             and not gradient_return.taken.isdisjoint(map(id, store.params))
         ):
             fetched.append(store.unit.name)
@@ -561,3 +562,21 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
     monkeypatch.setattr(UnitStore, "load", watched)
     counts = fit(module_of(kind=Conditioned))
     assert counts[3] > counts[2] and fetched == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_next_forward_fetches_what_was_stepped_before_its_visit(overlap, monkeypatch):
+    """All blocks but the first, in each step; the first step records their order."""
+    fetched = []
+    load = Window._load
+
+    def watched(self, unit, visited):
+        if not in_backward() and unit is not visited and self.units[0].store.owner.in_scope:
+            fetched.append(unit.name)
+        load(self, unit, visited)
+
+    monkeypatch.setattr(Window, "_load", watched)
+    module = module_of()
+    counts = fit(module, options={"optimizer_overlap": overlap})
+    assert bool(counts[3] > counts[2]) is overlap
+    assert fetched == [f"net.blocks.{index}" for index in range(1, len(module.net.blocks))] * 3

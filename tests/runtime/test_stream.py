@@ -221,18 +221,17 @@ def test_what_somebody_kept_while_it_streamed_is_plain_after_the_end(device):
     assert_plain(net)
 
 
-@pytest.mark.parametrize("way", ["ahead", "held"])
-def test_steps_after_the_end_are_plain(device, way):
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_steps_after_the_end_are_plain(device, in_backward):
     torch.manual_seed(0)
     net = blocks()
     with sp_lightning.stream(net, device, window=2) as handle:
         train(net, device)
     plain = copy.deepcopy(net)
     net.zero_grad()
-    streams = getattr(handle.steps, way)
     ours, theirs = sgd(net), sgd(plain)
     for x in inputs("cpu", 3):
-        with streams(ours, lambda: True):
+        with handle.steps.overlapping(ours, lambda: True, in_backward):
             squares(net, x).backward()
             ours.step()
         squares(plain, x).backward()

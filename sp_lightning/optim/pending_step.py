@@ -1,0 +1,567 @@
+"""A pending step: the optimizer thread steps an optimizer's parameters on the host, unit by unit, beside other work.
+
+1. A step has two orders. *Beside backward* units are stepped last to first, each once its gradients are final: they
+   came out of the outermost backward of the last micro-batch, and no code between that backward and the step may read
+   gradients or parameters (the strategy makes sure of it). *Beside the next forward* units are stepped in the order in
+   which it needs them: the step is *deferred*. A step is in the first order, in the second, or in the first one and
+   then, with what is left, in the second.
+2. One thread, the optimizer thread, does both, with the optimizer's own code and state. Settings of a thread that
+   change results are taken over from the caller's: whether denormal numbers are flushed to zero, and how many threads
+   share an operator, which decides where its vectorized loops end. ``optimizer.step()`` steps all that is left.
+3. Beside backward the thread chooses the newest unit whose gradients have arrived, and again after each part of a unit.
+   If the rest may be deferred, nothing waits for units that it has not stepped when the last gradients arrive: their
+   gradients are accumulated, and they are left. So those are left that the next forward needs last.
+4. The thread never creates optimizer state: new state depends on the caller's default types and modes, and so does its
+   order. Beside backward a parameter without state is left to ``optimizer.step()``; a step that creates state is not
+   deferred.
+5. What code outside could see half stepped is not stepped beside other work. Beside backward a parameter whose state
+   other code refers to is left. What is left is deferred as a whole or not at all, and only if nothing but the
+   parameters themselves and ``optimizer.state`` leads to what the thread writes: other code must not refer to the bytes
+   of a weight, to a gradient or to state.
+6. What is being stepped is hidden. The optimizer's state is guarded (state_guard.py) from the beginning of backward to
+   the step, and while the step is deferred: a read waits, or is an error (backward_pass.py, Rule 5). A parameter's data
+   is *vacant* while its step is deferred: reading it from Python waits (parameters.py, weight_reads.py), and any other
+   access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either order.
+7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
+   attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
+8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (unit_store.py, Rule 7).
+   Everything else waits for the whole step. A wait clears its marks only after the waiting: if it is interrupted, the
+   next wait takes it up again. An error of the thread is raised once, in the first wait that finds it; then nothing
+   more is stepped, and the log says how many parameters were. Time spent waiting counts as a stall.
+9. At most one step of a module is pending: the next one begins when it is done.
+10. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
+    for each other on cores that one side can fill alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import logging
+import operator
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ..autograd import weight_reads
+from ..compat.references import (
+    are_tensors_of_entry_shared,
+    is_entry_shared,
+    is_referenced_elsewhere,
+    shares_storage,
+)
+from ..core.simulation import PARTS
+from ..core.telemetry import Counters
+from ..errors import ExactnessError
+from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
+from ..memory.unit_store import UnitStore
+from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
+from .state_guard import GuardedState
+
+log = logging.getLogger(__name__)
+IsOwn = Callable[[UnitStore, int], bool]
+THREAD = "superpipeline-optimizer"
+STATE_IS_SHARED = "somebody else refers to the optimizer's state"
+MESSAGE = (
+    "{name} is being stepped by the optimizer and was read in a way that cannot be seen; "
+    "set optimizer_overlap=False, or read it by its own methods or by torch's functions"
+)
+_HALF = float("0.5")  # made at run time: no compiler may fold products of it
+_all: weakref.WeakSet[PendingStep] = weakref.WeakSet()
+_urgency = operator.attrgetter("urgency")
+
+
+class CannotDefer(Exception):
+    """Raised when a step cannot be deferred; the message is the reason for the log, or empty if none is needed."""
+
+
+class Arriving(Protocol):
+    """A unit's gradients on their way to the host."""
+
+    def has_arrived(self) -> bool:
+        """Whether the gradients are on the host."""
+
+    def wait(self) -> None:
+        """Wait until the gradients are on the host."""
+
+    def land(self) -> Sequence[Tensor]:
+        """Wait for the gradients, accumulate them, and return their parameters."""
+
+
+class HostThread:
+    """The optimizer thread, started at the first submission."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, THREAD)
+
+    @staticmethod
+    def is_current() -> bool:
+        """Whether the calling thread is an optimizer thread."""
+        return threading.current_thread().name.startswith(THREAD)
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Queue work behind all that was submitted before; it runs with the caller's settings (Rule 2)."""
+        return self._pool.submit(_with_settings, work, _flushes_denormals(), torch.get_num_threads())
+
+    def close(self) -> None:
+        """End the thread after the queued work."""
+        self._pool.shutdown()
+
+
+def _with_settings(work: Callable[[], None], flushes: bool, threads: int) -> None:
+    torch.set_flush_denormal(flushes)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    work()
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread flushes denormal numbers to zero: torch sets this and has no way to read it."""
+    return sys.float_info.min * _HALF == 0.0
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit to be stepped."""
+
+    store: UnitStore
+    urgency: int  # of those that can be stepped, the most urgent one is
+    timed: AbstractContextManager[None]
+    gradients: Arriving | None = None  # until they are accumulated
+    left: list[Any] = field(default_factory=list)  # parameters to be stepped, once the gradients are accumulated
+    part: float = float("inf")  # fewest elements that are stepped in one go
+    data: dict[int, Tensor] = field(default_factory=dict)  # of vacant parameters, by index in the unit
+    placeholders: dict[int, Tensor] = field(default_factory=dict)  # their data meanwhile
+    job: Any = None  # after which a deferred unit is stepped
+
+    def has_arrived(self) -> bool:
+        """Whether the unit can be stepped without waiting."""
+        return self.gradients is None or self.gradients.has_arrived()
+
+    def land(self) -> None:
+        """Wait for the unit's gradients and accumulate them. Safe twice."""
+        if self.gradients is not None:
+            gradients, self.gradients = self.gradients, None
+            self.left = list(gradients.land())
+
+    def next_part(self) -> list[Any]:
+        """Take out the parameters to be stepped next."""
+        part: list[Any] = []
+        elements = 0
+        while self.left and elements < max(self.part, 1):
+            part.append(self.left.pop(0))
+            elements += part[-1].numel()
+        return part
+
+    def occupy(self) -> None:
+        """Give the parameters their data again (Rule 6). Safe twice, also after an interruption."""
+        for index, data in self.data.items():
+            set_true_data(self.store.params[index], data)
+            data.grad = None
+        self.data, self.placeholders = {}, {}
+
+
+class PendingStep:
+    """One step of an optimizer beside other work; without an optimizer, none.
+
+    ``may_defer`` tells whether the step may be deferred, as far as hooks of the user are concerned.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        optimizer: Any = None,
+        shadow_step: Any = None,
+        thread: Any = None,
+        may_defer: Callable[[], bool] = lambda: False,
+        in_backward: bool = False,
+    ) -> None:
+        self._counters = counters
+        self.optimizer = optimizer
+        self._source = optimizer  # of the attributes and options to step with
+        self._shadow_step: ShadowStep = shadow_step
+        self._thread: HostThread = thread
+        self._may_defer = may_defer
+        self.in_backward = in_backward  # whether it may begin beside backward
+        self.takes_units = False  # whether it steps units of the backward that runs
+        self.stepped: set[int] = set()  # ids of parameters that the thread has stepped
+        self.params = self.stepped  # with those that it is going to step
+        self.given_up = self.why_whole = ""  # why nothing is stepped in backward, or deferred, for the log
+        self._guard: Any = None
+        self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
+        self._options: Any = None  # of the groups, when the first unit was submitted
+        self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
+        self._submitted = 0
+        self._jobs: list[Future[None]] = []  # to be waited for
+        self._deferred: dict[UnitStore, _Unit] = {}
+        self._failed = False
+        self._leaving = False  # the thread ends with the part that it is at (Rule 3)
+        self._lock = threading.Lock()  # guards the queue, the jobs and the flag above
+        self._waiting = threading.RLock()  # guards the waits of several threads
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the step is deferred and not done."""
+        return bool(self._deferred)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be waited for."""
+        return not self._jobs
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any unit was submitted in backward."""
+        return self._options is not None
+
+    @property
+    def vacant(self) -> set[UnitStore]:
+        """The units whose parameters have no data now."""
+        return {store for store, unit in self._deferred.items() if unit.data}
+
+    def is_stepping(self, store: UnitStore) -> bool:
+        """Whether this unit's deferred step is still to come."""
+        unit = self._deferred.get(store)
+        return unit is not None and not unit.job.done()
+
+    # ---- waits (Rule 8)
+
+    def wait(self, store: UnitStore) -> None:
+        """Wait for this unit's deferred step."""
+        unit = self._deferred.get(store)
+        if unit is not None and unit.data and not HostThread.is_current():
+            with self._waiting, self._stall([unit.job]), quietly():
+                if unit.job.exception() is not None or unit.left:
+                    self.finish()
+                unit.occupy()
+
+    def finish(self) -> None:
+        """Wait for all that is pending, or leave to the step what the thread did not reach in backward (Rule 3)."""
+        if self.is_idle or HostThread.is_current():
+            return
+        with self._waiting, self._stall(self._jobs), quietly():
+            if self._queue and not self._deferred and self._may_defer():
+                self._leave()
+            jobs = list(self._jobs)
+            error = next(filter(None, [job.exception() for job in jobs]), None)
+            if self._deferred:
+                if error is not None:
+                    self._say_partly_stepped()
+                for unit in self._deferred.values():
+                    unit.occupy()
+                weight_reads.release(self.finish)
+                self.close()
+            with self._lock:
+                self._jobs = self._jobs[len(jobs) :]  # other threads may have submitted more
+                self._leaving = False
+            if error is not None:
+                raise error
+
+    def fail(self) -> None:
+        """End a step in which the user's code, or the thread, raised an error."""
+        with contextlib.suppress(Exception):  # the caller raises the first error
+            self.finish()
+        self._say_partly_stepped()
+
+    def _say_partly_stepped(self) -> None:
+        if self.stepped:
+            log.error(
+                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
+                "optimizer_overlap=False keeps a step that fails in backward from changing any parameter",
+                len(self.stepped),
+                sum(len(group["params"]) for group in self.optimizer.param_groups),
+            )
+
+    def close(self) -> None:
+        """Forget the optimizer: nothing is pending. Safe twice."""
+        self.give_back()
+        self.optimizer = self._source = None
+        self._queue, self._deferred = [], {}
+        self.params = self.stepped = set()
+
+    def _stall(self, jobs: Sequence[Future[None]]) -> AbstractContextManager[None]:
+        done = all(job.done() for job in jobs)
+        return contextlib.nullcontext() if done else self._counters.stall("optimizer")
+
+    # ---- beside backward
+
+    def withhold(self, finish: Callable[[], None]) -> bool:
+        """Guard the optimizer's state when backward begins: until ``give_back``, a read calls ``finish`` first.
+
+        Returns False if other code refers to the state already; then nothing may be stepped in backward (Rule 5).
+        """
+        if is_entry_shared(vars(self.optimizer), "state"):
+            self.given_up = STATE_IS_SHARED
+            return False
+        self._guard = GuardedState(self.optimizer, finish)
+        return True
+
+    def give_back(self) -> None:
+        """Make the optimizer's state readable again: no unit is stepped in backward from here on. Safe twice."""
+        self.takes_units = False
+        if self._guard is not None:
+            self._guard.give_back()
+            self._guard = None
+
+    def submit(self, store: UnitStore, gradients: Arriving) -> None:
+        """Have a unit's parameters stepped, and its wire copies converted, when its gradients have arrived."""
+        if self._options is None:
+            self._options = _options(self.optimizer)
+            for number, group in enumerate(self.optimizer.param_groups):
+                for param in group["params"]:
+                    self._numbers.setdefault(id(param), []).append(number)
+        self._submitted += 1
+        timed = self._counters.listener.work("optimizer", store.unit.name, "step")
+        self._enqueue(_Unit(store, self._submitted, timed, gradients))
+
+    def _leave(self) -> None:
+        """Leave the queued units to the step. The thread still ends the part that it is stepping (Rule 3)."""
+        for unit in self._queue[-1:]:
+            if (gradients := unit.gradients) is not None:
+                gradients.wait()
+        with self._lock:
+            self._leaving = True
+            left, self._queue = self._queue, []
+            self._jobs = [job for job in self._jobs if not job.cancel()]
+        for unit in left:
+            unit.land()
+
+    def _may_step(self, param: Any) -> bool:
+        """Whether the thread may step this parameter: it is the optimizer's, with state of its own (Rules 4 and 5)."""
+        groups = [self._source.param_groups[number] for number in self._numbers.get(id(param), [])]
+        if self._guard.state.get(param):
+            return bool(groups) and not are_tensors_of_entry_shared(self._guard.state, param)
+        return bool(groups) and all(keeps_no_state(self.optimizer, group) for group in groups)
+
+    # ---- on the thread
+
+    def _enqueue(self, unit: _Unit) -> None:
+        with self._lock:
+            bisect.insort(self._queue, unit, key=_urgency)
+            unit.job = self._thread.submit(self._step_next)
+            self._jobs.append(unit.job)
+
+    def _take(self) -> _Unit | None:
+        """Take out the most urgent unit whose gradients have arrived, or the least urgent one if none have."""
+        with self._lock:
+            if self._failed or not self._queue:
+                return None
+            unit = next((unit for unit in reversed(self._queue) if unit.has_arrived()), self._queue[0])
+            self._queue.remove(unit)
+            return unit
+
+    def _step_next(self) -> None:
+        """Step parts of the most urgent unit, until one unit is complete or the rest is left (Rule 3)."""
+        with torch._C.DisableTorchFunctionSubclass():  # host parameters, without stand-ins or waits (weight_reads.py)
+            while (unit := self._take()) is not None:
+                self._failed = True
+                self._step_part(unit)
+                self._failed = False
+                with self._lock:
+                    if not unit.left or self._leaving:
+                        return
+                    bisect.insort(self._queue, unit, key=_urgency)
+
+    def _step_part(self, unit: _Unit) -> None:
+        if unit.gradients is not None:
+            unit.land()
+            unit.left = [param for param in unit.left if self._may_step(param)]
+            unit.part = sum(map(Tensor.numel, unit.left)) // PARTS
+        part = unit.next_part()
+        with unit.timed:
+            self._step_params(part, unit)
+            if not unit.left:
+                unit.store.convert(unit.data)
+        self.stepped.update(map(id, part))
+        if self.takes_units:
+            self._counters.stepped_ahead += len(part)
+
+    def _step_params(self, params: list[Any], unit: _Unit) -> None:
+        """Step these parameters by their plain data: reads of a host parameter would wait for this thread."""
+        groups: list[Group] = [{**group, "params": []} for group in self._source.param_groups]
+        state: dict[Tensor, State] = {}
+        for param in params:
+            data = unit.data[unit.store.index_of[id(param)]] if unit.data else data_of(param)
+            state[data] = self._guard.state.get(param, {})
+            for number in self._numbers[id(param)]:
+                groups[number]["params"].append(data)
+        self._shadow_step.step_groups(self._source, groups, state)
+
+    # ---- beside the next forward
+
+    def step_rest(self, order: Sequence[UnitStore], is_own: IsOwn) -> tuple[list[Group], Any]:
+        """Return the groups and the state for ``optimizer.step()``, having deferred the rest in this order if possible.
+
+        ``is_own`` tells whether only the parameter refers to its gradient.
+        """
+        self.give_back()
+        if self.stepped and self._options != _options(self.optimizer):
+            raise ExactnessError(
+                "the optimizer's options were changed in backward, when it had stepped some parameters with what they "
+                "were; set optimizer_overlap=False, or change them before"
+            )
+        streamed = {key: store for store in order for key in store.index_of}
+        groups = self._groups_without(self.stepped)
+        with quietly():
+            left = [
+                (streamed[id(param)], number, param)
+                for number, group in enumerate(groups)
+                for param in group["params"]
+                if id(param) in streamed and true_grad(param) is not None
+            ]
+            if left and self._may_defer():
+                try:
+                    units = self._prepare(order, left, is_own)
+                except CannotDefer as reason:
+                    self.why_whole = str(reason)
+                else:
+                    self._defer(units)
+                    return self._groups_without(streamed), self._guard.state
+        return groups, self.optimizer.state
+
+    def _groups_without(self, ids: Container[int]) -> list[Group]:
+        groups = self.optimizer.param_groups
+        return [{**group, "params": [param for param in group["params"] if id(param) not in ids]} for group in groups]
+
+    def _prepare(
+        self, order: Sequence[UnitStore], left: list[tuple[UnitStore, int, Any]], is_own: IsOwn
+    ) -> dict[UnitStore, _Unit]:
+        """Prepare the units to be deferred, changing no parameter and no state; raise CannotDefer (Rules 4 and 5)."""
+        groups = self.optimizer.param_groups
+        if is_entry_shared(vars(self.optimizer), "state"):
+            raise CannotDefer(STATE_IS_SHARED)
+        if any(group.get("differentiable") for group in groups):
+            raise CannotDefer("the optimizer is differentiable")
+        timed = self._counters.listener.work
+        units = {
+            store: _Unit(store, -place, timed("optimizer", store.unit.name, "step"))
+            for place, store in enumerate(order)
+        }
+        for store, number, param in left:
+            index = store.index_of[id(param)]
+            _check_parameter(param, store, index)
+            if not is_own(store, index):
+                raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
+            _check_state(self.optimizer, groups[number], param, store.names[index])
+            self._numbers[id(param)] = [number]
+            units[store].left.append(param)
+            units[store].data[index] = data_of(param)
+            units[store].placeholders[index] = _placeholder(param, store.names[index])
+        return units
+
+    def _defer(self, units: dict[UnitStore, _Unit]) -> None:
+        for store in units:
+            store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
+        self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
+        self._counters.held_steps += 1
+        weight_reads.hold(self.finish)
+        self._source = shadow_of(self.optimizer)
+        self._source.param_groups = [
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in self._source.param_groups
+        ]
+        _mind_forks()
+        _all.add(self)
+        self._guard = GuardedState(self.optimizer, self.finish)
+        for store, unit in units.items():
+            if unit.left:
+                for index, placeholder in unit.placeholders.items():
+                    set_true_data(store.params[index], placeholder)
+                self._enqueue(unit)
+                self._deferred[store] = unit
+
+
+def data_of(parameter: Tensor) -> Tensor:
+    """Make a plain tensor over a host parameter's bytes, with its version counter and its gradient."""
+    if type(parameter) is not HostParameter:
+        return parameter  # the optimizer may depend on a class of the user's own
+    data = parameter.detach()
+    data.grad = true_grad(parameter)
+    return data
+
+
+def _options(optimizer: Optimizer) -> list[Any]:
+    """Return a value that differs once an option of any group was changed."""
+    return [
+        {key: list(map(id, value)) if key == "params" else _mark(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+
+def _mark(option: Any) -> Any:
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return tuple(map(_mark, option)) if isinstance(option, (tuple, list)) else option
+
+
+# ---- Rules 4 and 5
+
+
+def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
+    grad: Any = true_grad(param)
+    name = store.names[index]
+    if type(param) is not HostParameter:
+        raise CannotDefer(f"{name} is of a class of its own, {type(param).__name__}")
+    if shares_storage(param) or is_referenced_elsewhere(param) or not store.in_place(index):
+        raise CannotDefer(f"somebody else refers to the bytes of {name}")
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
+        raise CannotDefer(f"the gradient of {name} is not as the weight is")
+
+
+def _check_state(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str) -> None:
+    if keeps_no_state(optimizer, group):
+        return
+    state = optimizer.state.get(param)
+    if not state or (isinstance(optimizer, SGD) and state.get("momentum_buffer") is None):
+        raise CannotDefer  # the first step creates it, after which it is there
+    if not all(type(value) is Tensor and value.is_cpu for value in state.values()):
+        raise CannotDefer(f"the state of {name} is not of tensors on the host")
+    del state  # this reference would be counted
+    if are_tensors_of_entry_shared(optimizer.state, param):
+        raise CannotDefer(f"somebody else refers to the optimizer's state of {name}")
+
+
+# ---- Rules 6 and 7
+
+
+def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
+    """Make a tensor like the parameter's data but without bytes: any access to them raises an error."""
+    data = true_data(parameter)
+    storage = torch.UntypedStorage(data.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
+    tensor = torch.empty(0, dtype=data.dtype, device="cpu").set_(storage, 0, data.shape, data.stride())
+    storage.resize_(0)
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, MESSAGE.format(name=name))
+    return tensor
+
+
+def _copied(value: Any) -> Any:
+    """Copy an option of a group: schedulers may write to the original."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+# ---- A forked child has no optimizer thread: no step may be half done when a process forks.
+
+
+@functools.cache
+def _mind_forks() -> None:
+    os.register_at_fork(before=_quiesce_all)
+
+
+def _quiesce_all() -> None:
+    for job in [job for step in list(_all) for job in step._jobs]:
+        job.exception()
