@@ -38,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
-from ..memory.unit_store import SavedBytes, UnitStore
+from ..memory.unit_store import UnitStore
+from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import tensors_in
 
@@ -212,7 +213,7 @@ class _ForwardSnapshot:
             if store is not None:
                 self._relied_on += _versions(store.params)
                 self._weights_at = [(weight, weight.data_ptr()) for weight in store.params]
-                self._cast = {(store, index): store.contents[index] for index in store.autocast}
+                self._cast = {(store, index): store.saved_bytes(index) for index in store.autocast}
                 self._memory = store.memory
 
     def _refuse(self) -> NoReturn:

@@ -40,48 +40,34 @@ class SavedWeight:
 
     __slots__ = (
         *("build", "bytes", "conjugate", "device_version", "dtype", "host_version", "index", "memory", "negative"),
-        *("offset", "shape", "stride", "unit", "whole"),
+        *("offset", "shape", "stride", "unit"),
     )
 
-    def __init__(self, unit: StreamedUnit, tensor: Tensor, whole: bool) -> None:
+    def __init__(self, unit: StreamedUnit, tensor: Tensor) -> None:
+        store, whole = unit.store, isinstance(tensor, DeviceParameter)  # else a view
+        if isinstance(tensor, DeviceParameter):
+            self.index = store.index_of[id(tensor.host)]
+            tensor = store.device_view(self.index) if store.weights[self.index].parted else tensor
+        else:
+            self.index = store.index_at(int(tensor.storage_offset()) * tensor.element_size())
         self.unit = unit
         self.dtype = tensor.dtype
-        self.offset: int = tensor.storage_offset()  # type: ignore[assignment]
+        self.offset = int(tensor.storage_offset())
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()  # which operators apply to the bytes
-        self.index = unit.store.field_at(self.offset * tensor.element_size())
-        self.host_version = unit.store.version(self.index)
+        self.host_version = store.version(self.index)
         self.device_version = true_version(unit.stand_ins.outputs[self.index])
         self.build = unit.stand_ins.build
-        self.memory = unit.store.memory
-        self.whole = whole  # the weight itself, not a view of it
-        stays = not self.whole or self.index in unit.store.autocast
-        self.bytes = unit.store.contents[self.index] if stays else None
-
-    def is_of(self, tensor: Tensor, whole: bool) -> bool:
-        """Whether the note is the one that saving this tensor now would give; both begin at the same element."""
-        store, stand_ins = self.unit.store, self.unit.stand_ins
-        return (
-            self.memory is store.memory
-            and self.whole is whole
-            and self.dtype is tensor.dtype
-            and self.shape == tensor.shape
-            and self.stride == tensor.stride()
-            and self.conjugate == tensor.is_conj()
-            and self.negative == tensor.is_neg()
-            and self.build == stand_ins.build
-            and self.host_version == store.version(self.index)
-            and self.device_version == true_version(stand_ins.outputs[self.index])
-            and (self.bytes is None or self.bytes is store.contents[self.index])
-        )
+        self.memory = store.memory
+        self.bytes = None if whole and self.index not in store.autocast else store.saved_bytes(self.index)
 
     def tensor(self) -> Tensor:
         """Return the tensor as a view of the unit's buffer, which must be resident, or of the weight's old bytes."""
         store, first = self.unit.store, self.offset
         storage = store.storage
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
-            store.saved_again.add(self.index)
+            store.weights[self.index].saved_again = True
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.index, self.bytes.before)
             first -= store.layout.fields[self.index].offset // self.dtype.itemsize
@@ -104,18 +90,6 @@ class SavedWeight:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{store.names[self.index]} is at version {now}; expected version {then} instead"
             )
-
-
-def saved_weight(unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
-    """Return a note of a tensor's place; reuse the last one while it holds, since whole weights are saved often."""
-    whole = isinstance(tensor, DeviceParameter)
-    place = unit.store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
-    before: SavedWeight | None = unit.store.saved.get(place.storage_offset())  # type: ignore[arg-type]
-    if before is not None and before.is_of(place, whole):
-        return before
-    made = SavedWeight(unit, place, whole)
-    unit.store.keep_saved(made.index, made.offset, made)
-    return made
 
 
 class SavedActivation:
@@ -197,14 +171,16 @@ class SavedTensors:
         unit = self._owner(tensor.untyped_storage()._cdata)
         if unit is None and isinstance(tensor, DeviceParameter):
             unit = self._owner_of(tensor.host)
-            return unit if unit is not None and unit.store.is_parted(tensor.host) else None
+            return (
+                unit if unit is not None and unit.store.weights[unit.store.index_of[id(tensor.host)]].parted else None
+            )
         return unit
 
     @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._unit_of(tensor)
         if unit is not None:
-            return saved_weight(unit, tensor)
+            return SavedWeight(unit, tensor)
         packed = self._offload.pack(tensor)
         return SavedActivation(tensor) if packed is tensor else packed
 
@@ -222,7 +198,7 @@ class SavedTensors:
         @never_compiled_hook
         def pack(tensor: Tensor) -> Any:
             unit = self._unit_of(tensor)
-            return unit and saved_weight(unit, tensor), outer_pack(tensor)
+            return unit and SavedWeight(unit, tensor), outer_pack(tensor)
 
         @never_compiled_hook
         def unpack(pair: Any) -> Tensor:

@@ -246,7 +246,7 @@ class DeferredStep:
                 self._failed = True
                 raise
             unit.stepped = True
-            store.convert(unit.data)
+            store.after_step(unit.data)
 
     def _say_partly_stepped(self) -> None:
         stepped = self._stepped + sum(unit.count for unit in self._units.values() if unit.stepped)

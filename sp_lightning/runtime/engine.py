@@ -39,7 +39,7 @@ from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import Residency, UnitStore
+from ..memory.unit_store import UnitStore
 from ..optim.deferred_step import CurrentStep
 from ..optim.step_in_backward import StepInBackward
 from ..options import Options
@@ -354,7 +354,7 @@ class Engine:
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
                 unit.stand_ins.full_precision.check_rewritten(index)
-                store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
+                store.device_view(index).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
@@ -373,7 +373,7 @@ class Engine:
             if in_backward():
                 self._in_backward_from_here()
                 self._needs_unit(unit)
-            if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
+            if not unit.visits and unit.store.is_loaded and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if in_backward() else "forward"):
                 self.window.require(unit)
@@ -552,5 +552,5 @@ class Engine:
         }
 
     def _host_bytes(self) -> int:
-        stores = sum(unit.store.host_nbytes for unit in self.units)
+        stores = sum(unit.store.slab.numel() + unit.store.wire.numel() for unit in self.units)
         return stores + self.gradient_return.host_nbytes + self.offload.host_nbytes + self.device.ring_nbytes

@@ -188,8 +188,9 @@ class GradientReturn:
         slab = self._slabs.get(store)
         if slab is None or slab.autocast is not store.autocast:
             slab = self._slabs[store] = GradientSlab(store, self.device)
-        indices = sorted(indices, key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
-        taken = [_known(grads[index]) for index in indices]
+        if store.narrow:
+            indices.sort(key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
+        taken = [grad for index in indices if (grad := grads[index]) is not None]
         places, packing = slab.slots_for(indices, taken)
         transfer = self._send(store, taken, packing)
         transfer.parameters = [store.params[index] for index in indices]
@@ -198,7 +199,7 @@ class GradientReturn:
         self.taken.update(map(id, transfer.parameters))
         if self.ahead is not None and final and not self._under_way:
             timed = functools.partial(self.counters.listener.work, "optimizer", store.unit.name, "step")
-            self.ahead.submit(transfer, timed, store.convert)
+            self.ahead.submit(transfer, timed, store.after_step)
         else:
             self._under_way.append(transfer)
 
