@@ -20,7 +20,8 @@ from torch import Tensor
 from ..compat.references import shares_storage
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, stand_in, true_data, true_version
-from ..memory.unit_store import UnitStore, same_bytes
+from ..memory.unit_store import UnitStore
+from ..memory.weights import same_bytes
 from .bridge import Gradients, Receive, check_not_recorded, connect
 
 AS_IS = 'earlier steps did not do that; set wire_dtype="as-is" to send the weight in FP32'
@@ -91,7 +92,6 @@ class FullPrecisionCopies:
             if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
                 check_not_recorded(tensor, self._store.names[index])
                 self._store.write_back(index, data)
-                self._store.mark_stale()
                 self._written.add(index)
             self._old_copies.append((index, data))
 

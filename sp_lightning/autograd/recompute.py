@@ -38,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
-from ..memory.unit_store import SavedBytes, UnitStore
+from ..memory.unit_store import UnitStore
+from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, reachable, tensors_in
 
@@ -261,7 +262,7 @@ class _ForwardSnapshot:
             if store is not None:
                 self._weights = list(store.params)
                 self._addresses = list(map(Tensor.data_ptr, self._weights))
-                self._cast = {(store, index): store.contents[index] for index in store.autocast}
+                self._cast = {(store, index): store.saved_bytes(index) for index in store.autocast}
                 self._memory = store.memory
             self._relied_on = [*_versions([*map(_host, tensors_in(here)), *self._weights]), *self.kept]
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
-from ..memory.unit_store import SavedBytes
+from ..memory.weights import SavedBytes
 from .dynamo import never_compiled_hook
 from .offload import Offload, OffloadedTensor
 from .streamed_unit import StreamedUnit
@@ -60,9 +60,14 @@ class SavedWeight(NamedTuple):
     def of(cls, unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
         """Note the place of a tensor: a weight of the unit, or a view of one."""
         store, stand_ins, whole = unit.store, unit.stand_ins, isinstance(tensor, DeviceParameter)
-        place = store.place_of(tensor.host) if isinstance(tensor, DeviceParameter) else tensor
-        offset: int = place.storage_offset()  # type: ignore[assignment]
-        index = store.field_at(offset * place.element_size())
+        place = tensor
+        if isinstance(tensor, DeviceParameter):
+            index = store.index_of[id(tensor.host)]
+            if store.weights[index].parted:
+                place = store.device_view(index)
+        else:
+            index = store.index_at(int(tensor.storage_offset()) * tensor.element_size())
+        offset = int(place.storage_offset())
         return cls(
             unit,
             index,
@@ -76,7 +81,7 @@ class SavedWeight(NamedTuple):
             true_version(stand_ins.outputs[index]),
             stand_ins.build,
             store.memory,
-            None if whole and index not in store.autocast else store.contents[index],
+            None if whole and index not in store.autocast else store.saved_bytes(index),
         )
 
     def tensor(self) -> Tensor:
@@ -84,7 +89,7 @@ class SavedWeight(NamedTuple):
         store, first = self.unit.store, self.offset
         storage = store.storage
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
-            store.saved_again.add(self.weight)
+            store.weights[self.weight].saved_again = True
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.weight, self.bytes.before)
             first -= store.layout.fields[self.weight].offset // self.dtype.itemsize
@@ -177,7 +182,9 @@ class SavedTensors:
         unit = self._owner(tensor.untyped_storage()._cdata)
         if unit is None and isinstance(tensor, DeviceParameter):
             unit = self._owner_of(tensor.host)
-            return unit if unit is not None and unit.store.is_parted(tensor.host) else None
+            return (
+                unit if unit is not None and unit.store.weights[unit.store.index_of[id(tensor.host)]].parted else None
+            )
         return unit
 
     @never_compiled_hook

@@ -30,6 +30,7 @@ from ..memory.layout import aligned
 from ..memory.parameters import stand_in, true_data, true_version
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
+from ..memory.weights import same_bytes
 from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies
 
@@ -81,7 +82,8 @@ class StandIns:
             return False
         assert not self.bound
         self.uses = CastUses()
-        receive, views = self._receiver(self.uses, list(self.store.autocast)), self.store.device_views()
+        receive = self._receiver(self.uses, list(self.store.autocast))
+        views = [*map(self.store.device_view, range(len(trainable)))]
         self.outputs = [  # the only reference to them: references are counted below
             stand_in(output, parameter, self.data_exposed)
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
@@ -114,10 +116,9 @@ class StandIns:
         if self.bound:
             return
         for index, slot in self.slots:
-            if slot.get() is not self.store.params[index]:
-                continue
             if index not in self.store.autocast:
-                slot.set(self.outputs[index])
+                self._bound_slots += slot.replace(self.store.params[index], self.outputs[index])
+            elif index in self.full_precision.enabled and slot.get() is self.store.params[index]:
                 self._bound_slots += 1
             elif index in self.full_precision.enabled:
                 slot.set(self.full_precision.tensor(index))
@@ -129,11 +130,12 @@ class StandIns:
         """Put the host parameters back into the slots."""
         if not self.bound:
             return
-        self.store.rejoin(self.outputs)
+        if self.data_exposed[0]:
+            self.store.rejoin(self.outputs)
         for index, slot in self.slots:
-            now = slot.get()
-            if now is self.outputs[index] or self.full_precision.copies.get(index, self) is now:
-                slot.set(self.store.params[index])
+            host = self.store.params[index]
+            if not slot.replace(self.outputs[index], host) and index in self.full_precision.copies:
+                slot.replace(self.full_precision.copies[index], host)
         for entry in reversed(self.hidden):
             entry.show()
         self.full_precision.end_visit()
@@ -185,7 +187,8 @@ class StandIns:
 
         ``replayed``: weights that a recomputation wrote again. The host has their bytes since the first run.
         """
-        self.store.rejoin(self.outputs)
+        if self.data_exposed[0]:
+            self.store.rejoin(self.outputs)
         for index in replayed:
             self._replay(index)
         versions = self.versions()
@@ -213,8 +216,7 @@ class StandIns:
 
     def _replay(self, index: int) -> None:
         """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
-        field = self.store.layout.fields[index]
-        self.store.layout.view(self.store.storage, field).copy_(true_data(self.store.params[index]))
+        self.store.device_view(index).copy_(true_data(self.store.params[index]))
         _hooks._unsafe_set_version_counter((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
@@ -246,9 +248,8 @@ class StandIns:
         return sum(map(sum, references(self.outputs)))
 
     def _write_back_if_differs(self, index: int) -> None:
-        host, field = true_data(self.store.params[index]), self.store.layout.fields[index]
-        now = self.store.layout.view(self.store.storage, field).cpu()
-        if not torch.equal(_bytes(now), _bytes(host.to(now.dtype))):
+        now = self.store.device_view(index).cpu()
+        if not same_bytes(now, true_data(self.store.params[index]).to(now.dtype)):
             self.store.write_back(index)
 
 
@@ -289,7 +290,3 @@ class StreamedUnit:
     def movable(self) -> bool:
         """Whether the unit's bytes may leave the device now."""
         return not self.visits and not self.stand_ins.in_use()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

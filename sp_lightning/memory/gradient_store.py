@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compat.references import references, storage_uses
 from .device import Device
-from .layout import ALIGNMENT, Layout, aligned
+from .layout import ALIGNMENT, Layout, aligned, as_few_runs
 from .parameters import true_grad
 from .staging import Copies
 from .unit_store import UnitStore
@@ -54,7 +54,7 @@ class PackedGradients:
         self._flat = device.device_bytes(self._size)
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
-        self._runs = list(_runs(gradient_slots, layout))
+        self._runs = list(as_few_runs(((slot.flat, slot.offset) for slot in gradient_slots), layout))
         self.copies: Copies = ()  # to the slots on the host, as few as possible
         self._parts = list(_parts_of_one_type([field.dtype for field in layout.fields]))
 
@@ -95,7 +95,8 @@ class GradientSlab:
         self._wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
         self._untouched = {index: _traces([slot.tensor]) for index, slot in self._slots.items()}
         self._all_untouched = self._all_traces()
-        self._packed: dict[tuple[int, ...], PackedGradients] = {}  # by the gradients that came together before
+        # By the gradients that came together before, and their types.
+        self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
 
     def _lay_out(
         self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int
@@ -124,14 +125,17 @@ class GradientSlab:
     def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
         """Return page-locked slots for gradients, with the parameters' strides, to which no other code refers."""
         untouched = self._all_traces() == self._all_untouched
+        key = (*indices, *[grad.dtype for grad in grads])
+        known = self._packed.get(key)
+        if known is not None and untouched:
+            return known
         widening = untouched or _traces([*self._wide_views.values()]) == self._all_untouched[1]
         found = [self._slot_for(index, grad, untouched, widening) for index, grad in zip(indices, grads, strict=True)]
         if any(slot is not self._slots.get(index) for index, slot in zip(indices, found, strict=True)):
             return found, PackedGradients(self._device, found)
-        packed = self._packed.get(tuple(indices))
-        if packed is None:
-            packed = self._packed[tuple(indices)] = PackedGradients(self._device, found)
-        return found, packed
+        if known is None:
+            known = self._packed[key] = found, PackedGradients(self._device, found)
+        return known
 
     def _all_traces(self) -> tuple[Any, Any]:
         """Read the traces of other code on all slots, and on their wide views."""
@@ -187,20 +191,6 @@ def _own_references(from_slab: int) -> tuple[list[int], ...]:
     references = _references_to_grad(parameter)
     slab.clear()
     return references
-
-
-def _runs(gradient_slots: list[GradientSlot], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Yield copies of packed fields to their slots, as few as possible: (buffer, offset there, offset here, bytes)."""
-    run: tuple[Tensor, int, int, int] | None = None
-    for slot, field in zip(gradient_slots, layout.fields, strict=True):
-        if run is not None and run[0] is slot.flat and slot.offset - field.offset == run[1] - run[2]:
-            run = (*run[:3], field.offset + field.nbytes - run[2])
-            continue
-        if run is not None:
-            yield run
-        run = (slot.flat, slot.offset, field.offset, field.nbytes)
-    if run is not None:
-        yield run
 
 
 def widened(grad: Tensor, wide_view: Tensor) -> Tensor:

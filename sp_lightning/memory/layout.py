@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,23 @@ class Layout:
         `torch.save` writes whole storages: over the slab's own storage, each saved parameter would write the slab.
         """
         return _tensor_over(storage[field.offset : field.offset + field.nbytes], field, 0)
+
+
+def as_few_runs(places: Iterable[tuple[Tensor, int]], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
+    """Merge the copies between a layout's fields and their places, each a first byte in some flat buffer.
+
+    Yields runs: (buffer, first byte there, first byte in the layout's buffer, bytes).
+    """
+    run: tuple[Tensor, int, int, int] | None = None
+    for (buffer, there), field in zip(places, layout.fields, strict=True):
+        if run is not None and run[0] is buffer and there - field.offset == run[1] - run[2]:
+            run = (*run[:3], field.offset + field.nbytes - run[2])
+            continue
+        if run is not None:
+            yield run
+        run = (buffer, there, field.offset, field.nbytes)
+    if run is not None:
+        yield run
 
 
 def _tensor_over(storage: torch.UntypedStorage, field: Field, offset: int) -> Tensor:

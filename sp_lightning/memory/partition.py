@@ -466,6 +466,15 @@ class Slot:
         except (LookupError, TypeError):  # the user's code removed it
             return None
 
+    def replace(self, there: Any, value: Any) -> bool:
+        """Put ``value`` into the place if ``there`` is in it; return whether it was."""
+        found = self.holder.get(self.key) if self.inside is None else self.get()
+        if found is there and self.inside is None:
+            self.holder[self.key] = value
+        elif found is there:
+            self.set(value)
+        return found is there
+
     def set(self, value: Any) -> None:
         found = self.holder[self.key]
         if self.inside is None:

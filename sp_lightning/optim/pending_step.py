@@ -382,7 +382,7 @@ class PendingStep:
         with unit.timed:
             self._step_params(part, unit)
             if not unit.left:
-                unit.store.convert(unit.data)
+                unit.store.after_step(unit.data)
         self.stepped.update(map(id, part))
         if self.takes_units:
             self._counters.stepped_ahead += len(part)

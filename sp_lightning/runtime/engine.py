@@ -40,7 +40,7 @@ from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import Residency, UnitStore
+from ..memory.unit_store import UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
 from .gradients import GradientReturn
@@ -206,7 +206,9 @@ class Engine:
         self.enter(unit)
         try:
             self.autocast_weights.read(parameter)
-            yield unit.stand_in(parameter)
+            with quietly():  # it may be made here
+                stand_in = unit.stand_in(parameter)
+            yield stand_in
         finally:
             self.leave_to(depth)
             if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
@@ -301,7 +303,7 @@ class Engine:
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
                 unit.stand_ins.full_precision.check_rewritten(index)
-                store.layout.view(store.storage, store.layout.fields[index]).copy_(before)
+                store.device_view(index).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
@@ -318,7 +320,7 @@ class Engine:
                 self._needs_unit(unit)
             elif self.phases.closed:
                 raise _after_the_end(unit)
-            if not unit.visits and unit.store.residency is Residency.DEVICE and unit.store.stale():
+            if not unit.visits and unit.store.is_loaded and unit.store.stale():
                 self.window.refill(unit)
             with self.counters.listener.waiting("weights", unit.name, "backward" if backward else "forward"):
                 self.window.require(unit)

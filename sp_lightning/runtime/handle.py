@@ -89,7 +89,7 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory."""
         engine, schedule = self.engine, self.engine.window.schedule
-        hosts = [unit.store.host_nbytes for unit in engine.units]
+        hosts = [unit.store.slab.numel() + unit.store.wire.numel() for unit in engine.units]
         resident = [unit.store.layout.nbytes for unit in engine.units if unit.unit.resident]
         return {
             **self._counters.snapshot(),

@@ -19,7 +19,6 @@ from ..autograd.streamed_unit import StreamedUnit
 from ..core.schedule import Schedule
 from ..core.telemetry import Counters
 from ..memory.device import Device
-from ..memory.unit_store import Residency
 from ..options import Options
 from .tuner import Tuner
 
@@ -107,9 +106,9 @@ class Window:
         """Make the unit resident and order the caller's stream after its bytes."""
         store = unit.store
         if unit.unit.resident:
-            if store.residency is Residency.HOST:
+            if not store.is_loaded:
                 store.load()
-        elif unit is not self._last or store.residency is Residency.HOST:
+        elif unit is not self._last or not store.is_loaded:
             self._visit(unit)
         store.wait_load()
 
@@ -130,7 +129,7 @@ class Window:
             ahead = self.units[index]
             if ahead is not unit and ahead.store.stepping:
                 self.schedule.invalidate([index])  # no waiting for its step here: a later visit has it fetched
-            elif ahead.store.residency is Residency.HOST:
+            elif not ahead.store.is_loaded:
                 self._load(ahead, unit)
         self._last = unit
         self._recorded.append(unit.index)
@@ -160,7 +159,7 @@ class Window:
         self._follow_tuner()
         for index in self.schedule.resident:
             unit = self.units[index]
-            if unit is not visited and unit.store.residency is Residency.DEVICE and unit.movable:
+            if unit is not visited and unit.store.is_loaded and unit.movable:
                 self.schedule.invalidate([index])
                 self._evict(unit)
 
@@ -172,7 +171,7 @@ class Window:
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have a movable unit's weights travel in these types from its next load on."""
         unit.store.wait_step()  # the host thread converts into the wire copy, which is made anew here
-        if unit.store.residency is Residency.DEVICE:
+        if unit.store.is_loaded:
             self.schedule.invalidate([unit.index])
             self._evict(unit)
         unit.store.retype(types)
@@ -185,7 +184,7 @@ class Window:
     def referenced_elsewhere(self) -> Iterator[StreamedUnit]:
         """Yield the units outside of their visits whose stand-ins or device bytes user code refers to."""
         for unit in self.units:
-            if unit.store.residency is Residency.DEVICE and not unit.visits and unit.stand_ins.in_use():
+            if unit.store.is_loaded and not unit.visits and unit.stand_ins.in_use():
                 yield unit
 
     def refresh_referenced(self) -> None:
@@ -207,5 +206,5 @@ class Window:
     def settle(self) -> None:
         """Wait until no fill reads host bytes: they may be written from here on."""
         for unit in self.units:
-            if unit.store.residency is Residency.DEVICE:
+            if unit.store.is_loaded:
                 unit.store.settle()

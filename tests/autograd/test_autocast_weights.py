@@ -520,7 +520,7 @@ def test_what_is_written_while_the_thread_casts_is_cast_again(device, monkeypatc
         store = handle.engine.unit_of(net.blocks[1].linear.weight).store
         with monkeypatch.context() as patch:
             patch.setattr(UnitStore, "_fill_wire", fill)
-            store.convert()
+            store.after_step()
         with autocast(device), torch.no_grad():
             streamed = net(x)
     with autocast(device), torch.no_grad():

@@ -428,7 +428,7 @@ def wide():
 
 
 def resident_nbytes(handle):
-    return sum(unit.store.nbytes for unit in handle.engine.units if unit.store.residency.name == "DEVICE")
+    return sum(unit.store.nbytes for unit in handle.engine.units if unit.store.is_loaded)
 
 
 @pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])

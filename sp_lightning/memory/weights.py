@@ -1,0 +1,126 @@
+"""The weights of one unit: a record of each, and the wire copies in which some of them go up.
+
+They follow the rules of the unit (unit_store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ExactnessError
+from .device import Device
+from .layout import ALIGNMENT, Field, Layout
+from .parameters import true_data, true_dtype
+
+BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
+
+
+class SavedBytes:
+    """A token for the bytes that a weight has now, for what autograd saves of them (unit_store.py, Rule 8)."""
+
+    __slots__ = ("before",)
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None  # on the host, once the weight has other ones
+
+
+class Stamp(NamedTuple):
+    """A state of a unit's host bytes (unit_store.py, Rule 6)."""
+
+    epoch: object  # a number; of bytes that another tensor shares an object that equals no other
+    versions: list[int]
+    addresses: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """One parameter of a unit: where its bytes are, and what refers to them."""
+
+    parameter: nn.Parameter
+    host: Field  # its place in the slab
+    outside: bool  # whether it stays outside of the slab (unit_store.py, Rule 9)
+    storage: torch.UntypedStorage  # of its data when the device buffer was filled last
+    stride: tuple[int, ...]  # at the same time
+    field: Field  # its place in the device buffer
+    wire: Tensor | None = None  # its wire copy (unit_store.py, Rule 7); None: it goes up from the slab
+    saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (unit_store.py, Rule 8)
+    parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 10)
+    saved_again: bool = False  # whether create_graph saved it past our hooks
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it travels in another type than it has on the host."""
+        return self.field.dtype is not self.host.dtype
+
+    def leave(self, before: Callable[[], Tensor]) -> None:
+        """Leave its bytes to what autograd saved of them, if anything: it gets others now (unit_store.py, Rule 8)."""
+        if self.saved is not None:
+            self.saved.before, self.saved = before(), None
+
+    def data_at(self, address: int) -> Tensor:
+        """Make a tensor over the data that the parameter had at this address when the device buffer was filled last."""
+        first = (address - self.storage.data_ptr()) // self.host.dtype.itemsize
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=self.host.dtype).set_(self.storage, first, self.host.shape, self.stride)
+
+    def check_shape(self) -> None:
+        """Raise if user code gave the parameter another shape or type than it had when streaming began."""
+        parameter, field = self.parameter, self.host
+        if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
+            raise ExactnessError(
+                f"parameter {field.name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
+                f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or call close() first"
+            )
+
+
+def lay_out_wire(weights: Sequence[Weight], device: Device) -> Tensor:
+    """Allocate a unit's wire copies in one buffer, empty if all go up from the slab (unit_store.py, Rule 7)."""
+    if not any(weight.is_narrow for weight in weights):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    copied = [weight for weight in weights if weight.is_narrow or weight.field.nbytes < BY_ITSELF]
+    layout = layout_with([weight.field for weight in copied], [weight.field.dtype for weight in copied])
+    buffer = device.slab(max(layout.nbytes, ALIGNMENT))
+    for weight, field in zip(copied, layout.fields, strict=True):
+        weight.wire = layout.view(buffer.untyped_storage(), field)
+    return buffer
+
+
+def fill_wire(weights: Sequence[Weight], data: Sequence[Tensor], remembered: Collection[int]) -> None:
+    """Convert host bytes, which lie in these tensors, into the wire copies (unit_store.py, Rule 7).
+
+    ``remembered``: indices of weights of which autograd may have saved the bytes before (unit_store.py, Rule 8).
+    """
+    with torch.no_grad():
+        for index, (weight, tensor) in enumerate(zip(weights, data, strict=True)):
+            if weight.wire is None:
+                continue
+            now = true_data(tensor)
+            if index in remembered:
+                now = now.to(weight.wire.dtype)
+                if same_bytes(weight.wire, now):
+                    continue
+                weight.leave(weight.wire.clone)
+            weight.wire.copy_(now)
+
+
+def layout_with(fields: Sequence[Field], types: Sequence[torch.dtype]) -> Layout:
+    """Lay out tensors like these fields, but of these types, one after the other."""
+
+    def described(field: Field, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(field.shape, field.stride, dtype=dtype, device="meta")
+
+    return Layout.of([(field.name, described(field, dtype)) for field, dtype in zip(fields, types, strict=True)])
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type have the same bytes, also in a NaN."""
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
