@@ -184,7 +184,7 @@ class PendingStep:
         optimizer: Any = None,
         shadow_step: Any = None,
         thread: Any = None,
-        may_defer: Callable[[], bool] = lambda: False,
+        may_defer: Callable[[], bool] = bool,
         in_backward: bool = False,
     ) -> None:
         self._counters = counters
@@ -287,6 +287,7 @@ class PendingStep:
         """Forget the optimizer: nothing is pending. Safe twice."""
         self.give_back()
         self.optimizer = self._source = None
+        self._may_defer = bool
         self._queue, self._deferred = [], {}
         self.params = self.stepped = set()
 
@@ -333,9 +334,10 @@ class PendingStep:
         with self._lock:
             self._leaving = True
             left, self._queue = self._queue, []
-            self._jobs = [job for job in self._jobs if not job.cancel()]
         for unit in left:
             unit.land()
+        with self._lock:  # only now: without jobs other threads would not wait; units submitted meanwhile need theirs
+            self._jobs = [job for job in self._jobs if self._queue or not job.cancel()]
 
     def _may_step(self, param: Any) -> bool:
         """Whether the thread may step this parameter: it is the optimizer's, with state of its own (Rules 4 and 5)."""

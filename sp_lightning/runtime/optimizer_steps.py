@@ -161,8 +161,8 @@ class OptimizerSteps:
         if step is None or step.optimizer is not optimizer:
             return all_of(optimizer)
         self.engine.announced_step = None
-        if step.takes_units:
-            self.engine.check_changed()
+        if step.in_backward:
+            self.engine.check_changed()  # a hook may have changed gradients after the engine's end of backward
         self.engine.begin_step(step)
         return step.step_rest(self.engine.next_needed(), self.engine.gradient_return.is_own)
 

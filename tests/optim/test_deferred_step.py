@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -321,6 +322,32 @@ def test_a_backward_beside_which_units_are_stepped_begins_when_the_step_before_i
             optimizer.step()
         assert handle.stats()["held_steps"] == 1
     assert_equal(net.weight.data, 1 - 0.125 * grad - 0.125 * 2 * grad)
+
+
+def test_a_backward_that_comes_past_a_unit_accumulates_after_its_step():
+    """The graph leads to the weight by a read between steps, and through another unit, which runs first."""
+
+    def run(net, overlapping):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+        x = next(inputs(torch.device("cpu")))
+        squares(net, x).backward()
+        read = net.blocks[3].up.weight.sum()
+        loss = net.stem(x).sum() + read
+        with overlapping(optimizer):
+            optimizer.step()
+        loss.backward()
+        return [p.detach().clone() for p in net.parameters()], [p.grad.clone() for p in net.parameters()]
+
+    def held(optimizer):
+        Gate(handle).open()
+        return handle.steps.overlapping(optimizer, lambda: True, in_backward=False)
+
+    torch.manual_seed(0)
+    net = blocks()
+    expected = run(copy.deepcopy(net), contextlib.nullcontext)
+    with sp_lightning.stream(net, "cpu") as handle:
+        assert_equal(run(net, held), expected)
+        assert handle.stats()["held_steps"] == 1
 
 
 def test_a_step_waits_for_the_one_before(hold):
