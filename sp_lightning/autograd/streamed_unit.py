@@ -119,8 +119,6 @@ class StandIns:
             if index not in self.store.autocast:
                 self._bound_slots += slot.replace(self.store.params[index], self.outputs[index])
             elif index in self.full_precision.enabled and slot.get() is self.store.params[index]:
-                self._bound_slots += 1
-            elif index in self.full_precision.enabled:
                 slot.set(self.full_precision.tensor(index))
         for entry in self.hidden:
             entry.hide()
