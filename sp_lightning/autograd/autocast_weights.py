@@ -50,7 +50,7 @@ class CastCandidate:
         self._forward_runs = 0  # in this pass, recorded by autograd
         self._runs_in_backward = 0  # recorded too, by a recomputation
         self._runs = 0  # all
-        self._device = unit.store.storage.device.type
+        self._device = unit.store.device
         self._on_given_up = on_given_up
 
     def use(self, args: Any, kwargs: Any) -> Tensor | None:
@@ -76,14 +76,14 @@ class CastCandidate:
     def _cast_to(self) -> torch.dtype | None:
         """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
         if (
-            not torch.is_autocast_enabled(self._device)
-            or torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
+            not torch.is_autocast_enabled(self._device.torch_device.type)
+            or torch._C._len_torch_function_stack() > self._device.function_modes
+            or torch._C._len_torch_dispatch_stack() > self._device.dispatch_modes
             or torch._C._are_functorch_transforms_active()
             or torch._C._get_tracing_state() is not None
         ):
             return None
-        dtype = torch.get_autocast_dtype(self._device)
+        dtype = torch.get_autocast_dtype(self._device.torch_device.type)
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
     def _count(self, recorded: bool) -> None:

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..memory.parameters import HostParameter, owner_of, true_device
+from ..memory.device import Device
+from ..memory.parameters import HostParameter, owner_of
 from .backward_pass import in_backward
 from .dynamo import never_compiled
 
@@ -128,12 +129,12 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             _wait_steps(args, kwargs)
             _report_read(args, kwargs)
             return _note_exposed(func(*args, **kwargs), args, kwargs)
-        if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, owner_of(hosts[0]).torch_device):
+        if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, owner_of(hosts[0]).device):
             _wait_steps(args, kwargs)
             for host in hosts:
                 owner_of(host).mark_stale([host])
             return func(*args, **kwargs)
-        if _computes_on_host(args, kwargs, owner_of(hosts[0]).torch_device):
+        if _computes_on_host(args, kwargs, owner_of(hosts[0]).device):
             _wait_steps(args, kwargs)
             return _note_exposed(func(*args, **kwargs), args, kwargs)
         return _call_with_stand_ins(func, args, kwargs, hosts)
@@ -160,7 +161,7 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
     if _name(func) == "grad" and any(owner_of(host).has_hidden_stand_in(host) for host in hosts):
         # The graph to differentiate leads to the host parameters, through no stand-in that could be borrowed.
-        grads, device = func(*args, **kwargs), owner_of(hosts[0]).torch_device
+        grads, device = func(*args, **kwargs), owner_of(hosts[0]).device.torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in hosts}
@@ -173,13 +174,13 @@ def _combined_on_device(func: Any, args: Any, kwargs: Any) -> list[Any]:
     hosts = [value for value in _flat(args, kwargs) if type(value) is HostParameter]
     if not hosts or not owner_of(hosts[0]).between_steps or _name(func) in _CROSSING:
         return []
-    return hosts if _on_device(args, kwargs, owner_of(hosts[0]).torch_device) else []
+    return hosts if _on_device(args, kwargs, owner_of(hosts[0]).device) else []
 
 
-def _on_device(args: Any, kwargs: Any, device: torch.device) -> bool:
+def _on_device(args: Any, kwargs: Any, device: Device) -> bool:
     """Whether any argument but the host parameters is a tensor on this device."""
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-    return any(true_device(other) == device for other in others)
+    return any(map(device.holds, others))
 
 
 def _wait_steps(args: Any, kwargs: Any) -> None:
@@ -215,10 +216,10 @@ def _report_read(args: Any, kwargs: Any) -> None:
                 owner_of(value).read_on_host(value)
 
 
-def _computes_on_host(args: Any, kwargs: Any, device: torch.device) -> bool:
+def _computes_on_host(args: Any, kwargs: Any, device: Device) -> bool:
     """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
     others = (v for v in _flat(args, kwargs) if isinstance(v, Tensor) and type(v) is not HostParameter)
-    return any(other.dim() and true_device(other) != device for other in others)
+    return any(other.dim() and not device.holds(other) for other in others)
 
 
 def _flat(*values: Any) -> Iterator[Any]:
@@ -259,11 +260,11 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     return any(type(value) is HostParameter for value in _flat(written))
 
 
-def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
+def _writes_on_device(func: Any, args: Any, kwargs: Any, device: Device) -> bool:
     """Whether a function writes data that is on the device: another tensor's, or its random generator's."""
     name = _name(func)
     from_device = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
-    return from_device and device.type != "cpu"
+    return from_device and not device.is_host
 
 
 def _is_about_parameter(func: Any) -> bool:

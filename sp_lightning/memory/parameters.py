@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import UnsupportedError
+from .device import Device
 
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
@@ -52,15 +53,12 @@ set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 class ParameterOwner(Protocol):
     """The object that streams a module's parameters: the engine."""
 
+    device: Device  # on which units compute
     optimizing: bool  # whether an optimizer steps, which finds everything on the host
 
     @property
     def serving(self) -> bool:
         """Whether a function that reads host parameters gets their stand-ins now."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device on which units compute."""
 
     def apparent_device(self) -> torch.device | None:
         """Return the device that ``p.device`` shows, or None for the true one."""

@@ -391,11 +391,6 @@ class Engine:
             unit.store.mark_stale(stepped)
 
     @property
-    def torch_device(self) -> torch.device:
-        """The device on which the units compute."""
-        return self.device.torch_device
-
-    @property
     def managed(self) -> Collection[int]:
         """The ids of the parameters that are streamed."""
         return self._by_parameter.keys()

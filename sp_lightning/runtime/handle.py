@@ -57,14 +57,14 @@ class Handle:
     def __init__(
         self,
         module: nn.Module,
-        device: torch.device | str,
+        device: Device | torch.device | str,
         options: Options,
         compute_dtype: torch.dtype | None = None,
         only_inference: bool = False,
         trains: bool = False,
     ) -> None:
         self.module = module
-        self.device = Device(device, options.host_memory)
+        self.device = device if isinstance(device, Device) else Device(device, options.host_memory)
         self.options = options
         self._trains = trains  # training certainly follows
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
