@@ -344,7 +344,7 @@ def quietly() -> AbstractContextManager[None]:
     """Exempt our own work on weights, as a context, from reads by the user and from transforms (vmap, grad)."""
     if torch._C._are_functorch_transforms_active():
         return _outside_transforms()
-    return torch._C.DisableTorchFunctionSubclass()
+    return torch._C.DisableTorchFunction()
 
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:
