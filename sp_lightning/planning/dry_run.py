@@ -26,8 +26,7 @@ from ..autograd.backward_pass import in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.streamed_unit import StreamedUnit
-from ..core.spans import Lane
-from ..core.telemetry import StepListener
+from ..core.telemetry import Lane, StepListener
 from ..memory.device import Device
 from ..memory.layout import aligned
 from ..memory.unit_store import UnitStore
