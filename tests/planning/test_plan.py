@@ -415,7 +415,7 @@ def test_what_makes_room_on_the_host_is_offered():
 def test_where_units_alone_are_too_large_smaller_ones_and_half_precision_are_offered():
     found = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Block"], device_memory="80MiB")
     fitting = [change.what for change in found.changes if change.nbytes <= found.available]
-    assert fitting == ["precision='bf16-true' with master_weights=True", "units=['Linear']"]
+    assert fitting == ["precision='bf16-true' and master_weights=True", "units=['Linear']"]
     again = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Linear"], device_memory="80MiB")
     assert again.fits
 
