@@ -35,8 +35,7 @@ WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exceptio
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
-BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "planning/dry_run.py"}
-BESIDE |= {"bench/referee.py", "bench/turns.py"}
+BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "bench/referee.py", "bench/turns.py"}
 LONGEST_S = 300
 
 

@@ -71,7 +71,7 @@ class CastCandidate:
         self._parameters: dict[str, Any] = self.module._parameters
         self._guard = GuardedParameters(self._parameters, self.give_up)
         self._on_change = on_change  # the weight may have to travel in another type from now on
-        self._device = unit.store.storage.device.type
+        self._device = unit.store.device
         self.forget_pass()
 
     def hide(self) -> None:
@@ -143,14 +143,14 @@ class CastCandidate:
     def _cast_to(self) -> torch.dtype | None:
         """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
         if (
-            not torch.is_autocast_enabled(self._device)
-            or torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
+            not torch.is_autocast_enabled(self._device.torch_device.type)
+            or torch._C._len_torch_function_stack() > self._device.function_modes
+            or torch._C._len_torch_dispatch_stack() > self._device.dispatch_modes
             or torch._C._are_functorch_transforms_active()
             or torch._C._get_tracing_state() is not None
         ):
             return None
-        dtype = torch.get_autocast_dtype(self._device)
+        dtype = torch.get_autocast_dtype(self._device.torch_device.type)
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
     def give_up(self) -> None:

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from ..core.telemetry import Counters
 from ..memory.device import Device
-from ..memory.layout import ALIGNMENT, aligned
+from ..memory.layout import ALIGNMENT, Field, aligned
 
 
 @dataclass(eq=False)
 class OffloadedTensor:
     """A saved tensor on the host: the bytes that it spans, and its shape and strides."""
 
-    like: Tensor  # on the meta device
+    like: Field
     version: int
     first: int  # byte of an aligned block at which the tensor begins
     host: Tensor
@@ -101,7 +101,7 @@ class Offload:
         Tensors saved outside of units, small ones, those on another device, and those that are more or less than their
         bytes (sparse, conjugated) stay as they are.
         """
-        if not self.active or tensor.device != self.device.torch_device or tensor.layout is not torch.strided:
+        if not self.active or not self.device.holds(tensor) or tensor.layout is not torch.strided:
             return tensor
         if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return tensor
@@ -128,7 +128,7 @@ class Offload:
         under_way = self.counters.listener.work("down", "", "activations", nbytes)
         arrived = self.device.send_down([(host.view(torch.uint8), span.view(torch.uint8))], under_way)
         self.counters.bytes_offloaded += nbytes
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        like = Field("", tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, nbytes)
         saved = OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived, tensor.detach())
         self._on_host.add(saved)
         return saved
@@ -165,7 +165,7 @@ class Offload:
         copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
         saved.ready = self.device.send_up(copies, under_way, after=saved.arrived)
         self.counters.bytes_brought_back += nbytes
-        saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride())
+        saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride)
         saved.unpacks_left = saved.uses
         self._not_unpacked.add(saved)
 
@@ -174,7 +174,7 @@ class Offload:
         if saved.overtaken:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(saved.like.shape)}, while it was copied to the host"
+                f"a tensor of shape {saved.like.shape}, while it was copied to the host"
             )
         self.fetch(saved)
         tensor = saved.device

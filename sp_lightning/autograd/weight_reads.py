@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..memory.parameters import HostParameter, owner_of, true_device
+from ..memory.device import Device
+from ..memory.parameters import HostParameter, owner_of
 from .backward_pass import in_backward
 from .dynamo import never_compiled
 
@@ -124,7 +125,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         hosts = _hosts(args, kwargs)
         served = [] if is_about_parameter else [host for host in hosts if owner_of(host).serving]
         if served:
-            device = owner_of(served[0]).torch_device
+            device = owner_of(served[0]).device
             if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
                 _wait_steps(hosts)
                 for host in served:
@@ -161,7 +162,7 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
     if _name(func) == "grad" and any(owner_of(host).has_hidden_stand_in(host) for host in hosts):
         # The graph to differentiate leads to the host parameters, through no stand-in that could be borrowed.
-        grads, device = func(*args, **kwargs), owner_of(hosts[0]).torch_device
+        grads, device = func(*args, **kwargs), owner_of(hosts[0]).device.torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in hosts}
@@ -173,17 +174,17 @@ def _are_combined_on_device(func: Any, hosts: list[Any], args: Any, kwargs: Any)
     """Whether user code combines the host parameters with tensors on the device between steps (Rule 4)."""
     if not hosts or not owner_of(hosts[0]).between_steps or _name(func) in _CROSSING:
         return False
-    return _on_device(args, kwargs, owner_of(hosts[0]).torch_device)
+    return _on_device(args, kwargs, owner_of(hosts[0]).device)
 
 
-def _on_device(args: Any, kwargs: Any, device: torch.device) -> bool:
+def _on_device(args: Any, kwargs: Any, device: Device) -> bool:
     """Whether any argument but the host parameters is a tensor on this device."""
-    return any(true_device(other) == device for other in _others(args, kwargs))
+    return any(map(device.holds, _others(args, kwargs)))
 
 
-def _computes_on_host(args: Any, kwargs: Any, device: torch.device) -> bool:
+def _computes_on_host(args: Any, kwargs: Any, device: Device) -> bool:
     """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
-    return any(other.dim() and true_device(other) != device for other in _others(args, kwargs))
+    return any(other.dim() and not device.holds(other) for other in _others(args, kwargs))
 
 
 def _wait_steps(hosts: list[Any]) -> None:
@@ -250,8 +251,8 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(_hosts(written))
 
 
-def _writes_on_device(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
+def _writes_on_device(func: Any, args: Any, kwargs: Any, device: Device) -> bool:
     """Whether a function writes data that is on the device: another tensor's, or its random generator's."""
     name = _name(func)
     from_device = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
-    return from_device and device.type != "cpu"
+    return from_device and not device.is_host

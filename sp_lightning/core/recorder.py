@@ -25,8 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .spans import Lane, Span, causes
-from .telemetry import _NOTHING, StepListener
+from .telemetry import _NOTHING, Lane, Span, StepListener, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 KEPT = 16  # recorded passes from which figures are made
@@ -92,7 +91,7 @@ class RecordedStep:
         return sum(span.nbytes for span in self.of(lane))
 
     def causes(self) -> dict[str, float]:
-        """Split the pass's seconds by cause (`spans.causes`)."""
+        """Split the pass's seconds by cause (`telemetry.causes`)."""
         return self._causes
 
     @functools.cached_property  # read again and again while the step is one of the last

@@ -32,7 +32,7 @@ from ..errors import OptionError
 from .lanes import InOrder, LaneName, NewestFirst, Task, run
 from .machine import Machine
 from .schedule import Schedule
-from .spans import Span
+from .telemetry import Span
 
 Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)

@@ -29,6 +29,8 @@ from .staging import Around, Arrival, Copies, StagingRing
 
 log = logging.getLogger(__name__)
 
+_device_of: Any = Tensor.device.__get__  # whatever the tensor's class answers
+
 STAGING_NBYTES = 16 << 20  # long enough for the link to reach its speed
 STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
 
@@ -167,6 +169,8 @@ class _Rings(NamedTuple):
 
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
+
+    function_modes = dispatch_modes = 0  # torch's modes that make this device, if it is not a real one
 
     def __init__(self, device: torch.device | str | int, host_memory: HostMemory = "auto") -> None:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
@@ -341,6 +345,10 @@ class Device:
         return self.is_host or host.is_pinned()
 
     # ---- memory of the device
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on this device."""
+        return bool(_device_of(tensor) == self.torch_device)
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         """Make a flat device buffer that has no memory until its storage grows (`grow`)."""

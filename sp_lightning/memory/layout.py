@@ -67,6 +67,8 @@ class Layout:
 
         `torch.save` writes whole storages: over the slab's own storage, each saved parameter would write the slab.
         """
+        if storage.device.type == "meta":  # which has no bytes to share
+            return _tensor_over(torch.UntypedStorage(field.nbytes, device="meta"), field, 0)  # type: ignore[no-untyped-call]
         return _tensor_over(storage[field.offset : field.offset + field.nbytes], field, 0)
 
 

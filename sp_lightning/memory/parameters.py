@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import UnsupportedError
+from .device import Device
 
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
@@ -52,6 +53,8 @@ set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 class ParameterOwner(Protocol):
     """The object that streams a module's parameters: the engine."""
 
+    device: Device  # on which units compute
+
     @property
     def optimizing(self) -> bool:
         """Whether an optimizer steps, which finds everything on the host."""
@@ -59,10 +62,6 @@ class ParameterOwner(Protocol):
     @property
     def serving(self) -> bool:
         """Whether a function that reads host parameters gets their stand-ins now."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device on which units compute."""
 
     def apparent_device(self) -> torch.device | None:
         """Return the device that ``p.device`` shows, or None for the true one."""
@@ -348,7 +347,7 @@ def quietly() -> AbstractContextManager[None]:
     """Exempt our own work on weights, as a context, from reads by the user and from transforms (vmap, grad)."""
     if torch._C._are_functorch_transforms_active():
         return _outside_transforms()
-    return torch._C.DisableTorchFunctionSubclass()
+    return torch._C.DisableTorchFunction()
 
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..core import remedies
 from ..core.machine import Machine
 from ..core.recorder import RecordedStep, UnitTimes
 from ..core.simulation import LowerBound, UnitCost, floor
@@ -49,7 +50,7 @@ class MeasuredRun:
     """The times of a typical step, in seconds."""
 
     step_s: float
-    causes: Mapping[str, float]  # spans.CAUSES
+    causes: Mapping[str, float]  # telemetry.CAUSES
     forward_s: float = 0.0
     backward_s: float = 0.0
     up_s: float = 0.0  # in which copies to the device ran
@@ -204,11 +205,14 @@ def _weights(m: MeasuredRun) -> Iterator[Advice]:
     s = m.setting
     if s.window == 1 and s.units > 1:
         hidden = min(m.compute_s, m.up_s)
-        yield Advice("window=2 (one unit is copied while another computes)", _without(m, "weights", hidden))
+        two = remedies.window(2)
+        yield Advice(f"{two.what} ({two.cost})", _without(m, "weights", hidden))
     elif s.spare_units and s.window < s.units and m.fetches:
         more = min(s.spare_units, s.units - s.window)
         spared = more * m.up_s / m.fetches
-        yield Advice(f"window={s.window + more} (there is memory for it)", _without(m, "weights", spared))
+        yield Advice(
+            f"{remedies.window(s.window + more).what} (there is memory for it)", _without(m, "weights", spared)
+        )
     yield from _half_the_bytes(m, "weights", m.up_s)
 
 
@@ -217,15 +221,13 @@ def _gradients(m: MeasuredRun) -> Iterator[Advice]:
 
 
 def _half_the_bytes(m: MeasuredRun, cause: str, seconds: float) -> Iterator[Advice]:
-    if m.setting.single:
-        what = "precision='bf16-true' and master_weights=True"
-        yield Advice(what, _without(m, cause, seconds / 2))
+    for remedy in remedies.half_precision(m.setting.single):
+        yield Advice(remedy.what, _without(m, cause, seconds / 2))
 
 
 def _activations(m: MeasuredRun) -> Iterator[Advice]:
-    if m.setting.activations == "offload":
-        again = max(m.step_s - m.causes["activations"] + m.forward_s, m.compute_s)
-        yield Advice("activations='recompute'", again)
+    for remedy in remedies.activations(m.setting.activations) if m.setting.activations == "offload" else ():
+        yield Advice(remedy.what, max(m.step_s - m.causes["activations"] + m.forward_s, m.compute_s))
 
 
 CHANGES: dict[str, Callable[[MeasuredRun], Iterator[Advice]]] = {  # by what the step waits for (Rule 2)

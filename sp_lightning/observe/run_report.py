@@ -17,7 +17,7 @@ from ..core.host import peak_memory, usable_cores
 from ..core.machine import Machine
 from ..core.recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from ..core.sizing import DeviceBudget
-from ..core.spans import Lane
+from ..core.telemetry import Lane
 from ..memory.footprint import STATES, HostBytes, host_bytes, state_nbytes
 from ..options import format_bytes, format_seconds
 from ..runtime.handle import Handle

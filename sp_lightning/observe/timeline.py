@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.recorder import RecordedStep
 from ..core.simulation import Simulation
-from ..core.spans import CAUSES, LANES, Lane, Span, causes
+from ..core.telemetry import CAUSES, LANES, Lane, Span, causes
 from ..errors import OptionError, TraceError
 
 FORMAT = "sp_lightning timeline 1"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.spans import CAUSES, LANES, Lane, Span, causes
+from ..core.telemetry import CAUSES, LANES, Lane, Span, causes
 from ..errors import MissingExtraError
 from .timeline import NAMES, Step, Timeline, in_words
 

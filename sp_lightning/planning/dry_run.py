@@ -1,39 +1,43 @@
 """Run one training step without a device to get its trace: visits, bytes and work.
 
-1. The step is real: forward, autograd's backward, recomputation and offloading run as they do while streaming, but on
-   tensors without data (fake_tensors.py). What is on the device beside weights is counted (tally.py).
-2. Units are arranged as at run time: one buffer each, behind a bridge that receives their gradients when all are
-   complete (bridge.py, Rules 1 and 2). A gradient takes memory while autograd collects its unit's gradients, and again
-   as part of the packed ones, until the next unit's are packed (gradients.py, Rule 3).
-3. The step is a run's first one, in which all weights travel as they are: it takes the most memory. Which weights only
-   autocast reads, and which therefore travel cast later, is found along the way.
+1. The step is a run's own: the engine streams the module as at run time, but on tensors without data (fake_tensors.py),
+   through a device that only counts. What is on the device beside weights is counted (tally.py).
+2. All units fit into the window and stay there, so that the trace serves every window. A recorder listens to the
+   engine's phases and finds the visits.
+3. A gradient takes memory while autograd collects its unit's gradients, and again as part of the packed ones, until the
+   next unit's are packed (gradients.py, Rule 3).
+4. The step is a run's first one, in which all weights travel as they are: it takes the most memory. Another step is
+   only begun: then the engine has decided which weights travel cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..autograd.autocast_weights import LAYERS, NAME
 from ..autograd.backward_pass import in_backward
-from ..autograd.bridge import LEAF_PRIORITY, Gradients, HostDeviceBridge
-from ..autograd.offload import Offload, OffloadedTensor
-from ..autograd.recompute import Recompute, Written
+from ..autograd.bridge import Gradients
 from ..autograd.saved_tensors import tensors_in
-from ..compat.references import storage_uses_at
-from ..core.sizing import UnitBytes
-from ..core.telemetry import Counters
+from ..autograd.streamed_unit import StreamedUnit
+from ..core.telemetry import Lane, StepListener
 from ..memory.device import Device
-from ..memory.layout import ALIGNMENT, Layout, aligned
-from ..memory.partition import Unit, partition, slots
+from ..memory.layout import aligned
+from ..memory.unit_store import UnitStore
+from ..optim.pending_step import PendingStep
 from ..options import Options
+from ..runtime.engine import Engine
+from ..runtime.gradients import GradientReturn
+from ..runtime.handle import Handle
 from .fake_tensors import FakeTensors
 from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
-from .tally import MemoryTracker, storage_key
+from .tally import MemoryTracker
 
 Runner = Callable[[nn.Module, Any], Any]
 
@@ -46,40 +50,67 @@ def dry_run(
     tensors: FakeTensors | RealTensors,
     compute_dtype: torch.dtype | None = None,
 ) -> StepTrace:
-    """Run one training step of a module on these tensors and return its trace; the module cannot be used afterwards.
+    """Run one training step of a module on these tensors and return its trace.
 
     Args:
-        module: Its parameters' values do not matter, and are lost.
+        module: Its parameters' values do not matter.
         batch: The batch that ``run`` takes.
         run: Returns what the step returns: the loss, or an output that contains or leads to it.
         options: ``units``, ``activations``, ``wire_dtype`` and ``compile_units`` matter.
         tensors: The context in which the module was made, still entered.
         compute_dtype: With ``master_weights``: the type on the device of what is FP32 on the host.
     """
-    step = _DryRun(module, options, compute_dtype)
-    tensors.observe = step.tally.observe
+    recorder = _StepRecorder()
+    tracker, device = recorder.tracker, _CountingDevice(recorder.tracker)
+    for tensor in module.buffers():
+        tracker.add(tensor, BUFFERS)
+    for tensor in tensors_in(batch):
+        tracker.add(tensor, BATCH)
+    tensors.observe = tracker.observe
     try:
-        step.perform(batch, run)
+        with tracker.on_host():
+            handle = Handle(module, device, _with_all_units(options), compute_dtype)
+        with handle:
+            engine = handle.engine
+            engine.gradient_return = _CountedGradients(device, engine.counters)
+            recorder.listen_to(engine)
+            sizes = tuple(unit.sizes() for unit in engine.units)
+            _perform(handle, batch, run)
+            handle.open_scope("train")  # Rule 4
+            converted = (unit.store.layout.fields[index] for unit in engine.units for index in unit.store.narrow)
+            return StepTrace(
+                units=tuple(handle.units),
+                sizes=sizes,
+                wire=tuple(unit.sizes() for unit in engine.units),
+                wire_nbytes=sum(aligned(field.nbytes) for field in converted),
+                visits=tuple(tracker.visits),
+            )
     finally:
         tensors.observe = None
-    return step.trace()
 
 
-class _WatchedParameters(dict[str, Any]):
-    """A module's parameters, which note each read of the weight from outside the module's own forward.
+def _with_all_units(options: Options) -> Options:
+    """Return the options of a run whose window takes all units (Rule 2), and whose units are not compiled."""
+    wire_dtype = "as-is" if options.compile_units else options.wire_dtype
+    whole = replace(options, window=sys.maxsize, transfer=1, memory_budget=None)
+    return replace(whole, wire_dtype=wire_dtype, compile_units=False)
 
-    Such a read, even of the weight's dtype alone, is a use without a cast.
-    """
 
-    def __init__(self, parameters: Mapping[str, Any], uses: list[torch.dtype | None]) -> None:
-        super().__init__(parameters)
-        self.by_forward = False
-        self._uses = uses
+def _perform(handle: Handle, batch: Any, run: Runner) -> None:
+    """Run the step; nothing of its graph is left afterwards."""
+    handle.open_scope("train")
+    output = run(handle.module, batch)
+    handle.close_scope()
+    losses, gradients = losses_in(output)
+    torch.autograd.backward(losses, gradients)
 
-    def __getitem__(self, name: str) -> Any:
-        if name == NAME and not self.by_forward:
-            self._uses.append(None)
-        return super().__getitem__(name)
+
+def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """List the tensors of a step's output to differentiate, its loss or all of them, and their initial gradients."""
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
+    found: Sequence[Tensor] = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+    losses = [tensor for tensor in found if tensor.requires_grad]
+    return losses, [torch.ones_like(tensor) for tensor in losses]
 
 
 class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,292 +132,98 @@ class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.detach().clone()
 
 
-# ---- choreography
+class _CountingDevice(Device):
+    """A device without memory of its own: packed gradients are counted as they are allocated, host buffers never."""
 
-
-class _FakeDevice(Device):
-    """The device as recomputation and offloading see it: idle streams, and tensors where the dry run has them."""
-
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__("cpu")
-        self.torch_device = where
+        self.function_modes = torch._C._len_torch_function_stack()
+        self.dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self.tracker = tracker
 
-    def passing(self, nbytes: int) -> Tensor:
-        """Allocate a host buffer."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def holds(self, tensor: Tensor) -> bool:
+        return True
 
+    def slab(self, nbytes: int) -> Tensor:
+        with self.tracker.on_host():
+            return torch.empty(nbytes, dtype=torch.uint8)
 
-class _FakeOffload(Offload):
-    """Offloading that moves nothing; what it makes on the way down does not count as device memory."""
+    passing = slab
 
-    def __init__(self, device: _FakeDevice, tally: MemoryTracker) -> None:
-        super().__init__(device, Counters())
-        self._tally = tally
+    def device_bytes(self, nbytes: int) -> Tensor:
+        """Make a buffer that is not counted: the schedule decides which weights are on the device."""
+        with self.tracker.on_host():
+            return super().device_bytes(nbytes)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Offload a tensor without keeping it on the device."""
-        with torch._C.DisableTorchFunction(), self._tally.on_host():
-            return super().pack(tensor.detach())
+    def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().claim(storage, nbytes)
+        self.tracker.change(GRADIENTS, nbytes)
 
-    def fetch(self, saved: OffloadedTensor) -> None:
-        """Allocate memory for an offloaded tensor again."""
-        with torch._C.DisableTorchFunction():
-            super().fetch(saved)
-
-
-class _FakeUnit:
-    """A unit in the dry run: one buffer, and stand-ins over it."""
-
-    def __init__(self, unit: Unit, device_dtype: Callable[[torch.dtype], torch.dtype], receive: Any) -> None:
-        self.unit = unit
-        self.index = unit.index
-        self.params = [parameter for _, parameter in unit.params]
-        described = [(name, p.detach().to(device_dtype(p.dtype))) for name, p in unit.params]
-        self.layout = Layout.of(described)
-        self.nbytes = max(self.layout.nbytes, ALIGNMENT)
-        self.flat = torch.empty(self.nbytes, dtype=torch.uint8)
-        storage = self.flat.untyped_storage()
-        self._address = storage._cdata
-        self.outputs = [Layout.view(storage, place) for place in self.layout.fields]
-        with torch.no_grad():
-            for output, (_, value) in zip(self.outputs, described, strict=True):
-                output.copy_(value)
-        if any(parameter.requires_grad for parameter in self.params):
-            self.outputs = list(
-                HostDeviceBridge.apply(self.outputs, lambda ctx, grads: receive(self, grads), *self.params)
-            )
-            node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
-            node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
-        self.depth = 0
-        self._aliases = 0  # tensors over the unit's bytes when its forward ended, those that autograd saved included
-
-    def end_visit(self) -> None:
-        """End a visit, and count the tensors over the unit's bytes."""
-        if not self.depth:
-            self._aliases = self._count_aliases()
-
-    def is_used_by_backward(self) -> bool:
-        """Whether backward, recorded by autograd, made more such tensors, which keep the unit on the device."""
-        return not self.depth and 0 < self._aliases < self._count_aliases()
-
-    def _count_aliases(self) -> int:
-        return storage_uses_at([self._address])[0]
-
-    def sizes(self) -> UnitBytes:
-        """Return the unit's sizes as the runtime plans with them."""
-        pairs = zip(self.layout.fields, self.params, strict=True)
-        return UnitBytes(self.unit.name, self.nbytes, sum(place.nbytes for place, p in pairs if p.requires_grad))
-
-    def wire(self, cast: dict[int, torch.dtype]) -> UnitBytes:
-        """Return the unit's sizes when these parameters, by id, travel in these types."""
-        fields = zip(self.layout.fields, self.params, strict=True)
-        sized = [(aligned(p.numel() * cast.get(id(p), place.dtype).itemsize), p) for place, p in fields]
-        nbytes = max(sum(nbytes for nbytes, _ in sized), ALIGNMENT)
-        return UnitBytes(self.unit.name, nbytes, sum(nbytes for nbytes, p in sized if p.requires_grad))
+    def shrink(self, storage: torch.UntypedStorage) -> None:
+        """Free packed gradients: no unit is evicted."""
+        self.tracker.change(GRADIENTS, -storage.nbytes())
+        super().shrink(storage)
 
 
-class _DryRun:
-    """The engine's choreography (engine.py, Rules 1 to 3), with nothing to move."""
+class _CountedGradients(GradientReturn):
+    """Gradients on their way down: all but the packed ones are on the host from here on (Rule 3)."""
 
-    def __init__(self, module: nn.Module, options: Options, compute_dtype: torch.dtype | None) -> None:
-        self.module = module
-        self.options = options
-        self.tally = MemoryTracker(self._use, self._term)
-        self._open: list[_FakeUnit] = []
-        self._last: _FakeUnit | None = None
-        self._packed_nbytes = 0
-        self._casts: dict[
-            int, list[torch.dtype | None]
-        ] = {}  # by weight that may be cast: the type at each use; None: no cast
-        self._watches = options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units
+    device: _CountingDevice
 
-        def device_dtype(dtype: torch.dtype) -> torch.dtype:
-            return compute_dtype if compute_dtype is not None and dtype is torch.float32 else dtype
-
-        places = slots(module)
-        self.units = [_FakeUnit(unit, device_dtype, self._receive) for unit in partition(module, options.units)]
-        for unit in self.units:
-            self.tally.weights[unit.flat.untyped_storage()._cdata] = unit.index
-            for parameter, output in zip(unit.params, unit.outputs, strict=True):
-                for slot in places[parameter]:
-                    slot.set(output)
-        where = self.units[0].flat.untyped_storage().device
-        device = _FakeDevice(where)
-        self.offload = _FakeOffload(device, self.tally)
-        offload_arguments = self.offload if options.activations == "recompute+offload" else None
-        self.recompute = Recompute(device, Written(), offload_arguments)
-        self._host = {id(out): p for unit in self.units for p, out in zip(unit.params, unit.outputs, strict=True)}
-        self._wrap(places)
-
-    def trace(self) -> StepTrace:
-        """Return the trace of the step that was run."""
-        cast = {key: uses[0] for key, uses in self._casts.items() if len(uses) == 1 and uses[0] is not None}
-        converted = (p.numel() * cast[id(p)].itemsize for unit in self.units for p in unit.params if id(p) in cast)
-        return StepTrace(
-            units=tuple(unit.unit for unit in self.units),
-            sizes=tuple(unit.sizes() for unit in self.units),
-            wire=tuple(unit.wire(cast) for unit in self.units),
-            cast_nbytes=sum(map(aligned, converted)),
-            visits=tuple(self.tally.visits),
-        )
-
-    def perform(self, batch: Any, run: Runner) -> None:
-        """Run the step."""
-        for buffer in self.module.buffers():
-            self.tally.add(buffer, BUFFERS)
-        for tensor in tensors_in(batch):
-            self.tally.add(tensor, BATCH)
-        output = run(self.module, batch)
-        self.offload.finish()
-        losses, gradients = losses_in(output)
-        torch.autograd.backward(losses, gradients)
-        self.offload.backward_done()
-        self._free_packed()
-
-    # ---- visits
-
-    def _wrap(self, places: Any) -> None:
-        owner = {id(parameter): unit for unit in self.units for parameter in unit.params}
-        roots = {module: unit for unit in self.units for _, module in unit.unit.modules}
-        own: dict[int, list[_FakeUnit]] = {}
-        for parameter, found in places.items():
-            for slot in found:
-                own.setdefault(id(slot.holder), []).append(owner[id(parameter)])
-        for module in self.module.modules():
-            root = roots.get(module)
-            owners = list(dict.fromkeys(own.get(id(module._parameters), [])))
-            self._watch(module, places)
-            if root is not None:
-                units = [root, *(unit for unit in owners if unit is not root)]
-                module.forward = self._root(module, module.forward, units)
-            elif owners:
-                module.forward = self._part(module.forward, owners)
-
-    def _watch(self, module: nn.Module, places: Any) -> None:
-        """Find the weights that only their module's own forward uses (autocast_weights.py, Rules 1 to 3)."""
-        weight = self._host.get(id(module._parameters.get(NAME)))
-        if not self._watches or type(module) not in LAYERS or weight is None or "forward" in vars(module):
-            return
-        if weight.dtype is not torch.float32 or len(places[weight]) != 1:
-            return
-        uses = self._casts[id(weight)] = []
-        forward = module.forward
-        read = module._parameters = _WatchedParameters(module._parameters, uses)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not in_backward():
-                casts = torch.is_autocast_enabled("cpu")
-                uses.append(torch.get_autocast_dtype("cpu") if casts else None)
-            read.by_forward = True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                read.by_forward = False
-
-        module.forward = call
-
-    def _part(self, forward: Callable[..., Any], units: list[_FakeUnit]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            depth = len(self._open)
-            for unit in units:
-                if not unit.depth:
-                    self._require(unit)
-                    unit.depth += 1
-                    self._open.append(unit)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                while len(self._open) > depth:
-                    self._open.pop().depth -= 1
-                for unit in units:
-                    unit.end_visit()
-
-        return call
-
-    def _root(self, module: nn.Module, forward: Callable[..., Any], units: list[_FakeUnit]) -> Callable[..., Any]:
-        visit = self._part(forward, units)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return visit(*args, **kwargs)
-            saved: list[OffloadedTensor] = []
-            before = self.offload.counters.bytes_offloaded
-            if self.options.activations.startswith("recompute"):
-                output, saved = self.recompute.run(visit, units[0].unit.name, None, module, args, kwargs)
-            elif self.options.activations == "offload" and not self._open and not in_backward():
-                output, saved = self._offloaded(visit, args, kwargs)
-            else:
-                output = visit(*args, **kwargs)
-            self.tally.visits[-1].stowed_nbytes += self.offload.counters.bytes_offloaded - before
-            self._announce(units[0], saved, output)
-            return output
-
-        return call
-
-    def _offloaded(self, visit: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[OffloadedTensor]]:
-        self.offload.begin()
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                output = visit(*args, **kwargs)
-        finally:
-            saved = self.offload.end()
-        return output, saved
-
-    def _pack(self, tensor: Tensor) -> Any:
-        return tensor.detach() if storage_key(tensor) in self.tally.weights else self.offload.pack(tensor)
-
-    def _unpack(self, saved: Any) -> Tensor:
-        return self.offload.unpack(saved) if isinstance(saved, OffloadedTensor) else saved
-
-    def _announce(self, unit: _FakeUnit, saved: list[OffloadedTensor], output: Any) -> None:
-        def before_backward(_grads: Any) -> None:
-            self._require(unit)
-            before = self.offload.counters.bytes_brought_back
-            for tensor in saved:
-                self.offload.fetch(tensor)
-            self.tally.visits[-1].fetched_nbytes += self.offload.counters.bytes_brought_back - before
-
-        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-            node.register_prehook(before_backward)
-
-    def _use(self, index: int) -> None:
-        """Note that a unit's weight is read; outside its visits, the read is a visit."""
-        unit = self.units[index]
-        if not unit.depth:
-            self._require(unit)
-
-    def _require(self, unit: _FakeUnit) -> None:
-        if not unit.unit.resident and unit is not self._last:
-            self._last = unit
-            referred_to = (other for other in self.units if in_backward() and other.is_used_by_backward())
-            in_use = tuple({other.index for other in (*self._open, *referred_to) if not other.unit.resident})
-            self.tally.begin(Visit(unit.index, in_use, in_backward()))
-
-    def _term(self) -> str:
-        if in_backward():
-            return OUTSIDE if self._last is None else WORKING
-        return WORKING if any(not unit.unit.resident for unit in self._open) else OUTSIDE
-
-    # ---- gradients (Rule 2)
-
-    def _receive(self, unit: _FakeUnit, grads: Gradients) -> Gradients:
-        self._free_packed()
+    def receive(self, store: UnitStore, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
         for grad in grads:
             if grad is not None:
-                self.tally.mark_gradient(grad)
-        self._packed_nbytes = sum(aligned(grad.nbytes) for grad in grads if grad is not None)
-        self.tally.change(GRADIENTS, self._packed_nbytes)
-        self.tally.visits[-1].sends.append(unit.index)
-        return (None,) * len(grads)
-
-    def _free_packed(self) -> None:
-        self.tally.change(GRADIENTS, -self._packed_nbytes)
-        self._packed_nbytes = 0
+                self.device.tracker.mark_gradient(grad)
+        with self.device.tracker.on_host():
+            return super().receive(store, node, grads, step)
 
 
-def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """List the tensors of a step's output to differentiate, its loss or all of them, and their initial gradients."""
-    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
-    found: Sequence[Tensor] = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
-    losses = [tensor for tensor in found if tensor.requires_grad]
-    return losses, [torch.ones_like(tensor) for tensor in losses]
+class _StepRecorder(StepListener):
+    """A listener that divides what the tracker counts into visits (Rule 2)."""
+
+    def __init__(self) -> None:
+        self.tracker = MemoryTracker(self._term)
+        self._units: dict[str, StreamedUnit] = {}
+        self._last: StreamedUnit | None = None
+        self._inside = False  # whether forward runs code of a streamed unit
+
+    def listen_to(self, engine: Engine) -> None:
+        """Listen to an engine's phases from now on."""
+        engine.counters.listener = self
+        self._units = {unit.name: unit for unit in engine.units}
+        for unit in engine.units:
+            unit.stand_ins.data_exposed = _NeverExposed([False])
+
+    def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
+        if cause == "weights" and not self._units[unit].unit.resident:
+            self._inside = True
+            if self._units[unit] is not self._last:
+                self._last = self._units[unit]
+                others = (other for other in self._units.values() if not other.unit.resident)
+                in_use = tuple(other.index for other in others if not other.movable)
+                self.tracker.begin(Visit(self._last.index, in_use, phase == "backward"))
+        return super().waiting(cause, unit, phase)
+
+    def left(self, around: str, in_backward: bool) -> None:
+        self._inside = around in self._units and not self._units[around].unit.resident
+
+    def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        visit = self.tracker.visits[-1]
+        if phase == "gradients":
+            visit.sends.append(self._units[unit].index)
+        elif phase == "activations":
+            visit.stowed_nbytes += nbytes if lane == "down" else 0
+            visit.fetched_nbytes += nbytes if lane == "up" else 0
+        return super().work(lane, unit, phase, nbytes)
+
+    def _term(self) -> str:
+        """Return the term of what appears now (step_trace.py, Rule 2)."""
+        inside = self._last is not None if in_backward() else self._inside
+        return WORKING if inside else OUTSIDE
+
+
+class _NeverExposed(list[bool]):
+    """A mark that stays False: nothing can compare weights without data with their host copies."""
+
+    def __setitem__(self, *_: Any) -> None:
+        """Leave it as it is."""

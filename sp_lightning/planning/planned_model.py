@@ -137,13 +137,8 @@ class TracedModel(PlannedModel):
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None
-        half = self._half() if options.master_weights else None
-
-        def travels_as(dtype: torch.dtype) -> torch.dtype:
-            return half if half is not None and dtype is torch.float32 else dtype
-
-        units = [UnitHostBytes.of([p for _, p in unit.params], travels_as) for unit in needs.trace.units]
-        units.append(UnitHostBytes(weights=0, wire=needs.trace.cast_nbytes))
+        units = [UnitHostBytes.of([p for _, p in unit.params]) for unit in needs.trace.units]
+        units.append(UnitHostBytes(weights=0, wire=needs.trace.wire_nbytes))
         stowed = sum(work.stowed_nbytes for work in needs.works)
         return host_bytes(units, states=self.states(), activations=stowed)
 
@@ -369,17 +364,16 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
         )
     costs = []
     for index in order:
-        unit, size = trace.units[index], trace.wire[index]
-        trained = sum(parameter.numel() for _, parameter in unit.params if parameter.requires_grad)
+        size = trace.wire[index]
         costs.append(
             UnitCost(
-                name=unit.name,
+                name=size.name,
                 up_nbytes=size.nbytes,
                 down_nbytes=size.gradient_nbytes,
-                parameters=trained,
+                parameters=size.trained,
                 forward_flops=forward.get(index, 0.0),
                 backward_flops=backward.get(index, 0.0),
-                resident=unit.resident,
+                resident=size.resident,
             )
         )
     return costs, works

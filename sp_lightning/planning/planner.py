@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..core import remedies
 from ..core.machine import MACHINES, Machine
+from ..core.remedies import Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, simulate
 from ..core.sizing import first_window
@@ -271,7 +273,7 @@ class _Planner:
         if chosen.window > 1:
             window = self._largest_window(chosen.window - 1) or 1
             nbytes = self._nbytes(self.needs, window)
-            yield Change(f"window={window}", nbytes, self._simulated(self.needs, window, 1).step_s)
+            yield Change(remedies.window(window).what, nbytes, self._simulated(self.needs, window, 1).step_s)
 
     def _other_batches(self, chosen: SweepPoint, largest: int | None) -> Iterable[Change]:
         given = self.source.rows
@@ -285,30 +287,23 @@ class _Planner:
 
     def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
         """Yield the policy to try next: one that leaves less on the device or, for "offload", recomputes instead."""
-        others = {"keep": "recompute", "recompute": "recompute+offload", "offload": "recompute"}
-        policy: Any = others.get(self.options.activations)
-        if policy is not None:
-            yield from self._changed(f"activations={policy!r}", chosen, activations=policy)
+        for remedy in remedies.activations(self.options.activations):
+            yield from self._changed(remedy, chosen)
 
     def _rescues(self, chosen: SweepPoint) -> Iterator[Change]:
         """Yield further changes that free device memory, one at a time: each takes another dry run."""
-        if self.options.activations == "keep":
-            yield from self._changed("activations='recompute+offload'", chosen, activations="recompute+offload")
+        further = remedies.activations("recompute") if self.options.activations == "keep" else []
         classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
-        if classes:
-            yield from self._changed(f"units={classes}", chosen, units=tuple(classes))
+        for remedy in (*further, *remedies.smaller_units(classes)):
+            yield from self._changed(remedy, chosen)
         half = self.source.in_half()
-        if half is not None:
-            yield from self._changed(
-                "precision='bf16-true' with master_weights=True", chosen, half, master_weights=True
-            )
+        for remedy in remedies.half_precision(half is not None):
+            yield from self._changed(remedy, chosen, half)
 
-    def _changed(
-        self, what: str, chosen: SweepPoint, source: PlannedModel | None = None, **options: Any
-    ) -> Iterator[Change]:
-        if isinstance(self.source, ListedModel) and options.get("activations") not in ("keep", "recompute"):
+    def _changed(self, remedy: Remedy, chosen: SweepPoint, source: PlannedModel | None = None) -> Iterator[Change]:
+        if isinstance(self.source, ListedModel) and remedy.options.get("activations") not in ("keep", "recompute"):
             return
-        source, changed = source or self.source, replace(self.options, **options)
+        source, changed = source or self.source, replace(self.options, **remedy.options)
         try:
             needs = source.needs(changed, self.machine)
         except SuperpipelineError:
@@ -316,7 +311,7 @@ class _Planner:
         if self._host_is_short(changed, needs, source):
             return
         step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-        yield Change(what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
+        yield Change(remedy.what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
 
     def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
         """Yield changes that free host memory, if the host has too little."""
@@ -324,21 +319,22 @@ class _Planner:
         if host.total <= self.machine.host_nbytes:
             return
 
-        def change(what: str, less: int, needs: Requirements = needs, states: float = 1.0) -> Iterator[Change]:
+        def change(remedy: Remedy, less: int, needs: Requirements = needs, states: float = 1.0) -> Iterator[Change]:
             if less > 0:
                 words = 3 + 2 * self.source.states()
                 scaled = self.machine.optimizer_bytes_per_parameter * (3 + states * (words - 3)) / words
                 machine = replace(self.machine, optimizer_bytes_per_parameter=scaled)
                 step_s = self._simulated(needs, chosen.window, chosen.transfer, machine).step_s
-                yield Change(what, chosen.nbytes, step_s, host_nbytes=host.total - less)
+                yield Change(remedy.what, chosen.nbytes, step_s, host_nbytes=host.total - less)
 
         if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.trace is not None:
-            as_is = self.source.needs(replace(self.options, wire_dtype="as-is"), self.machine)
-            yield from change("wire_dtype='as-is'", host.wire, as_is)
+            as_is = self.source.needs(replace(self.options, **remedies.WIRE_AS_IS.options), self.machine)
+            yield from change(remedies.WIRE_AS_IS, host.wire, as_is)
         if host.activations:
-            again = self.source.needs(replace(self.options, activations="recompute"), self.machine)
-            yield from change("activations='recompute'", host.activations, again)
-        yield from change("an optimizer with half the state", host.optimizer // 2, states=0.5)
+            (recompute,) = remedies.activations("keep")
+            again = self.source.needs(replace(self.options, **recompute.options), self.machine)
+            yield from change(recompute, host.activations, again)
+        yield from change(remedies.HALF_STATE, host.optimizer // 2, states=0.5)
         few = [replace(c, down_nbytes=c.down_nbytes // 10, parameters=c.parameters // 10) for c in needs.costs]
         less = 9 * (host.optimizer + host.gradients) // 10
-        yield from change("training a tenth of the parameters (adapters)", less, replace(needs, costs=few))
+        yield from change(remedies.TENTH, less, replace(needs, costs=few))

@@ -54,7 +54,7 @@ class StepTrace:
     units: tuple[Unit, ...]
     sizes: tuple[UnitBytes, ...]  # of all units, resident ones included, in the first step
     wire: tuple[UnitBytes, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
-    cast_nbytes: int  # of the wire copies of those weights
+    wire_nbytes: int  # of the copies of weights that travel in another type than they have on the host
     visits: tuple[Visit, ...]
 
     def between(self, other: StepTrace, share: float) -> StepTrace:
@@ -87,12 +87,12 @@ class StepTrace:
     @property
     def streamed(self) -> list[UnitBytes]:
         """Sizes of the units that stream."""
-        return [size for unit, size in zip(self.units, self.sizes, strict=True) if not unit.resident]
+        return [size for size in self.sizes if not size.resident]
 
     @property
     def root_nbytes(self) -> int:
         """Bytes of the units that stay on the device."""
-        return sum(size.nbytes for unit, size in zip(self.units, self.sizes, strict=True) if unit.resident)
+        return sum(size.nbytes for size in self.sizes if size.resident)
 
     @property
     def parameters(self) -> int:

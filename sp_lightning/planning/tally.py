@@ -41,10 +41,8 @@ class _Allocation:
 class MemoryTracker:
     """Counts what is on the device beside weights (Rules 1 and 2), and what is done there (Rule 3)."""
 
-    def __init__(self, uses: Callable[[int], None], term: Callable[[], str]) -> None:
+    def __init__(self, term: Callable[[], str]) -> None:
         self.visits = [Visit(None, (), False, totals=[0])]
-        self.weights: dict[int, int] = {}  # by storage, the unit whose weights it holds
-        self._uses = uses
         self._term = term
         self._live: dict[int, _Allocation] = {}
         self._now: dict[str, int] = {}
@@ -54,10 +52,7 @@ class MemoryTracker:
         self._on_host = False
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an operator that ran: its work, the weights it used and the storages it made."""
-        for tensor in tensors_of(args, kwargs):
-            if (owner := self.weights.get(storage_key(tensor))) is not None:
-                self._uses(owner)
+        """Count an operator that ran: its work and the storages it made."""
         for tensor in tensors_of((out,)):
             self.add(tensor)
         visit = self.visits[-1]
@@ -83,7 +78,7 @@ class MemoryTracker:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live or key in self.weights:
+        if key in self._live:
             return
         nbytes = 0 if self._on_host else aligned(storage.nbytes())
         term = term or self._term()

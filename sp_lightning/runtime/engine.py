@@ -66,7 +66,6 @@ class Engine:
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
         self.device = device
-        self.torch_device = device.torch_device
         self.options = options
         self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self.counters = counters
@@ -166,7 +165,7 @@ class Engine:
 
     def apparent_device(self) -> torch.device | None:
         """Return what ``parameter.device`` reports inside a step: the device that it has in a plain run."""
-        return self.torch_device if self.serving else None
+        return self.device.torch_device if self.serving else None
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what ``parameter.dtype`` reports, inside a step, for a parameter of this type."""
@@ -473,7 +472,7 @@ class Engine:
     def _let_autograd_end(self) -> None:
         """Wait until autograd's thread of the device is done with what it runs of a backward that failed."""
         with torch.inference_mode(False), torch.enable_grad():
-            x = torch.zeros((), device=self.torch_device, requires_grad=True)
+            x = torch.zeros((), device=self.device.torch_device, requires_grad=True)
             torch.autograd.grad(x.clone(), x)  # waits in line behind it
 
     def close(self) -> None:

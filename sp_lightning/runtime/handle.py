@@ -57,14 +57,14 @@ class Handle:
     def __init__(
         self,
         module: nn.Module,
-        device: torch.device | str,
+        device: Device | torch.device | str,
         options: Options,
         compute_dtype: torch.dtype | None = None,
         only_inference: bool = False,
         trains: bool = False,
     ) -> None:
         self.module = module
-        self.device = Device(device, options.host_memory)
+        self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
         self._trains = trains  # training certainly follows
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
@@ -280,23 +280,23 @@ class Handle:
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
             return self._compute_dtype or dtype if dtype is torch.float32 else dtype
 
-        def finer() -> tuple[str, list[UnitBytes]] | None:
+        def finer() -> tuple[list[str], list[UnitBytes]]:
             classes = preflight.finer_classes(units)
             with contextlib.suppress(PartitionError):
-                return repr(classes), preflight.sizes(partition(self.module, classes), device_dtype, self._trains)
-            return None
+                return classes, preflight.sizes(partition(self.module, classes), device_dtype, self._trains)
+            return [], []
 
         floats = {p.dtype for unit in units for _, p in unit.params}
         can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-        remedies = preflight.Remedies(
+        means = preflight.Means(
             can_halve=can_halve, finer=finer, measure=lambda: measure_quickly(self.device.torch_device)
         )
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
             sizes = preflight.sizes(units, device_dtype, self._trains)
-            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), remedies)
+            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
         sizes = preflight.sizes(units, device_dtype, True)
-        preflight.check_budget(self.options, sizes, self.device.is_host, remedies)
+        preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains:
             preflight.check_host(units, device_dtype)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..core import remedies
 from ..core.host import host_memory
 from ..core.machine import Machine
 from ..core.schedule import Schedule
@@ -35,18 +36,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedies:
+class Means:
     """The changes that could make a run fit, and the machine that their cost is measured on."""
 
     can_halve: bool  # weights are FP32, and computing with them in half precision is possible
-    finer: Callable[[], tuple[str, list[UnitBytes]] | None]  # smaller units: the classes that name them, their sizes
+    finer: Callable[[], tuple[list[str], list[UnitBytes]]]  # smaller units, if any: their classes, and their sizes
     measure: Callable[[], Machine]
 
 
 Needed = Callable[[Sequence[UnitBytes], int], int]  # bytes of these units with this window
 
 
-def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str, remedies: Remedies) -> None:
+def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str, means: Means) -> None:
     """Refuse a run whose weights and gradients alone cannot fit on the device (Rule 1).
 
     Args:
@@ -54,18 +55,18 @@ def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str,
         window: The window of the options; 1 for "auto".
         free: The free bytes of the device.
         where: The device's name.
-        remedies: The changes that the error offers.
+        means: The changes that the error can offer.
     """
     needed = needed_at_least(units, window)
     if needed > free:
         needs, available = format_both(needed, free)
         raise MemoryBudgetError(
             f"with window {window}, weights and gradients alone need {needs} on {where}, but {available} are free; "
-            f"{_describe_remedies(units, window, free, remedies, needed_at_least)}"
+            f"{_describe_remedies(units, window, free, means, needed_at_least)}"
         )
 
 
-def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, remedies: Remedies) -> None:
+def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, means: Means) -> None:
     """Refuse a run whose weights and gradients alone cannot fit into the user's ``memory_budget`` (Rule 1)."""
     budget = options.memory_budget
     if budget is None:
@@ -75,7 +76,7 @@ def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, re
         first_window(options, [unit for unit in units if not unit.resident], root, on_host)
     except MemoryBudgetError as error:
         window = 1 if options.window == "auto" else options.window
-        changes = _describe_remedies(units, window, budget, remedies, needed_in_budget)
+        changes = _describe_remedies(units, window, budget, means, needed_in_budget)
         raise MemoryBudgetError(f"{error}; {changes}") from None
 
 
@@ -116,13 +117,13 @@ def least_s(units: Sequence[UnitBytes], window: int, machine: Machine, transfer:
     return simulate(costs, Schedule([unit.nbytes for unit in units], window, transfer), machine).step_s
 
 
-def _describe_remedies(units: Sequence[UnitBytes], window: int, free: int, remedies: Remedies, needed: Needed) -> str:
+def _describe_remedies(units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed) -> str:
     """Name the first three changes that would fit, those that change no result before those that do."""
-    tried = list(_tried(units, window, free, remedies, needed))
+    tried = list(_tried(units, window, free, means, needed))
     fitting = [(what, other, size) for what, other, size in tried if needed(other, size) <= free]
     if not fitting:
         return "name smaller units, or use a device with more memory"
-    machine = remedies.measure()
+    machine = means.measure()
     listed = "; ".join(
         f"{what} ({format_bytes(needed(other, size))}, {format_seconds(least_s(other, size, machine))})"
         for what, other, size in fitting[:3]
@@ -135,22 +136,22 @@ def _describe_remedies(units: Sequence[UnitBytes], window: int, free: int, remed
 
 
 def _tried(
-    units: Sequence[UnitBytes], window: int, free: int, remedies: Remedies, needed: Needed
+    units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed
 ) -> Iterator[tuple[str, Sequence[UnitBytes], int]]:
     smaller = next((size for size in range(window - 1, 0, -1) if needed(units, size) <= free), 0)
     if smaller:
-        yield f"window={smaller}", units, smaller
-    finer = remedies.finer()
-    if finer is not None:
-        yield f"units={finer[0]}", finer[1], window
-    if remedies.can_halve:
+        yield remedies.window(smaller).what, units, smaller
+    classes, finer = means.finer()
+    for remedy in remedies.smaller_units(classes):
+        yield remedy.what, finer, window
+    for remedy in remedies.half_precision(means.can_halve):
         halves = [replace(u, nbytes=u.nbytes // 2, gradient_nbytes=u.gradient_nbytes // 2) for u in units]
-        yield "precision='bf16-true' with master_weights=True", halves, window
+        yield remedy.what, halves, window
     if any(unit.gradient_nbytes for unit in units):
         frozen = [replace(unit, gradient_nbytes=0, trained=0) for unit in units]
-        yield "training adapters beside frozen weights", frozen, window
+        yield remedies.ADAPTERS.what, frozen, window
     if smaller > 1 and needed(units, 1) < needed(units, smaller):
-        yield "window=1", units, 1
+        yield remedies.window(1).what, units, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,18 +182,15 @@ class OutOfMemoryReport:
         )
 
     def _changes(self) -> Iterator[str]:
-        more = {"keep": "recompute", "offload": "recompute", "recompute": "recompute+offload"}.get(self.activations)
-        if more == "recompute":
-            yield f"activations='recompute' (each forward runs twice{_more(self.forward_s)})"
-        elif more is not None:
-            yield f"activations={more!r} (inputs of units go to the host and come back)"
+        for remedy in remedies.activations(self.activations):
+            more = _more(self.forward_s) if remedy.options["activations"] == "recompute" else ""
+            yield f"{remedy.what} ({remedy.cost}{more})"
         if self.window > 1:
             freed = format_bytes(self.window_nbytes - self.largest_unit)
             slower = 0.0 if self.step_s is None else self.step_s(1) - self.step_s(self.window)
-            yield f"window=1 ({freed} less; no weights are loaded while a unit computes{_more(slower)})"
-        yield "batches of half the size and accumulate_grad_batches twice as large (weights are loaded twice as often)"
-        if self.finer:
-            yield f"units={self.finer} (a window and gradients of smaller units)"
+            yield f"{remedies.window(1).what} ({freed} less; {remedies.window(1).cost}{_more(slower)})"
+        for remedy in (remedies.HALF_BATCHES, *remedies.smaller_units(self.finer)):
+            yield f"{remedy.what} ({remedy.cost})"
 
 
 def _more(seconds: float) -> str:

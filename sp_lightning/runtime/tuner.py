@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +63,7 @@ class _MemoryProfile:
 class Tuner:
     """The choice of window and transfer during a run."""
 
-    def __init__(self, options: Options, units: Sequence[UnitBytes], device: Device, counters: Counters) -> None:
+    def __init__(self, options: Options, units: list[UnitBytes], device: Device, counters: Counters) -> None:
         self._options = options
         self._units = units
         self._streamed = [unit for unit in units if not unit.resident]
@@ -113,10 +112,10 @@ class Tuner:
                 self._capacity,
             )
 
-    def resized(self, units: Sequence[UnitBytes]) -> None:
-        """Take note of new sizes of units: their weights travel in other types now (autocast_weights.py)."""
-        self._units = units
-        self._streamed = [unit for unit in units if not unit.resident]
+    def resized(self, index: int, unit: UnitBytes) -> None:
+        """Take note of a unit's new size: its weights travel in other types now (autocast_weights.py)."""
+        self._units[index] = unit
+        self._streamed = [unit for unit in self._units if not unit.resident]
         self._choices.clear()
 
     def end(self) -> None:

@@ -177,7 +177,7 @@ class Window:
         unit.store.retype(types)
         unit.stand_ins.remake()
         self.schedule.weigh(unit.index, unit.store.nbytes)
-        self.tuner.resized([each.sizes() for each in self.units])
+        self.tuner.resized(unit.index, unit.sizes())
 
     # ---- units that user code refers to
 

@@ -10,7 +10,7 @@ import torch
 
 import sp_lightning
 from sp_lightning.core.recorder import KEPT, RecordedStep, Recorder, unit_times
-from sp_lightning.core.spans import CAUSES, Span
+from sp_lightning.core.telemetry import CAUSES, Span
 from sp_lightning.observe.run_report import RunReport
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]

@@ -3,7 +3,7 @@
 import pytest
 
 from sp_lightning.core.recorder import RecordedStep, UnitTimes, unit_times
-from sp_lightning.core.spans import CAUSES, Span
+from sp_lightning.core.telemetry import CAUSES, Span
 from sp_lightning.observe.bottleneck import MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,7 @@ from sp_lightning.core.machine import MACHINES
 from sp_lightning.core.recorder import RecordedStep
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import UnitCost, simulate
-from sp_lightning.core.spans import Span, causes
+from sp_lightning.core.telemetry import Span, causes
 from sp_lightning.errors import MissingExtraError, OptionError, TraceError
 from sp_lightning.observe import timeline, timeline_plot
 

@@ -255,7 +255,7 @@ def test_a_kept_stand_in_follows(hold):
 
     def keep(net, _):
         net.blocks[1].up.register_forward_hook(lambda up, *_: kept.append(up.weight))
-        net(next(inputs(net.head.forward.engine.torch_device)))
+        net(next(inputs(net.head.forward.engine.device.torch_device)))
 
     hold(before=keep)
     assert_equal(kept[0].detach(), plain()[0].blocks[1].up.weight.detach())

@@ -187,7 +187,7 @@ def test_attention_on_cuda_keeps_inputs_output_and_logsumexp():
 
 @pytest.mark.parametrize("keys", [8, 2])
 def test_attention_takes_as_many_products_with_fewer_heads_of_keys(keys):
-    tally = MemoryTracker(lambda unit: None, lambda: "all")
+    tally = MemoryTracker(lambda: "all")
     with (pretence := FakeTensors("cuda")):
         pretence.observe = tally.observe
         q, k, v = (torch.randn(2, heads, 256, 64, dtype=HALF, requires_grad=True) for heads in (8, keys, keys))
@@ -210,7 +210,7 @@ def test_attention_over_2048_tokens_is_planned_as_it_runs(masked):
     run_nbytes = peak(lambda step: step(), lambda: torch.accelerator.max_memory_allocated())
     device = None
     with (pretence := FakeTensors("simgpu")):
-        tally = MemoryTracker(lambda unit: None, lambda: "all")
+        tally = MemoryTracker(lambda: "all")
         pretence.observe = tally.observe
         planned = peak(lambda step: step(), lambda: tally.visits[0].nbytes)
     assert planned == pytest.approx(run_nbytes, rel=0.05)

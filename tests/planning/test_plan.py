@@ -415,7 +415,7 @@ def test_what_makes_room_on_the_host_is_offered():
 def test_where_units_alone_are_too_large_smaller_ones_and_half_precision_are_offered():
     found = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Block"], device_memory="80MiB")
     fitting = [change.what for change in found.changes if change.nbytes <= found.available]
-    assert fitting == ["precision='bf16-true' with master_weights=True", "units=['Linear']"]
+    assert fitting == ["precision='bf16-true' and master_weights=True", "units=['Linear']"]
     again = planned(functools.partial(Stack, 1024, 3), torch.zeros(8, 1024), units=["Linear"], device_memory="80MiB")
     assert again.fits
 
@@ -427,16 +427,33 @@ def test_under_autocast_half_of_the_linear_weights_travels():
     assert mixed.device_terms == as_is.device_terms  # of the first step, in which weights travel as they are
 
 
-class AsksForTheType(Stack):
+class AsksBetweenUnits(Stack):
     def forward(self, x):
         for block in self.blocks:
             x = block(x.to(block.up.weight.dtype))
         return x
 
 
-def test_a_weight_whose_type_somebody_asks_for_travels_as_it_is_planned_or_run():
-    found = planned(AsksForTheType, precision="bf16-mixed")
-    assert found.host.wire == 6 * 256 * 1024 * 2  # of `down` alone
+class AsksInside(Block):
+    def forward(self, x):
+        return super().forward(x.to(self.up.weight.dtype))
+
+
+def asks_inside():
+    stack = Stack()
+    stack.blocks = nn.ModuleList(AsksInside(256) for _ in range(6))
+    return stack
+
+
+@pytest.mark.parametrize("make, weights", [(AsksBetweenUnits, 2), (asks_inside, 1)])
+def test_a_weight_whose_type_its_unit_asks_for_travels_as_it_is_planned_and_run(make, weights):
+    found = planned(make, precision="bf16-mixed")
+    assert found.host.wire == 6 * weights * 256 * 1024 * 2  # of `down` alone, or of both
+    with sp_lightning.stream(make(), "cpu", window=2) as handle:
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                handle.module(torch.ones(8, 256)).sum().backward()
+        assert [len(unit.store.autocast) for unit in handle.engine.units] == [weights] * 6
 
 
 def test_a_budget_limits_the_window_as_in_a_run_and_activations_are_beside_it():

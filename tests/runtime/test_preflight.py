@@ -19,7 +19,7 @@ from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
 from sp_lightning.runtime import preflight
-from sp_lightning.runtime.preflight import Remedies, check_budget, check_device, finer_classes, least_s
+from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes, least_s
 
 MIB, GIB = 2**20, 2**30
 EIGHT = [UnitBytes(f"block {index}", 100 * MIB, 100 * MIB, trained=25 * MIB) for index in range(8)]
@@ -34,7 +34,7 @@ def float32(dtype):
 
 
 def means(can_halve=False, finer=None):
-    return Remedies(can_halve=can_halve, finer=lambda: finer, measure=lambda: MACHINE)
+    return Means(can_halve=can_halve, finer=lambda: finer or ([], []), measure=lambda: MACHINE)
 
 
 def refused(units, window, free, **given):
@@ -55,7 +55,7 @@ def test_a_window_that_can_not_fit_is_refused_with_three_changes_and_their_cost_
         "window=5 (550.00 MiB, 12 s); window=1 (250.00 MiB, 16 s)"
     )
     assert refused([*EIGHT, ROOT], 6, 600, can_halve=True).endswith(
-        "window=5 (550.00 MiB, 12 s); precision='bf16-true' with master_weights=True (325.00 MiB, 6.4 s); "
+        "window=5 (550.00 MiB, 12 s); precision='bf16-true' and master_weights=True (325.00 MiB, 6.4 s); "
         "window=1 (250.00 MiB, 16 s)"
     )
 
@@ -68,7 +68,7 @@ def test_the_seconds_are_those_of_ways_up_and_down_and_of_the_optimizer():
 
 def test_smaller_units_are_offered_by_their_classes():
     halves = [UnitBytes(f"half {i}", 50 * MIB, 50 * MIB, trained=13 * MIB) for i in range(16)]
-    said = refused([*EIGHT, ROOT], 6, 600, finer=("['Half']", [*halves, ROOT]))
+    said = refused([*EIGHT, ROOT], 6, 600, finer=(["Half"], [*halves, ROOT]))
     assert "units=['Half'] (350.00 MiB, " in said
 
 
