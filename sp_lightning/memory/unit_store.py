@@ -191,7 +191,7 @@ class UnitStore:
         """Move the epoch and convert the wire copies as soon as the unit was stepped, on the thread that stepped it.
 
         No fill reads them then: the unit's gradients arrived after all fills. ``data_of_deferred`` is the data of
-        parameters that have none until their deferred step was waited for (deferred_step.py).
+        parameters that have none until their deferred step was waited for (pending_step.py).
         """
         self._epoch += 1
         if self.narrow:

@@ -451,8 +451,7 @@ class Engine:
 
     def reset(self) -> None:
         """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
-        if self.backward_pass.running and not in_backward() and not self.device.is_host:
-            self._let_autograd_end()
+        self.let_autograd_end()
         if self._packs:
             self._packs = False
             self.saved.pop()
@@ -469,11 +468,12 @@ class Engine:
         self.autocast_weights.backward_done()
         self.window.interrupt()
 
-    def _let_autograd_end(self) -> None:
-        """Wait until autograd's thread of the device is done with what it runs of a backward that failed."""
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.zeros((), device=self.device.torch_device, requires_grad=True)
-            torch.autograd.grad(x.clone(), x)  # waits in line behind it
+    def let_autograd_end(self) -> None:
+        """Wait until autograd's thread of the device is done with a backward that failed, if one did."""
+        if self.backward_pass.running and not in_backward() and not self.device.is_host:
+            with torch.inference_mode(False), torch.enable_grad():
+                x = torch.zeros((), device=self.device.torch_device, requires_grad=True)
+                torch.autograd.grad(x.clone(), x)  # waits in line behind it
 
     def close(self) -> None:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""

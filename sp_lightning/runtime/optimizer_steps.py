@@ -145,6 +145,7 @@ class OptimizerSteps:
         try:
             yield
         except BaseException:
+            self.engine.let_autograd_end()  # else it may submit a unit yet
             step.fail()
             raise
         finally:

@@ -67,7 +67,7 @@ class Phases:
 
     @property
     def in_scope(self) -> bool:
-        """Whether a scope is open, also around an optimizer's step."""
+        """Whether a scope is open that did not begin in backward, also around an optimizer's step."""
         return Phase.STEP in self._stack
 
     @property
@@ -88,15 +88,16 @@ class Phases:
             weight_reads.disable()
 
     def begin_step(self) -> None:
-        """Begin a scope."""
-        self._stack.append(Phase.STEP)
+        """Begin a scope; one in backward is a part of it: whatever recomputes there (Rule 1)."""
+        self._stack.append(Phase.BACKWARD if in_backward() else Phase.STEP)
         weight_reads.resume()
 
     def end_step(self) -> bool:
         """End the innermost scope, if it is open still; return whether user code follows."""
-        if not self.in_scope:
+        kind = Phase.BACKWARD if in_backward() else Phase.STEP
+        if kind not in self._stack:
             return False
-        while self._stack.pop() is not Phase.STEP:
+        while self._stack.pop() is not kind:
             pass  # the step of an optimizer that raised (Rule 4)
         if not self.in_step and torch.is_grad_enabled():
             self._stack[0] = Phase.BEFORE_BACKWARD

@@ -571,7 +571,7 @@ def test_the_next_forward_fetches_what_was_stepped_before_its_visit(overlap, mon
     load = Window._load
 
     def watched(self, unit, visited):
-        if not in_backward() and unit is not visited and self.units[0].store.owner.in_scope:
+        if not in_backward() and unit is not visited and self.units[0].store.owner.phases.in_scope:
             fetched.append(unit.name)
         load(self, unit, visited)
 
