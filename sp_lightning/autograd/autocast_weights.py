@@ -22,6 +22,7 @@ bits are the same as long as the operator is all that ever sees the weight. So:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
@@ -29,9 +30,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
-from .dynamo import listen_to_compilations, never_compiled_hook
 from .streamed_unit import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -304,12 +305,14 @@ class AutocastWeights:
         self.enabled = False
         self._leave_out(self._weights)
 
-    def compilation_begins(self) -> None:
+    def compilation_begins(self, compilation: Any) -> None:
         """Leave out the units being visited, whose weights the code that is about to be compiled may read.
 
         Other units that run the same code and find it compiled already are not left out: it reads no weight, or it
         would be compiled for each of them. So a compilation in the visit of another unit leaves out all units.
         """
+        if not compiles_frame(compilation):
+            return
         units = {guard.weight.unit for guard in self._guards if guard.on}
         if units <= self._compiling or not self._compiling:
             self._leave_out(units)
@@ -327,7 +330,8 @@ class AutocastWeights:
         """Record the uses of the pass before, and change types for a pass of this kind (Rules 3 and 4)."""
         if not self._weights:
             return
-        listen_to_compilations(self)
+        if self.compilation_begins not in at_compilation:
+            at_compilation.append(self.compilation_begins)
         if self._kind is not None:
             self._known.add(self._kind)
             for weight in self._all():
@@ -336,6 +340,11 @@ class AutocastWeights:
         self._kind = (kind, torch.is_grad_enabled())
         if self._dirty or self._recorded() is not recorded_before:
             self._change_types()
+
+    def close(self) -> None:
+        """Stop watching compilations."""
+        with contextlib.suppress(ValueError):
+            at_compilation.remove(self.compilation_begins)
 
     def interrupt(self) -> None:
         """Forget the counts of a pass that was broken off."""

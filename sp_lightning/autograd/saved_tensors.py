@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from ..compat.dynamo import never_compiled_hook
+from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
-from .dynamo import never_compiled_hook
 from .offload import Offload, OffloadedTensor
 from .streamed_unit import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _hooks = torch._C._autograd
-_disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class SavedWeight:
@@ -141,6 +141,9 @@ class SavedActivation:
 class SavedTensors:
     """The pair of hooks in force during an outermost visit."""
 
+    # Whether the calling code admits saved-tensor hooks; if not, saved weights keep their unit on the device.
+    enabled: Callable[[], bool] = staticmethod(_hooks._saved_tensors_hooks_is_enabled)  # type: ignore[attr-defined]
+
     def __init__(
         self,
         owner: Callable[[int], StreamedUnit | None],
@@ -150,44 +153,23 @@ class SavedTensors:
     ) -> None:
         self._owner = owner  # of a storage
         self._owner_of = owner_of  # of a host parameter
-        self._require = require
+        self.require = require
         self._offload = offload
-        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and the function that `_disabled` replaced
 
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
         outer = _hooks._top_saved_tensors_default_hooks(False)
-        hooks = (self._pack, self._unpack) if outer is None else self._composed(name, *outer)
-        _hooks._push_saved_tensors_default_hooks(*hooks)
-        self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
-        torch.autograd.graph.disable_saved_tensors_hooks = self._disabled
-
-    def pop(self) -> None:
-        """Take our hooks out of force."""
-        _, torch.autograd.graph.disable_saved_tensors_hooks = self._pushed.pop()
-        _hooks._pop_saved_tensors_default_hooks()
-
-    @contextlib.contextmanager
-    def _disabled(self, error_message: str) -> Iterator[None]:
-        """Stand in for ``disable_saved_tensors_hooks`` while ours are in force (Rule 5); other hooks still refuse."""
-        hooks = _hooks._top_saved_tensors_default_hooks(False)
-        ours = bool(self._pushed) and hooks == self._pushed[-1][0]
-        if ours:
-            _hooks._pop_saved_tensors_default_hooks()
-        try:
-            with _disable(error_message):
-                yield
-        finally:
-            if ours:
-                _hooks._push_saved_tensors_default_hooks(*hooks)
+        hooks = self if outer is None else _Composed(self, name, *outer)
+        _hooks._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
     @staticmethod
-    @never_compiled_hook
-    def enabled() -> bool:
-        """Whether the calling code admits saved-tensor hooks; if not, saved weights keep their unit on the device."""
-        return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    def pop() -> None:
+        """Take our hooks out of force."""
+        DISABLE_SAVED_TENSORS_HOOKS.remove()
+        _hooks._pop_saved_tensors_default_hooks()
 
-    def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
+    def unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
 
         A sparse tensor, which has no storage, belongs to none.
@@ -201,41 +183,66 @@ class SavedTensors:
         return unit
 
     @never_compiled_hook
-    def _pack(self, tensor: Tensor) -> Any:
-        unit = self._unit_of(tensor)
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd is to keep of a tensor (Rule 1)."""
+        unit = self.unit_of(tensor)
         if unit is not None:
             return saved_weight(unit, tensor)
         packed = self._offload.pack(tensor)
         return SavedActivation(tensor) if packed is tensor else packed
 
     @never_compiled_hook
-    def _unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
+        """Return the tensor of which ``saved`` was kept."""
         if type(saved) is SavedWeight:
-            self._require(saved.unit)
+            self.require(saved.unit)
             saved.check()
             return saved.tensor()
         if type(saved) is OffloadedTensor:
             return self._offload.unpack(saved)
         return saved.unpacked()  # type: ignore[no-any-return]
 
-    def _composed(self, name: str, outer_pack: Pack, outer_unpack: Unpack) -> tuple[Pack, Unpack]:
-        @never_compiled_hook
-        def pack(tensor: Tensor) -> Any:
-            unit = self._unit_of(tensor)
-            return unit and saved_weight(unit, tensor), outer_pack(tensor)
 
-        @never_compiled_hook
-        def unpack(pair: Any) -> Tensor:
-            saved, packed = pair
-            if saved is not None:
-                self._require(saved.unit)
-                saved.check()
-            try:
-                return outer_unpack(packed)
-            except CheckpointError as error:
-                raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
+class _Composed:
+    """Our hooks in front of the pair that was in force, for one visit (Rule 2)."""
 
-        return pack, unpack
+    def __init__(self, ours: SavedTensors, name: str, pack: Pack, unpack: Unpack) -> None:
+        self._ours, self._name = ours, name
+        self._outer_pack, self._outer_unpack = pack, unpack
+
+    @never_compiled_hook
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what we keep of a tensor, and what the pair outside does."""
+        unit = self._ours.unit_of(tensor)
+        return unit and saved_weight(unit, tensor), self._outer_pack(tensor)
+
+    @never_compiled_hook
+    def unpack(self, pair: Any) -> Tensor:
+        """Return the tensor that the pair outside kept, with its unit resident."""
+        saved, packed = pair
+        if saved is not None:
+            self._ours.require(saved.unit)
+            saved.check()
+        try:
+            return self._outer_unpack(packed)
+        except CheckpointError as error:
+            said = f"{self._name} ran again in backward, and not as it did in forward: {error}"
+            raise ExactnessError(said) from error
+
+
+@contextlib.contextmanager
+def _disabled(error_message: str) -> Iterator[None]:
+    """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
+    hooks = _hooks._top_saved_tensors_default_hooks(False)
+    ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
+    if ours:
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        with DISABLE_SAVED_TENSORS_HOOKS.original(error_message):
+            yield
+    finally:
+        if ours:
+            _hooks._push_saved_tensors_default_hooks(*hooks)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from ..compat.dynamo import never_compiled
+from ..compat.patches import FUNCTION_APPLY
 from ..memory.parameters import HostParameter, owner_of, true_device
 from .backward_pass import in_backward
-from .dynamo import never_compiled
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
 _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
@@ -59,17 +59,13 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
 )
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
-_apply: Any = vars(Function)["apply"]
-_enable_count = 0  # calls of ``enable`` that no ``disable`` has ended
 _pending: list[Callable[[], None]] = []  # what finishes each pending step
 
 
 def enable() -> None:
     """Watch reads of host parameters from now on (Rule 1)."""
-    global _enable_count
-    _enable_count += 1
-    HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
-    Function.apply = classmethod(apply)
+    FUNCTION_APPLY.install(classmethod(apply))
+    resume()
 
 
 def pause() -> None:
@@ -84,30 +80,27 @@ def pause() -> None:
 
 def resume() -> None:
     """End a pause, if there is one."""
-    if _enable_count:
+    if FUNCTION_APPLY.users:
         HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
 
 
 def disable() -> None:
     """Stop watching reads, once called as often as ``enable``."""
-    global _enable_count
-    _enable_count -= 1
-    if not _enable_count:
+    FUNCTION_APPLY.remove()
+    if not FUNCTION_APPLY.users:
         HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
-        Function.apply = _apply
 
 
 def hold(finish: Callable[[], None]) -> None:
-    """Watch reads of a pending step's parameters, even in a pause; ``finish`` finishes the step (Rule 5)."""
+    """Watch reads of a pending step's parameters, ending a pause; ``finish`` finishes the step (Rule 5)."""
     _pending.append(finish)
-    enable()
+    resume()
 
 
 def release(finish: Callable[[], None]) -> None:
-    """Stop watching for a pending step. Safe twice."""
+    """Note that a step is no longer pending. Safe twice."""
     if finish in _pending:
         _pending.remove(finish)
-        disable()
 
 
 @classmethod  # type: ignore[misc]
@@ -141,7 +134,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
     """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
-    applied, ours = _apply.__get__(None, cls), not torch._C._is_torch_function_enabled()
+    applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not torch._C._is_torch_function_enabled()
     return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 

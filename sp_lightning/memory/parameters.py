@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from ..compat.patches import PARAMETER_NEW
 from ..errors import UnsupportedError
 
 # The properties themselves, past those that are overridden below.
@@ -303,8 +304,7 @@ def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
     """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class, which may have a meaning."""
-    if not _watchers:
-        nn.Parameter.__new__ = _new_plain  # type: ignore[assignment]
+    PARAMETER_NEW.install(_new_plain)
     _watchers[id(parameter)] = watcher
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HostParameter
@@ -319,9 +319,8 @@ def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
     if type(parameter) is HostParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    _watchers.pop(id(parameter), None)
-    if not _watchers:
-        nn.Parameter.__new__ = _new  # type: ignore[method-assign]
+    if _watchers.pop(id(parameter), None) is not None:
+        PARAMETER_NEW.remove()
 
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
 from ..errors import SuperpipelineError
 from . import fake_kernels
 
+_here = threading.local()  # the mode of the dry run on this thread
 aten = torch.ops.aten
 META, HOST = torch.device("meta"), torch.device("cpu")
 KNOWN_NBYTES = 2**24  # bytes of the largest integer tensor whose values are known (Rule 2)
@@ -351,23 +353,22 @@ def _also_in_backward(attributes: _Attributes) -> Iterator[None]:
 
     torch passes the call of backward to the mode, and switches the mode off while that call runs.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_with_mode(*args: Any, **kwargs: Any) -> Any:
-        with attributes:
-            return run(*args, **kwargs)
-
-    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
-    compared = checks["default"]
+    _here.attributes = attributes
+    RUN_BACKWARD.install(_run_backward)
     # A checkpoint compares the devices of saved tensors. Its hook sees the real one, meta, where an operator of Python
     # saves, and the CPU elsewhere.
-    checks["default"] = checks["none"]
-    torch.autograd._engine_run_backward = run_with_mode  # type: ignore[attr-defined]
+    DETERMINISM_CHECKS.install({**DETERMINISM_CHECKS.original, "default": DETERMINISM_CHECKS.original["none"]})
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-        checks["default"] = compared
+        DETERMINISM_CHECKS.remove()
+        RUN_BACKWARD.remove()
+        del _here.attributes
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    with getattr(_here, "attributes", contextlib.nullcontext()):
+        return RUN_BACKWARD.original(*args, **kwargs)
 
 
 def _index(index: Any) -> Any:

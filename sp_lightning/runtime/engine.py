@@ -29,11 +29,11 @@ from ..autograd import weight_reads
 from ..autograd.autocast_weights import AutocastWeights
 from ..autograd.backward_pass import BackwardPass, at_leaf, in_backward
 from ..autograd.bridge import Gradients
-from ..autograd.dynamo import never_compiled, not_compiled_itself
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.dynamo import never_compiled, not_compiled_itself
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -257,12 +257,11 @@ class Engine:
     def _enable_reads(self) -> None:
         if not self._reads_enabled:
             self._reads_enabled = True
-            weight_reads.enable()
+            weight_reads.resume()
 
     def _disable_reads(self) -> None:
         if self._reads_enabled and not self._scopes and not self.backward_pass.running:
             self._reads_enabled = False
-            weight_reads.disable()
         if self.optimizing:
             weight_reads.pause()  # an optimizer's arithmetic is on the host
 
@@ -526,6 +525,7 @@ class Engine:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""
         self.reset()
         self._closed = True
+        self.autocast_weights.close()
         self.window.tuner.end()
         if self._watches_user_code:
             self._watches_user_code = False

@@ -29,8 +29,8 @@ from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..autograd import weight_reads
-from ..autograd.dynamo import compiles_calls, never_compiled, not_compiled_itself
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
 from ..memory.device import Device
 from .engine import Engine
 
@@ -107,7 +107,7 @@ class ModuleEntry(ForwardEntry):
     @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward inside visits of its units."""
-        if compiles_calls() and self.engine.autocast_weights.enabled:
+        if compiling_callback() is not None and self.engine.autocast_weights.enabled:
             self.engine.autocast_weights.stop()
         depth = self.engine.enter_all(self.units)
         try:

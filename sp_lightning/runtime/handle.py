@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
 
 from ..autograd.backward_pass import in_backward
-from ..autograd.dynamo import never_compiled
+from ..compat.dynamo import Unsupported, never_compiled
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from ..autograd import weight_reads
+from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..memory.parameters import quietly, true_grad
 from ..memory.unit_store import UnitStore
@@ -53,7 +54,7 @@ class OptimizerSteps:
         self._thread = HostThread()
         self._closed = False
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
-        grad_scaler.begin()
+        UNSCALE_GRADS.install(grad_scaler.unscale)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -63,7 +64,7 @@ class OptimizerSteps:
         """Let optimizers step as they do without streaming."""
         self._closed = True
         malloc.as_ever()
-        grad_scaler.end()
+        UNSCALE_GRADS.remove()
         for shadow in self._shadows.values():
             if shadow is not None:
                 shadow.close()
