@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..compat.dispatch import dispatch_mode_count, function_mode_count, in_transform, tracing_state
 from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
@@ -78,10 +79,10 @@ class CastCandidate:
         """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
         if (
             not torch.is_autocast_enabled(self._device)
-            or torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None
+            or function_mode_count()
+            or dispatch_mode_count()
+            or in_transform()
+            or tracing_state() is not None
         ):
             return None
         dtype = torch.get_autocast_dtype(self._device)

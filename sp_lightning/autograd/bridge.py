@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.graph import graph_task, set_sequence_number
 from ..memory.unit_store import UnitStore
 
 Gradients = tuple[Tensor | None, ...]
@@ -50,7 +51,7 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
     with torch.inference_mode(False), torch.enable_grad():
         outputs = list(HostDeviceBridge.apply(views, receive, *store.params))
     node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-    node._set_sequence_nr(LEAF_PRIORITY)  # Rule 2
+    set_sequence_number(node, LEAF_PRIORITY)  # Rule 2
     return outputs
 
 
@@ -63,12 +64,12 @@ class CastUses:
     def arrive(self, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
         if grads[0] is not None:
-            self._arrived.setdefault(torch._C._current_graph_task_id(), []).append(grads[0])
+            self._arrived.setdefault(graph_task(), []).append(grads[0])
         return (None,)
 
     def sum(self) -> Tensor | None:
         """Return and forget the sum of the gradients that arrived in the running task of autograd."""
-        arrived = self._arrived.pop(torch._C._current_graph_task_id(), None)
+        arrived = self._arrived.pop(graph_task(), None)
         if arrived is None:
             return None
         if len(arrived) == 1:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..compat.graph import graph_task
 from ..compat.references import shares_storage
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, stand_in, true_data, true_grad_fn, true_version
@@ -82,7 +83,7 @@ class FullPrecisionCopies:
 
     def check_source(self, index: int, receive: Any) -> None:
         """Record which receiver a gradient of this weight came to; raise if another one had one before (Rule 2)."""
-        if self._sources.setdefault((torch._C._current_graph_task_id(), index), receive) is not receive:
+        if self._sources.setdefault((graph_task(), index), receive) is not receive:
             raise ExactnessError(
                 f"a loss depends on {self._store.names[index]} through its layer, and also through another read, or "
                 f"through a run of the layer outside autocast: {AS_IS}"

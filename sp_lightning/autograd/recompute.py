@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.modules import HOOKS
+from ..compat.storages import storage_id
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
@@ -45,7 +47,6 @@ from .saved_tensors import tensors_in
 Call = Callable[..., Any]
 # Attributes of a module that forward does not change, or that are restored in another way.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks _post_accumulate_grad_hooks".split()
 _SHARED = (Tensor, nn.Module, ModuleType)  # what a copy of an object has in common with it
 
 
@@ -335,7 +336,7 @@ def _host(parameter: Any) -> Any:
 def _hooks_of(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the hooks of a module, or of a parameter, by kind."""
     with quietly():
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks = getattr(owner, name, None)
             if hooks is not None:
                 yield name, hooks
@@ -447,14 +448,14 @@ def _argument_clones(arguments: Any) -> dict[int, Tensor]:
 
     _mapped(arguments, look)
     tensors = passed | inside
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors.values() if tensor.layout is torch.strided]
+    storages = [storage_id(tensor.untyped_storage()) for tensor in tensors.values() if tensor.layout is torch.strided]
     return {
         key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for key, tensor in passed.items()
         if key not in inside
         and tensor.layout is torch.strided
         and not tensor.is_inference()
-        and storages.count(tensor.untyped_storage()._cdata) == 1
+        and storages.count(storage_id(tensor.untyped_storage())) == 1
         and tensor.storage_offset() == 0  # aligned as a new allocation is
         and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())
     }

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from ..compat.dynamo import never_compiled_hook
+from ..compat.graph import pop_hooks, push_hooks, top_hooks
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
+from ..compat.storages import has_storage, negated_view, storage_id
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
 from .offload import Offload, OffloadedTensor
@@ -32,7 +34,6 @@ from .streamed_unit import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
-_hooks = torch._C._autograd
 
 
 class SavedWeight:
@@ -88,7 +89,7 @@ class SavedWeight:
         empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
         tensor = empty.set_(storage, first, self.shape, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
-        return torch._neg_view(tensor) if self.negative else tensor
+        return negated_view(tensor) if self.negative else tensor
 
     def check(self) -> None:
         """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
@@ -141,9 +142,6 @@ class SavedActivation:
 class SavedTensors:
     """The pair of hooks in force during an outermost visit."""
 
-    # Whether the calling code admits saved-tensor hooks; if not, saved weights keep their unit on the device.
-    enabled: Callable[[], bool] = staticmethod(_hooks._saved_tensors_hooks_is_enabled)  # type: ignore[attr-defined]
-
     def __init__(
         self,
         owner: Callable[[int], StreamedUnit | None],
@@ -158,25 +156,25 @@ class SavedTensors:
 
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
-        outer = _hooks._top_saved_tensors_default_hooks(False)
+        outer = top_hooks(False)
         hooks = self if outer is None else _Composed(self, name, *outer)
-        _hooks._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        push_hooks(hooks.pack, hooks.unpack)
         DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
     @staticmethod
     def pop() -> None:
         """Take our hooks out of force."""
         DISABLE_SAVED_TENSORS_HOOKS.remove()
-        _hooks._pop_saved_tensors_default_hooks()
+        pop_hooks()
 
     def unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
 
         A sparse tensor, which has no storage, belongs to none.
         """
-        if not torch._C._has_storage(tensor):
+        if not has_storage(tensor):
             return None
-        unit = self._owner(tensor.untyped_storage()._cdata)
+        unit = self._owner(storage_id(tensor.untyped_storage()))
         if unit is None and isinstance(tensor, DeviceParameter):
             unit = self._owner_of(tensor.host)
             return unit if unit is not None and unit.store.is_parted(tensor.host) else None
@@ -233,16 +231,16 @@ class _Composed:
 @contextlib.contextmanager
 def _disabled(error_message: str) -> Iterator[None]:
     """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
-    hooks = _hooks._top_saved_tensors_default_hooks(False)
+    hooks = top_hooks(False)
     ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
     if ours:
-        _hooks._pop_saved_tensors_default_hooks()
+        pop_hooks()
     try:
         with DISABLE_SAVED_TENSORS_HOOKS.original(error_message):
             yield
     finally:
         if ours:
-            _hooks._push_saved_tensors_default_hooks(*hooks)
+            push_hooks(*hooks)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

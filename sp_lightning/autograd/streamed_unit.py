@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..compat.graph import set_versions
 from ..compat.references import references
 from ..core.sizing import UnitBytes
 from ..errors import ExactnessError
@@ -32,7 +33,6 @@ from ..memory.unit_store import UnitStore
 from .bridge import CastUses, Gradients, Receive, connect
 from .fp32_copies import FullPrecisionCopies
 
-_hooks = torch._C._autograd
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
@@ -213,7 +213,7 @@ class StandIns:
         """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
         field = self.store.layout.fields[index]
         self.store.layout.view(self.store.storage, field).copy_(true_data(self.store.params[index]))
-        _hooks._unsafe_set_version_counter((self.outputs[index],), (self._versions[index],))
+        set_versions((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""

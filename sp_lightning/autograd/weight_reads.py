@@ -30,8 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.dispatch import dispatches, never_dispatched, without_dispatch
 from ..compat.dynamo import never_compiled
 from ..compat.patches import FUNCTION_APPLY
+from ..compat.storages import has_storage, storage_id
 from ..memory.parameters import HostParameter, owner_of, true_device
 from .backward_pass import in_backward
 
@@ -75,7 +77,7 @@ def pause() -> None:
     """
     for finish in list(_pending):
         finish()
-    HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
+    HostParameter.__torch_function__ = never_dispatched
 
 
 def resume() -> None:
@@ -88,7 +90,7 @@ def disable() -> None:
     """Stop watching reads, once called as often as ``enable``."""
     FUNCTION_APPLY.remove()
     if not FUNCTION_APPLY.users:
-        HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
+        HostParameter.__torch_function__ = never_dispatched
 
 
 def hold(finish: Callable[[], None]) -> None:
@@ -107,7 +109,7 @@ def release(finish: Callable[[], None]) -> None:
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_dispatch():
         if _is_about_parameter(func):
             if _name_of(func) in _METADATA:
                 return func(*args, **kwargs)
@@ -134,7 +136,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
     """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
-    applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not torch._C._is_torch_function_enabled()
+    applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not dispatches()
     return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 
@@ -194,7 +196,7 @@ def _note_exposed(result: Any, args: Any, kwargs: Any) -> Any:
 def _shares_bytes(result: Any, parameter: Tensor) -> bool:
     if isinstance(result, Tensor):
         storage = parameter.untyped_storage()
-        return torch._C._has_storage(result) and result.untyped_storage()._cdata == storage._cdata
+        return has_storage(result) and storage_id(result.untyped_storage()) == storage_id(storage)
     if isinstance(result, (tuple, list)):
         return any(isinstance(part, Tensor) and _shares_bytes(part, parameter) for part in result)
     return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule

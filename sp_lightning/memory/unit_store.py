@@ -42,7 +42,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.dispatch import without_dispatch
+from ..compat.graph import preserving_version
 from ..compat.references import OWN_STORAGE_USES, python_references, shares_storage, storage_uses_at
+from ..compat.storages import storage_id
 from ..core import malloc
 from ..core.telemetry import Counters
 from ..errors import ExactnessError
@@ -265,7 +268,7 @@ class UnitStore:
 
     def stale(self) -> bool:
         """Whether the resident bytes may differ from the host's (Rule 6)."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return (
                 self._marked_stale
                 or self._versions != list(map(true_version, self.params))
@@ -275,7 +278,7 @@ class UnitStore:
 
     def version(self, index: int) -> int:
         """Return a parameter's version counter, which does not count as a read of it (weight_reads.py)."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return self.params[index]._version
 
     @property
@@ -304,7 +307,7 @@ class UnitStore:
             self._addresses = addresses
             self._strides = list(map(Tensor.stride, self.params))
             self._storages = [parameter.untyped_storage() for parameter in self.params]
-            self._storage_ids = [storage._cdata for storage in self._storages]
+            self._storage_ids = [storage_id(storage) for storage in self._storages]
         outside = self._not_in_slab()
         self._versions = list(map(true_version, self.params))
         self._marked_stale = self.is_shared()  # the sharing tensor may be written before it is dropped
@@ -361,7 +364,7 @@ class UnitStore:
         parameter, field = self.params[index], self.layout.fields[index]
         view = self.layout.view(self.storage, field) if full_precision is None else full_precision
         self.owner.about_to_write_back(self, index, true_data(parameter))
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
+        with torch.no_grad(), preserving_version(parameter):
             true_data(parameter).copy_(view)
         self._wire_outdated = True
         self._host_epoch += 1
@@ -440,7 +443,7 @@ class UnitStore:
 
     def aliases(self) -> int:
         """Return how many tensors refer to the device buffer (Rule 5)."""
-        return storage_uses_at([self.storage._cdata])[0]
+        return storage_uses_at([storage_id(self.storage)])[0]
 
     def has_views(self) -> bool:
         """Whether tensors other than our own refer to the device buffer."""

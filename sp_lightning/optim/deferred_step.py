@@ -37,6 +37,7 @@ from torch.optim import SGD, Optimizer
 
 from ..autograd import weight_reads
 from ..compat.references import is_referenced_elsewhere, shares_storage
+from ..compat.storages import forbid_access, storage_id
 from ..core.telemetry import Counters, StepListener
 from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
@@ -352,7 +353,7 @@ def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
     storage = torch.UntypedStorage(data.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
     tensor = torch.empty(0, dtype=data.dtype, device="cpu").set_(storage, 0, data.shape, data.stride())
     storage.resize_(0)
-    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, MESSAGE.format(name=name))
+    forbid_access(storage_id(storage), MESSAGE.format(name=name))
     return tensor
 
 

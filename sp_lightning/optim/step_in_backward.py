@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compat.dispatch import without_dispatch
 from ..core.simulation import PARTS
 from ..errors import ExactnessError
 from ..memory.parameters import HostParameter, true_grad
@@ -250,7 +251,7 @@ class StepInBackward:
             unit.gradients.wait()
         with self._lock:
             self._leaving = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             while (oldest := self._take(lambda _: 0)) is not None:
                 oldest.land()
         with self._lock:
@@ -273,7 +274,7 @@ class StepInBackward:
                 self._units.insert(sum(other.number < unit.number for other in self._units), unit)
 
     def _step_part(self, unit: _Unit) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # host parameters, without stand-ins or waits (weight_reads.py)
+        with without_dispatch():  # host parameters, without stand-ins or waits (weight_reads.py)
             unit.land()
             state: dict[Any, Any] = vars(self._optimizer).get("state", self.state)
             params = [param for param in unit.next_part() if self._may_step(state, param)]

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..autograd.autocast_weights import LAYERS, NAME
 from ..autograd.backward_pass import in_backward
@@ -24,7 +23,10 @@ from ..autograd.bridge import LEAF_PRIORITY, Gradients, HostDeviceBridge
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import tensors_in
+from ..compat.dispatch import TorchDispatchMode, without_function_modes
+from ..compat.graph import set_sequence_number
 from ..compat.references import storage_uses_at
+from ..compat.storages import storage_id
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters
 from ..memory.device import Device
@@ -125,12 +127,12 @@ class _FakeOffload(Offload):
 
     def pack(self, tensor: Tensor) -> Any:
         """Offload a tensor without keeping it on the device."""
-        with torch._C.DisableTorchFunction(), self._tally.on_host():
+        with without_function_modes(), self._tally.on_host():
             return super().pack(tensor.detach())
 
     def fetch(self, saved: OffloadedTensor) -> None:
         """Allocate memory for an offloaded tensor again."""
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             super().fetch(saved)
 
 
@@ -146,7 +148,7 @@ class _FakeUnit:
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)
         self.flat = torch.empty(self.nbytes, dtype=torch.uint8)
         storage = self.flat.untyped_storage()
-        self._address = storage._cdata
+        self._address = storage_id(storage)
         self.outputs = [Layout.view(storage, place) for place in self.layout.fields]
         with torch.no_grad():
             for output, (_, value) in zip(self.outputs, described, strict=True):
@@ -156,7 +158,7 @@ class _FakeUnit:
                 HostDeviceBridge.apply(self.outputs, lambda ctx, grads: receive(self, grads), *self.params)
             )
             node = next(output.grad_fn for output in self.outputs if output.grad_fn is not None)
-            node._set_sequence_nr(LEAF_PRIORITY)  # type: ignore[attr-defined]
+            set_sequence_number(node, LEAF_PRIORITY)
         self.depth = 0
         self._aliases = 0  # tensors over the unit's bytes when its forward ended, those that autograd saved included
 
@@ -206,7 +208,7 @@ class _DryRun:
         places = slots(module)
         self.units = [_FakeUnit(unit, device_dtype, self._receive) for unit in partition(module, options.units)]
         for unit in self.units:
-            self.tally.weights[unit.flat.untyped_storage()._cdata] = unit.index
+            self.tally.weights[storage_id(unit.flat.untyped_storage())] = unit.index
             for parameter, output in zip(unit.params, unit.outputs, strict=True):
                 for slot in places[parameter]:
                     slot.set(output)

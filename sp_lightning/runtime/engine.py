@@ -33,7 +33,10 @@ from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.dispatch import in_transform
 from ..compat.dynamo import never_compiled, not_compiled_itself
+from ..compat.graph import admits_hooks
+from ..compat.storages import storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -68,7 +71,7 @@ class Engine:
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
-        self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
+        self._by_storage = {storage_id(unit.store.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
         self.written = Written()
@@ -110,9 +113,9 @@ class Engine:
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
-        del self._by_storage[unit.store.storage._cdata]
+        del self._by_storage[storage_id(unit.store.storage)]
         self.window.retype(unit, types)
-        self._by_storage[unit.store.storage._cdata] = unit
+        self._by_storage[storage_id(unit.store.storage)] = unit
 
     # ---- scopes and passes
 
@@ -216,7 +219,7 @@ class Engine:
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, or lies in the device buffer of a unit."""
-        return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
+        return true_device(tensor).type != "cpu" or storage_id(tensor.untyped_storage()) in self._by_storage
 
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes lie in the slab of a unit."""
@@ -293,7 +296,7 @@ class Engine:
                 self._restore(unit)
                 unit.stand_ins.bind()
             unit.visits += 1
-            hook = not self._open and torch.is_grad_enabled() and self.saved.enabled()
+            hook = not self._open and torch.is_grad_enabled() and admits_hooks()
             self._open.append(unit)
             self._hooked.append(hook)
             if hook:
@@ -317,7 +320,7 @@ class Engine:
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
         saved: list[OffloadedTensor] = []
-        if torch._C._are_functorch_transforms_active() or not self.saved.enabled():  # no checkpoint works inside these
+        if in_transform() or not admits_hooks():  # no checkpoint works inside these
             output = call(*args, **kwargs)
         elif self.options.activations.startswith("recompute"):
             output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)

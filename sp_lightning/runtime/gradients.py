@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..autograd.bridge import Gradients
+from ..compat.dispatch import is_batched_gradient
+from ..compat.graph import HOOKS_AFTER_ACCUMULATION, forward_level, tensor_hooks, will_execute
 from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, widened
@@ -258,9 +259,9 @@ class GradientReturn:
 
 def _are_more_than_bytes(grads: Gradients) -> bool:
     """Return whether gradients may have tangents, or are batched (``is_grads_batched``)."""
-    if forward_ad._current_level >= 0:
+    if forward_level() >= 0:
         return True
-    return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    return any(grad is not None and is_batched_gradient(grad) for grad in grads)
 
 
 def _known(grad: Tensor | None) -> Tensor:
@@ -279,11 +280,11 @@ class Disposition(enum.Enum):
 def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
     """Decide between taking, returning and dropping a gradient (Rules 1 and 2)."""
     try:
-        if not torch._C._will_engine_execute_node(leaf) or not parameter.requires_grad:  # frozen after its forward
+        if not will_execute(leaf) or not parameter.requires_grad:  # frozen after its forward
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
-    seen = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    seen = tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None)
     unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
     return Disposition.RETURN if seen or unguarded or grad.layout is not torch.strided else Disposition.TAKE
 

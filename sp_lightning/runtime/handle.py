@@ -14,6 +14,7 @@ from torch import nn
 
 from ..autograd.backward_pass import in_backward
 from ..compat.dynamo import Unsupported, never_compiled
+from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
@@ -329,7 +330,7 @@ class Handle:
 
     def _module_entries(self) -> Iterator[ForwardEntry]:
         """Make an entry for each unit's root, each other module that owns parameters, and torch's encoders and RNNs."""
-        if any(module._compiled_call_impl is not None for module in self.module.modules()):
+        if any(compiled_call(module) is not None for module in self.module.modules()):
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():
