@@ -121,9 +121,12 @@ def nothing_streams_on():
     """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
     yield
     if "sp_lightning" in sys.modules:  # else nothing can stream, and importing it takes seconds
+        from sp_lightning.compat import patches
         from sp_lightning.memory.parameters import _watchers
 
         assert not _watchers, f"{len(_watchers)} parameters are still streamed"
+        left = [patch.name for patch in patches.ALL if patch.users]
+        assert not left, f"torch is still patched: {left}"
 
 
 @pytest.fixture(params=["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])

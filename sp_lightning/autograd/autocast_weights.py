@@ -25,6 +25,7 @@ bits are the same as long as the operator is all that ever sees the weight. So:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import defaultdict
@@ -34,9 +35,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
+from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, tracing_state
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
-from .dynamo import listen_to_compilations, never_compiled_hook
 from .streamed_unit import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -144,10 +146,10 @@ class CastCandidate:
         """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
         if (
             not torch.is_autocast_enabled(self._device.torch_device.type)
-            or torch._C._len_torch_function_stack() > self._device.function_modes
-            or torch._C._len_torch_dispatch_stack() > self._device.dispatch_modes
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None
+            or function_mode_count() > self._device.function_modes
+            or dispatch_mode_count() > self._device.dispatch_modes
+            or in_transform()
+            or tracing_state() is not None
         ):
             return None
         dtype = torch.get_autocast_dtype(self._device.torch_device.type)
@@ -263,12 +265,14 @@ class AutocastWeights:
         self.enabled = False
         self._leave_out({weight.unit for weight in self._weights.values()})
 
-    def compilation_begins(self) -> None:
+    def compilation_begins(self, compilation: Any) -> None:
         """Leave out the units being visited, whose weights the code that is about to be compiled may read.
 
         Other units that run the same code and find it compiled already are not left out: it reads no weight, or it
         would be compiled for each of them. So a compilation in the visit of another unit leaves out all units.
         """
+        if not compiles_frame(compilation):
+            return
         units = {weight.unit for weight in self._weights.values() if weight.on}
         if units <= self._compiling or not self._compiling:
             self._leave_out(units)
@@ -286,7 +290,8 @@ class AutocastWeights:
         """Record the uses of the pass before, and change types for a pass of this kind (Rules 3 and 4)."""
         if not self._weights:
             return
-        listen_to_compilations(self)
+        if self.compilation_begins not in at_compilation:
+            at_compilation.append(self.compilation_begins)
         was_recorded = self._kind is not None
         if was_recorded:
             self._known.add(self._kind)
@@ -297,6 +302,11 @@ class AutocastWeights:
         if self._dirty or recorded is not was_recorded:
             self._forget_those_never_cast()
             self._change_types(recorded)
+
+    def close(self) -> None:
+        """Stop watching compilations."""
+        with contextlib.suppress(ValueError):
+            at_compilation.remove(self.compilation_begins)
 
     def interrupt(self) -> None:
         """Forget the counts of a pass that was broken off."""

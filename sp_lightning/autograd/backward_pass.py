@@ -25,8 +25,7 @@ import operator
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
+from ..compat.tensors import at_end_of_backward, current_node, graph_task
 from ..errors import ExactnessError
 from ..memory.unit_store import UnitStore
 from .streamed_unit import StreamedUnit
@@ -36,12 +35,12 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's engine."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
 
 
 def at_leaf() -> bool:
     """Whether autograd runs the hooks of a leaf of the graph, that is of a parameter, on the calling thread."""
-    return type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
+    return type(current_node()).__name__ == "AccumulateGrad"
 
 
 class StepBesideBackward(Protocol):
@@ -77,11 +76,11 @@ class BackwardPass:
         """Begin a backward, which needs its first unit, inside a scope or not (Rule 3)."""
         self.running = True
         self._in_scope = in_scope
-        self._task = torch._C._current_graph_task_id()
+        self._task = graph_task()
         self._inside.clear()
         self._complete.clear()
         self._stepping.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        at_end_of_backward(at_end)
 
     def end(self) -> None:
         """End a backward that raised no error, and record which units it did not come back to (Rule 1)."""
@@ -91,7 +90,7 @@ class BackwardPass:
     def completed(self, unit: StreamedUnit) -> bool:
         """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 to 3)."""
         self._inside.discard(unit)
-        if torch._C._current_graph_task_id() != self._task:
+        if graph_task() != self._task:
             return False
         self._complete.add(unit)
         whole = not unit.stand_ins.full_precision.gradients_split and all(map(_requires_grad, unit.store.params))
@@ -124,7 +123,7 @@ class BackwardPass:
 
     def check_gradient(self, unit: StreamedUnit, name: str) -> None:
         """Raise if a hook reads this weight's gradient while backward is inside its unit (Rule 4)."""
-        if unit in self._inside and torch._C._current_autograd_node() is not None:
+        if unit in self._inside and current_node() is not None:
             raise ExactnessError(
                 f"the gradient of {name} was read while backward is inside {unit.name}, whose gradients arrive "
                 "together: read it in a hook on the weight itself, or after backward"

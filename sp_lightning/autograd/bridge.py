@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.tensors import graph_task, set_sequence_number
 from ..errors import ExactnessError
 from ..memory.parameters import true_grad_fn
 from ..memory.unit_store import UnitStore
@@ -52,7 +53,7 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
     with torch.inference_mode(False), torch.enable_grad():
         outputs = list(HostDeviceBridge.apply(views, receive, *store.params))
     node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-    node._set_sequence_nr(LEAF_PRIORITY)  # Rule 2
+    set_sequence_number(node, LEAF_PRIORITY)  # Rule 2
     return outputs
 
 
@@ -75,12 +76,12 @@ class CastUses:
     def arrive(self, index: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
         if grads[0] is not None:
-            self._arrived.setdefault((torch._C._current_graph_task_id(), index), []).append(grads[0])
+            self._arrived.setdefault((graph_task(), index), []).append(grads[0])
         return (None,)
 
     def sum(self, index: int) -> Tensor | None:
         """Return and forget the sum of a weight's gradients that arrived in the running task of autograd."""
-        arrived = self._arrived.pop((torch._C._current_graph_task_id(), index), [])
+        arrived = self._arrived.pop((graph_task(), index), [])
         if len(arrived) < 2:
             return arrived[0] if arrived else None
         total = arrived[0].float()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..compat.references import shares_storage
+from ..compat.tensors import graph_task
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.unit_store import UnitStore
@@ -73,7 +74,7 @@ class FullPrecisionCopies:
 
     def check_source(self, index: int, receive: Any) -> None:
         """Record which receiver a gradient of this weight came to; raise if another one had one before (Rule 2)."""
-        if self._sources.setdefault((torch._C._current_graph_task_id(), index), receive) is not receive:
+        if self._sources.setdefault((graph_task(), index), receive) is not receive:
             raise ExactnessError(
                 f"a loss depends on {self._store.names[index]} through its layer, and also through another read, or "
                 f"through a run of the layer outside autocast: {AS_IS}"

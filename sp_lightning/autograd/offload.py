@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.tensors import is_zero_tensor, storage_id
 from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.layout import ALIGNMENT, Field, aligned
@@ -103,12 +104,12 @@ class Offload:
         """
         if not self.active or not self.device.holds(tensor) or tensor.layout is not torch.strided:
             return tensor
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
             return tensor
         span = _span(tensor)
         if span.numel() * span.element_size() < ALIGNMENT:
             return tensor
-        place = span.untyped_storage()._cdata, span.storage_offset()
+        place = storage_id(span.untyped_storage()), span.storage_offset()
         key = (*place, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         saved = self._visit.get(key)
         if saved is None:

@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
+from ..compat.tensors import storage_id
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.parameters import DeviceParameter, quietly
@@ -46,8 +48,6 @@ from .saved_tensors import SHARED, reachable, tensors_in
 Call = Callable[..., Any]
 # Attributes of a module that forward does not change, or that are restored in another way.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_MODULE_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks".split()
-_WEIGHT_HOOKS = "_backward_hooks _post_accumulate_grad_hooks".split()
 # What a copy has as it is.
 _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype, type(None))
 
@@ -163,7 +163,7 @@ class _State:
         with quietly():
             self._hooks = [
                 (owner, name, dict(getattr(owner, name) or ()))
-                for owners, names in ((modules, _MODULE_HOOKS), (weights, _WEIGHT_HOOKS))
+                for owners, names in ((modules, HOOKS_OF_MODULE), (weights, HOOKS_OF_WEIGHT))
                 for owner in owners
                 for name in names
             ]
@@ -418,14 +418,14 @@ def _argument_clones(arguments: Any) -> dict[int, Tensor]:
 
     _mapped(arguments, look)
     tensors = passed | inside
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors.values() if tensor.layout is torch.strided]
+    storages = [storage_id(tensor.untyped_storage()) for tensor in tensors.values() if tensor.layout is torch.strided]
     return {
         key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for key, tensor in passed.items()
         if key not in inside
         and tensor.layout is torch.strided
         and not tensor.is_inference()
-        and storages.count(tensor.untyped_storage()._cdata) == 1
+        and storages.count(storage_id(tensor.untyped_storage())) == 1
         and tensor.storage_offset() == 0  # aligned as a new allocation is
         and (tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride())
     }

@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from ..compat.dynamo import never_compiled_hook
+from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
+from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, storage_id, top_hooks
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
 from ..memory.weights import SavedBytes
-from .dynamo import never_compiled_hook
 from .offload import Offload, OffloadedTensor
 from .streamed_unit import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 SHARED = (Tensor, torch.nn.Module, ModuleType)  # what a copy of an object has in common with it
-_hooks = torch._C._autograd
-_disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class SavedWeight(NamedTuple):
@@ -96,7 +96,7 @@ class SavedWeight(NamedTuple):
         empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
         tensor = empty.set_(storage, first, self.shape, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
-        return torch._neg_view(tensor) if self.negative else tensor
+        return negated_view(tensor) if self.negative else tensor
 
     def check(self) -> None:
         """Raise if the weight was written in place since it was saved (Rules 3 and 4)."""
@@ -135,51 +135,30 @@ class SavedTensors:
         self._owner_of = owner_of  # of a host parameter
         self._require = require
         self._offload = offload
-        self._pushed: list[tuple[tuple[Pack, Unpack], Any]] = []  # and the function that `_disabled` replaced
 
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
-        outer = _hooks._top_saved_tensors_default_hooks(False)
+        outer = top_hooks(False)
         hooks: tuple[Pack, Unpack] = self._pack, self._unpack
         if outer is not None:
             hooks = partial(self._pack_in_front, outer[0]), partial(self._unpack_in_front, name, outer[1])
-        _hooks._push_saved_tensors_default_hooks(*hooks)
-        self._pushed.append((hooks, torch.autograd.graph.disable_saved_tensors_hooks))
-        torch.autograd.graph.disable_saved_tensors_hooks = self._disabled
-
-    def pop(self) -> None:
-        """Take our hooks out of force."""
-        _, torch.autograd.graph.disable_saved_tensors_hooks = self._pushed.pop()
-        _hooks._pop_saved_tensors_default_hooks()
-
-    @contextlib.contextmanager
-    def _disabled(self, error_message: str) -> Iterator[None]:
-        """Stand in for ``disable_saved_tensors_hooks`` while ours are in force (Rule 5); other hooks still refuse."""
-        hooks = _hooks._top_saved_tensors_default_hooks(False)
-        ours = bool(self._pushed) and hooks == self._pushed[-1][0]
-        if ours:
-            _hooks._pop_saved_tensors_default_hooks()
-        try:
-            with _disable(error_message):
-                yield
-        finally:
-            if ours:
-                _hooks._push_saved_tensors_default_hooks(*hooks)
+        push_hooks(*hooks)
+        DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
     @staticmethod
-    @never_compiled_hook
-    def enabled() -> bool:
-        """Whether the calling code admits saved-tensor hooks; if not, saved weights keep their unit on the device."""
-        return bool(_hooks._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    def pop() -> None:
+        """Take our hooks out of force."""
+        DISABLE_SAVED_TENSORS_HOOKS.remove()
+        pop_hooks()
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
 
         A sparse tensor, which has no storage, belongs to none.
         """
-        if not torch._C._has_storage(tensor):
+        if not has_storage(tensor):
             return None
-        unit = self._owner(tensor.untyped_storage()._cdata)
+        unit = self._owner(storage_id(tensor.untyped_storage()))
         if unit is None and isinstance(tensor, DeviceParameter):
             unit = self._owner_of(tensor.host)
             return (
@@ -227,6 +206,22 @@ class SavedTensors:
             return outer_unpack(packed)
         except CheckpointError as error:
             raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
+
+
+@contextlib.contextmanager
+def _disabled(error_message: str) -> Iterator[None]:
+    """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
+    hooks = top_hooks(False)
+    innermost = hooks and getattr(hooks[0], "func", hooks[0])  # ours may be a partial function
+    ours = isinstance(getattr(innermost, "__self__", None), SavedTensors)
+    if ours:
+        pop_hooks()
+    try:
+        with DISABLE_SAVED_TENSORS_HOOKS.original(error_message):
+            yield
+    finally:
+        if ours:
+            push_hooks(*hooks)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..compat.references import references
+from ..compat.tensors import set_versions
 from ..core.sizing import UnitBytes
 from ..errors import ExactnessError
 from ..memory.footprint import UnitHostBytes
@@ -34,7 +35,6 @@ from ..memory.weights import same_bytes
 from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies
 
-_hooks = torch._C._autograd
 _requires_grad = operator.attrgetter("requires_grad")
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
@@ -215,7 +215,7 @@ class StandIns:
     def _replay(self, index: int) -> None:
         """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
         self.store.device_view(index).copy_(true_data(self.store.params[index]))
-        _hooks._unsafe_set_version_counter((self.outputs[index],), (self._versions[index],))
+        set_versions((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""

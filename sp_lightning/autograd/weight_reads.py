@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from ..compat.dynamo import never_compiled
+from ..compat.patches import FUNCTION_APPLY
+from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, without_dispatch
 from ..memory.device import Device
 from ..memory.parameters import HostParameter, owner_of
 from .backward_pass import in_backward
-from .dynamo import never_compiled
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
 _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
@@ -60,17 +61,13 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
 )
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
-_apply: Any = vars(Function)["apply"]
-_enable_count = 0  # calls of ``enable`` that no ``disable`` has ended
 _pending: list[Callable[[], None]] = []  # what finishes each pending step
 
 
 def enable() -> None:
     """Watch reads of host parameters from now on (Rule 1)."""
-    global _enable_count
-    _enable_count += 1
-    HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
-    Function.apply = classmethod(apply)
+    FUNCTION_APPLY.install(classmethod(apply))
+    resume()
 
 
 def pause() -> None:
@@ -80,42 +77,39 @@ def pause() -> None:
     """
     for finish in list(_pending):
         finish()
-    HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
+    HostParameter.__torch_function__ = never_dispatched
 
 
 def resume() -> None:
     """End a pause, if there is one."""
-    if _enable_count:
+    if FUNCTION_APPLY.users:
         HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
 
 
 def disable() -> None:
     """Stop watching reads, once called as often as ``enable``."""
-    global _enable_count
-    _enable_count -= 1
-    if not _enable_count:
-        HostParameter.__torch_function__ = torch._C._disabled_torch_function_impl
-        Function.apply = _apply
+    FUNCTION_APPLY.remove()
+    if not FUNCTION_APPLY.users:
+        HostParameter.__torch_function__ = never_dispatched
 
 
 def hold(finish: Callable[[], None]) -> None:
-    """Watch reads of a pending step's parameters, even in a pause; ``finish`` finishes the step (Rule 5)."""
+    """Watch reads of a pending step's parameters, ending a pause; ``finish`` finishes the step (Rule 5)."""
     _pending.append(finish)
-    enable()
+    resume()
 
 
 def release(finish: Callable[[], None]) -> None:
-    """Stop watching for a pending step. Safe twice."""
+    """Note that a step is no longer pending. Safe twice."""
     if finish in _pending:
         _pending.remove(finish)
-        disable()
 
 
 @classmethod  # type: ignore[misc]
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_dispatch():
         is_property = name in ("__get__", "__set__")
         if is_property:
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -145,7 +139,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
     """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
-    applied, ours = _apply.__get__(None, cls), not torch._C._is_torch_function_enabled()
+    applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not dispatches()
     return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 
@@ -205,7 +199,7 @@ def _note_exposed(result: Any, hosts: list[Any]) -> Any:
 def _shares_bytes(result: Any, parameter: Tensor) -> bool:
     if isinstance(result, Tensor):
         storage = parameter.untyped_storage()
-        return torch._C._has_storage(result) and result.untyped_storage()._cdata == storage._cdata
+        return has_storage(result) and storage_id(result.untyped_storage()) == storage_id(storage)
     if isinstance(result, (tuple, list)):
         return any(isinstance(part, Tensor) and _shares_bytes(part, parameter) for part in result)
     return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule

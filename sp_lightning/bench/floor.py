@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..autograd.autocast_weights import LAYERS
 from ..core.machine import Machine
 from ..core.simulation import UnitCost, floor
 from ..memory.partition import Unit, partition
 from ..planning.shapes import multiplied
 from .setting import Setting
 
-CAST = (nn.Linear, nn.modules.conv._ConvNd)  # whose weights autocast casts
 # Bytes that a step reads and writes, as shares of the 28 bytes a parameter of FP32 AdamW, which is measured.
 SGD_SHARE = 12 / 28
 HALF_SHARE = 14 / 28
@@ -90,4 +90,4 @@ def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitCost]:
 def _cast(module: nn.Module) -> set[int]:
     """Return the ids of the weights that autocast casts (Rule 1)."""
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    return {id(child.weight) for child in module.modules() if isinstance(child, CAST)} - tables
+    return {id(child.weight) for child in module.modules() if isinstance(child, LAYERS)} - tables

@@ -1,1 +1,1 @@
-"""Code that depends on the versions of torch and CPython: reference counts."""
+"""All that depends on the versions of torch, Lightning and CPython: private names, patches, reference counts."""

@@ -3,14 +3,13 @@
 1. A count includes the references of the code that counts. So each count is compared with a baseline: what the same
    function counted for an object that nothing else refers to, or at a time when nothing else referred to this one.
 2. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
-   torch's private ``Tensor._use_count``, ``torch._C._storage_Use_Count`` and ``torch._C._has_storage`` (2.11 to 2.15).
+   torch's private ``Tensor._use_count`` and ``torch._C._storage_Use_Count`` (tried with 2.11 and 2.15).
    Without them nothing could be stepped beside other work, and no unit could leave the device.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tensors import has_storage, storage_id
+
 _use_count: Any = Tensor._use_count
 _storage_uses: Any = torch._C._storage_Use_Count
-_address: Any = operator.attrgetter("_cdata")
 OWN_STORAGE_USES = 2  # by the one tensor, and by the Python object through which its storage is counted
 OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
-
-python_references = sys.getrefcount
 
 
 def references(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
@@ -35,18 +33,18 @@ def references(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
     """Count the tensors and objects that refer to each tensor's bytes."""
-    return list(map(_storage_uses, map(_address, map(Tensor.untyped_storage, tensors))))
+    return list(map(_storage_uses, map(storage_id, map(Tensor.untyped_storage, tensors))))
 
 
 def storage_uses_at(addresses: Sequence[int]) -> list[int]:
-    """Count the tensors and objects that refer to each storage, given by its ``_cdata``; each must be alive."""
+    """Count the tensors and objects that refer to each storage, given by its id (tensors.py); each must be alive."""
     return list(map(_storage_uses, addresses))
 
 
 def shares_storage(tensor: Tensor) -> bool:
     """Whether another tensor refers to the bytes of this one."""
     storage = tensor.untyped_storage()
-    return int(_storage_uses(storage._cdata)) > OWN_STORAGE_USES
+    return int(_storage_uses(storage_id(storage))) > OWN_STORAGE_USES
 
 
 def is_referenced_elsewhere(parameter: Tensor) -> bool:
@@ -64,7 +62,7 @@ def are_tensors_of_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:
     if is_entry_shared(holder, key):
         return True
     tensors = [value for value in holder[key].values() if isinstance(value, Tensor)]
-    return not all(map(torch._C._has_storage, tensors)) or _of_listed(tensors) != _own_listed(len(tensors))
+    return not all(map(has_storage, tensors)) or _of_listed(tensors) != _own_listed(len(tensors))
 
 
 def _of_entry(holder: Mapping[Any, Any], key: Any) -> tuple[int, int]:

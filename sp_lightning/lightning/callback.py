@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
+from ..compat.lightning import should_log, steps_taken
 from ..core.recorder import KEPT, RecordedStep
 from ..errors import OptionError, UnsupportedError
 from ..observe import timeline, timeline_plot
@@ -184,7 +185,7 @@ class SuperpipelineCallback(Callback):
             # Not through self.log(), which would add to what the user monitors, prints and saves.
             logger.log_metrics(
                 {f"superpipeline/{name}": value for name, value in values.items()},
-                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+                step=steps_taken(trainer),
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,8 +222,8 @@ class SuperpipelineCallback(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.log_every_n_steps is None:
-            return bool(trainer._logger_connector.should_update_logs)
-        return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % self.log_every_n_steps == 0)
+            return should_log(trainer)
+        return bool((steps_taken(trainer) + 1) % self.log_every_n_steps == 0)
 
     def _keep(self, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
         """Collect the steps of the timeline, and write it when all of them were recorded."""

@@ -9,9 +9,10 @@ import zipfile
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
+
+from ..compat.lightning import is_local, local_name
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
@@ -62,7 +63,7 @@ class MappedCheckpointIO(TorchCheckpointIO):
 def local_path(path: Any) -> str | None:
     """Return the local file that Lightning means by a path or URL, or None if it is remote."""
     path = os.fspath(path)
-    return os.path.abspath(get_filesystem(path)._strip_protocol(path)) if _is_local_file_protocol(path) else None
+    return os.path.abspath(local_name(path)) if is_local(path) else None
 
 
 def size_so_far(path: Any) -> int:

@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.init import _EmptyInit
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,6 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from ..compat.lightning import (
+    EmptyInit,
+    WrappingCheckpointIO,
+    average_device,
+    move_optimizers,
+    set_average_device,
+    setup_model,
+    update_properties,
+)
+from ..compat.modules import convert_tensors
 from ..errors import OptionError
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
@@ -199,8 +205,8 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def _keep_averages_on_host(self, trainer: Any) -> None:
         """Set weight-averaging callbacks to the host, since they would otherwise copy the whole model to the device."""
         for callback in trainer.callbacks:
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and callback._device is None:
-                callback._device = HOST
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and average_device(callback) is None:
+                set_average_device(callback, HOST)
                 self._averages.append(callback)
 
     def setup(self, trainer: Trainer) -> None:
@@ -209,7 +215,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.accelerator.setup(trainer)
         self.model = self._convert_module(self.model)
         self.model_to_device()
-        self.model = self._setup_model(self.model)
+        self.model = setup_model(self)(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -227,7 +233,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
         assert self.lightning_module is not None
-        _update_properties(self.lightning_module, dtype=half)
+        update_properties(self.lightning_module, dtype=half)
         return module
 
     def _half_dtype(self) -> torch.dtype:
@@ -246,12 +252,12 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         self.handle = None  # before the next one is made: the previous one occupies as much host memory
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
-                module._apply(self._unless_streamed)
+                convert_tensors(module, self._unless_streamed)
         compute_dtype = self._half_dtype() if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
             self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, not fits, fits)
-        _update_properties(self.lightning_module, device=self.root_device)
+        update_properties(self.lightning_module, device=self.root_device)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
@@ -263,17 +269,17 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
                 self.handle.close()
         finally:
             for callback in self._averages:
-                callback._device = None
+                set_average_device(callback, None)
             self._averages.clear()
             self._remove_callback()
             self._base_teardown()
 
     def _base_teardown(self) -> None:
         """Tear down as the base class does, but leave meta weights alone: moving them would hide their error."""
-        _optimizers_to_device(self.optimizers, HOST)
+        move_optimizers(self.optimizers, HOST)
         if self.lightning_module is not None:
-            self.lightning_module._apply(_unless_meta)  # type: ignore[no-untyped-call]
-            _update_properties(self.lightning_module, device=HOST)
+            convert_tensors(self.lightning_module, _unless_meta)
+            update_properties(self.lightning_module, device=HOST)
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
@@ -283,7 +289,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Create weights on the host, whatever code creates them."""
         keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
-        with _EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
+        with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
 
     # ---- checkpoints
@@ -293,7 +299,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """The Trainer's checkpoint plugin, or the default one, which maps local files instead of reading them."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
         return self._checkpoint_io
 

@@ -28,12 +28,14 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
+from ..compat.lightning import BEFORE_STEP, data_fetcher, is_last_batch, should_validate, validation_interval
+from ..compat.modules import COUNTS_STEPS
 from .callback import SuperpipelineCallback
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 MODULE_BEFORE_STEP = (*CALLBACKS_BEFORE_STEP, "backward", "configure_gradient_clipping", "optimizer_step")
 STRATEGY_BEFORE_STEP = ("backward", "post_backward")
-PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients", "_clip_gradients", "_after_closure")
+PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients", *BEFORE_STEP)
 
 CALLBACKS_BEFORE_NEXT = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 MODULE_BEFORE_NEXT = (*CALLBACKS_BEFORE_NEXT, "optimizer_zero_grad", "optimizer_step")
@@ -68,9 +70,9 @@ def next_is_a_training_step(trainer: Any) -> bool:
     """Whether neither validation nor the end of an epoch or of training comes before the next training step."""
     epoch = trainer.fit_loop.epoch_loop
     stops = trainer.should_stop or trainer.received_sigterm
-    ends = epoch._num_ready_batches_reached() or (epoch.max_steps != -1 and epoch.global_step + 1 >= epoch.max_steps)
-    validates = trainer._val_check_time_interval is not None  # by the clock, so after any step
-    return not (stops or ends or validates or epoch._should_check_val_fx(trainer.fit_loop._data_fetcher))
+    ends = is_last_batch(epoch) or (epoch.max_steps != -1 and epoch.global_step + 1 >= epoch.max_steps)
+    validates = validation_interval(trainer) is not None  # by the clock, so after any step
+    return not (stops or ends or validates or should_validate(epoch)(data_fetcher(trainer.fit_loop)))
 
 
 def _hooked(
@@ -108,5 +110,5 @@ def _has_replaced_step(optimizer: Optimizer) -> bool:
 
     The wrapper in which a learning rate scheduler counts steps is no replacement."""
     step = vars(optimizer).get("step")
-    only_counts = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    only_counts = hasattr(step, COUNTS_STEPS) and getattr(step, "__wrapped__", None) is type(optimizer).step
     return step is not None and not only_counts

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.kernels import CHOICES, memory_figures
 from ..core.host import host_memory, lock_limit
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
@@ -417,7 +418,7 @@ class Device:
         return self._allocated("current")
 
     def _allocated(self, when: str) -> int:
-        figures = torch._C._accelerator_getDeviceStats(self.torch_device.index)
+        figures = memory_figures(self.torch_device.index)
         return int(figures["allocated_bytes"]["all"][when])
 
     def memory_capacity(self) -> int:
@@ -473,29 +474,14 @@ class Device:
             torch.accelerator.synchronize(self.torch_device)
 
 
-# Settings by which torch chooses kernels, and which contexts change for a while: (getter, setter).
-_CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-]
-
-
 def kernel_choices() -> list[Any]:
     """Read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
-    return [get() for get, _ in _CHOICES]
+    return [get() for get, _ in CHOICES]
 
 
 def choose_kernels(choices: list[Any]) -> None:
     """Apply settings that `kernel_choices` read; those that are in effect already are not touched."""
-    for (get, choose), choice in zip(_CHOICES, choices, strict=True):
+    for (get, choose), choice in zip(CHOICES, choices, strict=True):
         if get() != choice:
             choose(choice)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..compat.references import references, storage_uses
+from ..compat.tensors import copy_all
 from .device import Device
 from .layout import ALIGNMENT, Layout, aligned, as_few_runs
 from .parameters import true_grad
@@ -65,7 +66,7 @@ class PackedGradients:
             self._views = [self._layout.view(self._storage, field) for field in self._layout.fields]
             self.copies = [(host[to : to + n], self._flat[at : at + n]) for host, to, at, n in self._runs]
         for part in self._parts:  # one call with several types would copy the tensors one by one
-            torch._foreach_copy_(self._views[part], grads[part])
+            copy_all(self._views[part], grads[part])
 
     def free(self) -> None:
         """Free the buffer's device memory, on the current stream."""

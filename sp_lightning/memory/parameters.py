@@ -24,8 +24,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from ..compat.patches import PARAMETER_NEW
+from ..compat.tensors import (
+    in_transform,
+    never_dispatched,
+    outside_transforms,
+    without_dispatch,
+    without_function_modes,
+)
 from ..errors import UnsupportedError
 from .device import Device
 
@@ -136,7 +143,7 @@ _watchers: dict[int, DataWatcher] = {}  # by id of the parameter, which lives at
 class HostParameter(nn.Parameter):
     """A managed parameter, as the user's code sees it (Rules 1 and 2)."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # but see weight_reads.py
+    __torch_function__ = never_dispatched  # type: ignore[assignment]  # but see weight_reads.py
 
     def __eq__(self, other: Any) -> Any:
         return True if isinstance(other, DeviceParameter) and other.host is self else super().__eq__(other)
@@ -160,7 +167,7 @@ class HostParameter(nn.Parameter):
         if not owner.gradients_are_final:
             owner.check_gradient(self)
             owner.land()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return true_grad(self)
 
     @grad.setter
@@ -169,7 +176,7 @@ class HostParameter(nn.Parameter):
         if not owner.gradients_are_final:
             owner.check_gradient(self)
             owner.land()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             if value is not None and true_device(value) != true_device(self):
                 value = value.to(true_device(self), true_dtype(self))  # it comes from a loss on the device
             _grad.__set__(self, value)
@@ -241,7 +248,7 @@ class DeviceParameter(nn.Parameter):
     @property
     def _version(self) -> int:  # type: ignore[override]
         """Version of both faces, which changes when either is written: model code may cache results by it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return self.host._version + true_version(self)
 
     @property
@@ -298,14 +305,13 @@ class DeviceParameter(nn.Parameter):
 def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """Wait for gradients under way and return ``parameter.grad``."""
     owner_of(parameter).land()
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_dispatch():
         return true_grad(parameter)
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
     """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class, which may have a meaning."""
-    if not _watchers:
-        nn.Parameter.__new__ = _new_plain  # type: ignore[assignment]
+    PARAMETER_NEW.install(_new_plain)
     _watchers[id(parameter)] = watcher
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HostParameter
@@ -320,9 +326,8 @@ def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
     if type(parameter) is HostParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    _watchers.pop(id(parameter), None)
-    if not _watchers:
-        nn.Parameter.__new__ = _new  # type: ignore[method-assign]
+    if _watchers.pop(id(parameter), None) is not None:
+        PARAMETER_NEW.remove()
 
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
@@ -339,15 +344,15 @@ def owner_of(parameter: Tensor) -> ParameterOwner:
 # Our own reads of host parameters are not the user's (weight_reads.py).
 @contextlib.contextmanager
 def _outside_transforms() -> Iterator[None]:
-    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
+    with without_dispatch(), outside_transforms():
         yield
 
 
 def quietly() -> AbstractContextManager[None]:
     """Exempt our own work on weights, as a context, from reads by the user and from transforms (vmap, grad)."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         return _outside_transforms()
-    return torch._C.DisableTorchFunction()
+    return without_function_modes()
 
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:

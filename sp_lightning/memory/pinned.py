@@ -26,6 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..compat.tensors import forbid_access, storage_id
+
 _locked: dict[int, int] = {}  # storages of locked slabs, by their address
 MESSAGE = (
     "a streamed weight or gradient lies in page-locked memory, which a forked process does not have: read it before "
@@ -64,7 +66,7 @@ class HostAllocator:
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
         _share_with_forks(mapping, False)
-        _locked[flat.data_ptr()] = flat.untyped_storage()._cdata
+        _locked[flat.data_ptr()] = storage_id(flat.untyped_storage())
         _mind_forks()
         return flat
 
@@ -122,4 +124,4 @@ def _mind_forks() -> None:
 def _refuse_all() -> None:
     """Make every read of a locked slab an error, in a forked process (Rule 4)."""
     for storage in _locked.values():
-        torch._C._set_storage_data_ptr_access_error_msg(storage, MESSAGE)
+        forbid_access(storage, MESSAGE)

@@ -45,6 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.references import OWN_STORAGE_USES, is_entry_shared, shares_storage, storage_uses, storage_uses_at
+from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
 from ..core.telemetry import Counters
 from .device import Device
@@ -196,7 +197,7 @@ class UnitStore:
         self._epoch += 1
         if self.narrow:
             data = [(data_of_deferred or {}).get(index, parameter) for index, parameter in enumerate(self.params)]
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_dispatch():
                 self._fill_wire(data, self._stamp(data))
 
     def settle(self) -> None:
@@ -222,12 +223,12 @@ class UnitStore:
 
         The epoch comes first: parameters whose step is deferred have no address.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return self._device_stamp.epoch != self._epoch or self._device_stamp != self._stamp(self.params)
 
     def version(self, index: int) -> int:
         """Return a parameter's version counter, which does not count as a read of it (weight_reads.py)."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch():
             return self.params[index]._version
 
     @property
@@ -305,7 +306,7 @@ class UnitStore:
         parameter = self.params[index]
         view = self.device_view(index) if full_precision is None else full_precision
         self.owner.about_to_write_back(self, index, true_data(parameter))
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
+        with torch.no_grad(), preserving_version(parameter):
             true_data(parameter).copy_(view)
         fresh = full_precision is None and self._device_stamp.epoch == self._epoch
         self._epoch += 1
@@ -382,11 +383,11 @@ class UnitStore:
 
     def aliases(self) -> int:
         """Return how many tensors refer to the device buffer (Rule 5)."""
-        return storage_uses_at([self.storage._cdata])[0]
+        return storage_uses_at([storage_id(self.storage)])[0]
 
     def has_views(self) -> bool:
         """Whether tensors other than our own refer to the device buffer."""
-        return storage_uses_at([self.storage._cdata])[0] > self.own_aliases
+        return storage_uses_at([storage_id(self.storage)])[0] > self.own_aliases
 
     # ---- details
 

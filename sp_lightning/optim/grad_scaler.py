@@ -16,23 +16,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-_plain = GradScaler._unscale_grads_
-_users = 0
-
-
-def begin() -> None:
-    """Have scalers unscale host gradients with host factors, until ``end``."""
-    global _users
-    _users += 1
-    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[assignment, method-assign]
-
-
-def end() -> None:
-    """Undo one ``begin``; the last one restores torch's own function."""
-    global _users
-    _users -= 1
-    if not _users:
-        GradScaler._unscale_grads_ = _plain  # type: ignore[method-assign]
+from ..compat.patches import UNSCALE_GRADS
 
 
 def hand_over(optimizer: torch.optim.Optimizer) -> None:
@@ -43,10 +27,11 @@ def hand_over(optimizer: torch.optim.Optimizer) -> None:
             setattr(optimizer, name, value.to("cpu", copy=True))
 
 
-def _unscale_grads_(
+def unscale(
     self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *rest: Any
 ) -> Any:
+    """Unscale gradients, those on the host by a factor that is there: replaces ``GradScaler._unscale_grads_``."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     if any(grad.device.type == "cpu" for grad in grads):
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-    return _plain(self, optimizer, inv_scale, found_inf, *rest)
+    return UNSCALE_GRADS.original(self, optimizer, inv_scale, found_inf, *rest)

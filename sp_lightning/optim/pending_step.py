@@ -61,6 +61,7 @@ from ..compat.references import (
     is_referenced_elsewhere,
     shares_storage,
 )
+from ..compat.tensors import forbid_access, storage_id, without_dispatch
 from ..core.simulation import PARTS
 from ..core.telemetry import Counters
 from ..errors import ExactnessError
@@ -365,7 +366,7 @@ class PendingStep:
 
     def _step_next(self) -> None:
         """Step parts of the most urgent unit, until one unit is complete or the rest is left (Rule 3)."""
-        with torch._C.DisableTorchFunctionSubclass():  # host parameters, without stand-ins or waits (weight_reads.py)
+        with without_dispatch():  # host parameters, without stand-ins or waits (weight_reads.py)
             while (unit := self._take()) is not None:
                 self._failed = True
                 self._step_part(unit)
@@ -543,7 +544,7 @@ def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
     storage = torch.UntypedStorage(data.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
     tensor = torch.empty(0, dtype=data.dtype, device="cpu").set_(storage, 0, data.shape, data.stride())
     storage.resize_(0)
-    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, MESSAGE.format(name=name))
+    forbid_access(storage_id(storage), MESSAGE.format(name=name))
     return tensor
 
 

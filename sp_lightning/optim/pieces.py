@@ -37,6 +37,7 @@ from torch.optim import (
     Rprop,
 )
 
+from ..compat.modules import run_first
 from ..memory.parameters import HostParameter, true_device
 
 Group = dict[str, Any]
@@ -82,7 +83,7 @@ class ShadowStep:
         """Register the hooks with an optimizer; return this object."""
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         # The user's post hooks read the arguments that `_after` puts back.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        run_first(optimizer, self._hooks[1])
         return self
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ..compat.patches import OPTIMIZER_GETATTR
+
 _all: dict[int, GuardedState] = {}  # by id of the optimizer
 
 
@@ -25,8 +27,8 @@ class GuardedState:
         self.state: Any = optimizer.state
         self.finish = finish
         self._optimizer = optimizer
-        if not _all:
-            Optimizer.__getattr__ = _missing  # type: ignore[attr-defined]
+        if id(optimizer) not in _all:
+            OPTIMIZER_GETATTR.install(_missing)
         _all[id(optimizer)] = self
         vars(optimizer).pop("state", None)
 
@@ -35,8 +37,7 @@ class GuardedState:
         if _all.get(id(self._optimizer)) is self:
             vars(self._optimizer).setdefault("state", self.state)
             del _all[id(self._optimizer)]
-            if not _all:
-                del Optimizer.__getattr__  # type: ignore[attr-defined]
+            OPTIMIZER_GETATTR.remove()
             self.state = None  # this reference would be counted (Rule 2)
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..autograd.backward_pass import in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
 from ..core.telemetry import Lane, StepListener
 from ..memory.device import Device
 from ..memory.layout import aligned
@@ -137,8 +137,8 @@ class _CountingDevice(Device):
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__("cpu")
-        self.function_modes = torch._C._len_torch_function_stack()
-        self.dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self.function_modes = function_mode_count()
+        self.dispatch_modes = dispatch_mode_count()
         self.tracker = tracker
 
     def holds(self, tensor: Tensor) -> bool:

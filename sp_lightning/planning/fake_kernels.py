@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ..compat.tensors import (
+    dispatch_key,
+    is_key_excluded,
+    key_excluded,
+    key_included,
+    key_set,
+    operators_with_key,
+    schema_of,
+    set_key_excluded,
+    without_dispatch_modes,
+    without_function_modes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +78,14 @@ def _at_hand(target: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def _key_is_on() -> Iterator[None]:
-    key = getattr(torch._C.DispatchKey, KEY)
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    key = dispatch_key(KEY)
+    before = is_key_excluded(key)
+    set_key_excluded(key, False)
     try:
-        with torch._C._IncludeDispatchKeyGuard(key):
+        with key_included(key):
             yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+        set_key_excluded(key, before)
 
 
 @contextlib.contextmanager
@@ -127,7 +139,7 @@ def _register() -> None:
     rest = _library.Library("_", "IMPL")
     rest.fallback(_library.fallthrough_kernel, KEY)
     library = _library.Library("aten", "IMPL")
-    cast = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+    cast = set(operators_with_key("AutocastCUDA"))
     policies = ((LOWER, _lower), (FP32, _fp32), (PROMOTED, _promoted), (FP32_RESULT, _fp32_result))
     for names, policy in policies:
         for name in names:
@@ -145,7 +157,7 @@ def _overload(name: str) -> Any:
 
 def _below() -> Any:
     """Send operators called within this guard on to autograd."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY)))
+    return key_excluded(key_set(dispatch_key(KEY)))
 
 
 def _casts() -> bool:
@@ -192,7 +204,7 @@ def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _fp32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
-        arguments = [argument.name for argument in op._schema.arguments]
+        arguments = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(arguments, args, strict=False)) | kwargs
         if _casts() and _target.target != "cpu" and given.get("dtype") is None and _is_eligible(args[0]):
             positional = args[: arguments.index("dtype")] if "dtype" in arguments[: len(args)] else args
@@ -305,7 +317,7 @@ def _picked(device: torch.device, call: Attention) -> str:
     # Detached: an output that is saved as it is refers to its own node, which would never be freed.
     detached = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     same_numbers = torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad(), detached, same_numbers:
+    with without_function_modes(), without_dispatch_modes(), torch.enable_grad(), detached, same_numbers:
         query, key = (
             torch.zeros(1, heads, 8, call.width, dtype=call.dtype, device=device, requires_grad=True)
             for heads in (2, 1 if call.grouped else 2)

@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
+from ..compat.modules import tree_map_only
+from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
+from ..compat.tensors import (
+    TorchDispatchMode,
+    operator_of,
+    schema_of,
+    storage_id,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from ..errors import SuperpipelineError
 from . import fake_kernels
 
+_here = threading.local()  # the mode of the dry run on this thread
 aten = torch.ops.aten
 META, HOST = torch.device("meta"), torch.device("cpu")
 KNOWN_NBYTES = 2**24  # bytes of the largest integer tensor whose values are known (Rule 2)
@@ -68,7 +77,7 @@ class FakeTensors:
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """Return a tensor like this one without data; values of small tensors stay known."""
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with without_function_modes(), without_dispatch_modes():
             return self._known_values.adopt(tensor)
 
 
@@ -83,7 +92,7 @@ class _KnownValues:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor with its values; None if they are unknown."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(storage_id(tensor.untyped_storage()))
         if known is None:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
@@ -91,7 +100,7 @@ class _KnownValues:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor's values are known."""
-        return tensor.untyped_storage()._cdata in self._known
+        return storage_id(tensor.untyped_storage()) in self._known
 
     def adopt(self, real: Tensor) -> Tensor:
         """Return a meta tensor in place of a real one; a meta tensor is returned as it is."""
@@ -104,7 +113,7 @@ class _KnownValues:
     def learn(self, tensor: Tensor, values: Tensor, floats: int = KNOWN_FLOATS) -> None:
         """Note the values, if it is small, of a tensor that has its storage to itself."""
         if is_small(tensor, floats) and tensor.layout is torch.strided:
-            storage, key = tensor.untyped_storage(), tensor.untyped_storage()._cdata
+            storage, key = tensor.untyped_storage(), storage_id(tensor.untyped_storage())
             if key not in self._known:
                 weakref.finalize(storage, self._known.pop, key, None).atexit = False
             self._known[key] = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
@@ -117,7 +126,7 @@ class _KnownValues:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the values of a tensor to which something unknown was written."""
-        self._known.pop(tensor.untyped_storage()._cdata, None)
+        self._known.pop(storage_id(tensor.untyped_storage()), None)
 
 
 def is_small(tensor: Tensor, floats: int = KNOWN_FLOATS) -> bool:
@@ -145,7 +154,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._remembered: dict[Any, Any] = {}  # specs of results by call: layers repeat, and finding out takes long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # Rule 1 is for model code
+        with without_function_modes():  # Rule 1 is for model code
             return self._operate(func, args, dict(kwargs or {}))
 
     def _operate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -177,16 +186,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not known or not tensors:
                 raise _unknown(func, error) from error
             return self._decided(func, args, kwargs)
-        if func._overloadpacket is aten.set_:  # the tensor has another storage now
+        if operator_of(func) is aten.set_:  # the tensor has another storage now
             return out
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._write(func, args, kwargs, known)
         elif known:
             self._learn(func, args, kwargs, tensors, out)
         return out
 
     def _learn(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
-        floats = KNOWN_CONSTANTS if func._overloadpacket in _ALIKE else KNOWN_FLOATS
+        floats = KNOWN_CONSTANTS if operator_of(func) in _ALIKE else KNOWN_FLOATS
         if any(self._is_new(tensor, tensors, floats) for tensor in tensors_of((out,))):
             values = func(*self._values(func, args), **self._values(func, kwargs))
             for tensor, value in zip(tensors_of((out,)), tensors_of((values,)), strict=True):
@@ -209,7 +218,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if found is NotImplemented else _made(found)
 
     def _known(self, func: Any, tensors: list[Tensor]) -> bool:
-        if func._overloadpacket in _LIKE:
+        if operator_of(func) in _LIKE:
             return True
         return all(map(self._known_values.knows, tensors))
 
@@ -217,13 +226,13 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_new(tensor: Tensor, inputs: list[Tensor], floats: int) -> bool:
         if not is_small(tensor, floats):
             return False
-        return tensor.untyped_storage()._cdata not in {other.untyped_storage()._cdata for other in inputs}
+        return storage_id(tensor.untyped_storage()) not in {storage_id(other.untyped_storage()) for other in inputs}
 
     def _write(self, func: Any, args: Any, kwargs: Any, known: bool) -> None:
         if known:
             func(*self._values(func, args), **self._values(func, kwargs))
             return
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_of((value,)):
                     self._known_values.forget(tensor)
@@ -290,7 +299,7 @@ def _made(described: Any) -> Any:
 @functools.cache
 def _is_fresh(func: Any) -> bool:
     """Whether everything that an operator returns is new."""
-    schema = func._schema
+    schema = schema_of(func)
     return not schema.is_mutable and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
@@ -299,7 +308,7 @@ def _is_plain(out: Any) -> bool:
 
 
 def _unknown(func: Any, error: Exception) -> Exception:
-    name = func._overloadpacket.__name__
+    name = operator_of(func).__name__
     return Unknown(f"{name} has no result without data: {str(error).splitlines()[0]}")
 
 
@@ -328,7 +337,7 @@ class _Attributes(TorchFunctionMode):
         if func in _MOVES:
             return args[0]
         if func in _READS:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with without_function_modes(), without_dispatch_modes():
                 return func(self._read(args[0]), *args[1:], **(kwargs or {}))
         if kwargs and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": HOST}
@@ -351,23 +360,22 @@ def _also_in_backward(attributes: _Attributes) -> Iterator[None]:
 
     torch passes the call of backward to the mode, and switches the mode off while that call runs.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_with_mode(*args: Any, **kwargs: Any) -> Any:
-        with attributes:
-            return run(*args, **kwargs)
-
-    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
-    compared = checks["default"]
+    _here.attributes = attributes
+    RUN_BACKWARD.install(_run_backward)
     # A checkpoint compares the devices of saved tensors. Its hook sees the real one, meta, where an operator of Python
     # saves, and the CPU elsewhere.
-    checks["default"] = checks["none"]
-    torch.autograd._engine_run_backward = run_with_mode  # type: ignore[attr-defined]
+    DETERMINISM_CHECKS.install({**DETERMINISM_CHECKS.original, "default": DETERMINISM_CHECKS.original["none"]})
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-        checks["default"] = compared
+        DETERMINISM_CHECKS.remove()
+        RUN_BACKWARD.remove()
+        del _here.attributes
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    with getattr(_here, "attributes", contextlib.nullcontext()):
+        return RUN_BACKWARD.original(*args, **kwargs)
 
 
 def _index(index: Any) -> Any:

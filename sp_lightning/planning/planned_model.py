@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd.saved_tensors import tensors_in
+from ..compat.tensors import without_dispatch_modes, without_function_modes
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
@@ -467,7 +467,7 @@ def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+    with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
         parameter = nn.Parameter(torch.ones(64, 64))
         parameter.grad = torch.ones(64, 64)
         optimizer = make([parameter])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ..compat.tensors import operator_of, storage_id
 from ..memory.layout import aligned
 from .fake_tensors import tensors_of
 from .step_trace import GRADIENTS, KEPT, OUTSIDE, WORKING, Visit
@@ -56,7 +57,7 @@ class MemoryTracker:
         for tensor in tensors_of((out,)):
             self.add(tensor)
         visit = self.visits[-1]
-        operator = func._overloadpacket
+        operator = operator_of(func)
         if operator in _ATTENTION:
             self._count(visit, _attention_flops(_ATTENTION[operator], args), out)
         elif operator is torch.ops.aten._grouped_mm:
@@ -77,7 +78,7 @@ class MemoryTracker:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._live:
             return
         nbytes = 0 if self._on_host else aligned(storage.nbytes())
@@ -143,7 +144,7 @@ class MemoryTracker:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a key for a tensor's storage; 0 if it has none."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
 def _attention_flops(backward: bool, args: Any) -> int:

@@ -30,11 +30,12 @@ from ..autograd import weight_reads
 from ..autograd.autocast_weights import AutocastWeights
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.bridge import Gradients
-from ..autograd.dynamo import never_compiled, not_compiled_itself
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.dynamo import never_compiled, not_compiled_itself
+from ..compat.tensors import admits_hooks, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -71,7 +72,7 @@ class Engine:
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
-        self._by_storage = {unit.store.storage._cdata: unit for unit in self.units}
+        self._by_storage = {storage_id(unit.store.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
         self.written = Written()
@@ -106,9 +107,9 @@ class Engine:
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
-        del self._by_storage[unit.store.storage._cdata]
+        del self._by_storage[storage_id(unit.store.storage)]
         self.window.retype(unit, types)
-        self._by_storage[unit.store.storage._cdata] = unit
+        self._by_storage[storage_id(unit.store.storage)] = unit
 
     # ---- scopes and optimizers' steps
 
@@ -173,7 +174,7 @@ class Engine:
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, or lies in the device buffer of a unit."""
-        return true_device(tensor).type != "cpu" or tensor.untyped_storage()._cdata in self._by_storage
+        return true_device(tensor).type != "cpu" or storage_id(tensor.untyped_storage()) in self._by_storage
 
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes lie in the slab of a unit."""
@@ -243,7 +244,7 @@ class Engine:
                 unit.stand_ins.bind()
             unit.visits += 1
             self._open.append(unit)
-            if len(self._open) == 1 and torch.is_grad_enabled() and self.saved.enabled():
+            if len(self._open) == 1 and torch.is_grad_enabled() and admits_hooks():
                 self._packs = True
                 self.saved.push(unit.name)
 
@@ -269,7 +270,7 @@ class Engine:
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
         # No checkpoint works inside a transform, nor where hooks are forbidden.
-        can_save = not torch._C._are_functorch_transforms_active() and self.saved.enabled()
+        can_save = not in_transform() and admits_hooks()
         activations = self.options.activations if can_save else "keep"
         saved: list[OffloadedTensor] = []
         if activations.startswith("recompute"):
@@ -479,6 +480,7 @@ class Engine:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""
         self.reset()
         self.phases.close()
+        self.autocast_weights.close()
         self.window.tuner.end()
         try:
             self.device.synchronize()

@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._contextlib import context_decorator
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..autograd import weight_reads
-from ..autograd.dynamo import compiles_calls, never_compiled, not_compiled_itself
 from ..autograd.streamed_unit import StreamedUnit
+from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
+from ..compat.modules import context_decorator, tree_leaves, tree_map_only
+from ..compat.tensors import tracing_state
 from ..memory.device import Device
 from .engine import Engine
 
@@ -87,7 +87,7 @@ class ModuleEntry(ForwardEntry):
         self.hidden = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if all(unit.stand_ins.bound for unit in self.units) or is_tracing():
+        if all(unit.stand_ins.bound for unit in self.units) or tracing_state() is not None:
             return self.forward(*args, **kwargs)
         return self.visit(*args, **kwargs)
 
@@ -107,7 +107,7 @@ class ModuleEntry(ForwardEntry):
     @not_compiled_itself  # Rule 4
     def visit(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward inside visits of its units."""
-        if compiles_calls() and self.engine.autocast_weights.enabled:
+        if compiling_callback() is not None and self.engine.autocast_weights.enabled:
             self.engine.autocast_weights.stop()
         depth = self.engine.enter_all(self.units)
         try:
@@ -154,7 +154,7 @@ class UnitEntry(ModuleEntry):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
+        if tracing_state() is not None:
             return self.forward(*args, **kwargs)
         if weight_reads.holds_parameters(args, kwargs):
             return weight_reads.lent(self.__call__, args, kwargs)
@@ -192,7 +192,7 @@ class RootEntry(ForwardEntry):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
+        if tracing_state() is not None:  # Rule 5
             with on_host(self.module):
                 args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
                 return self.forward(*args, **kwargs)
@@ -226,7 +226,7 @@ class SubmoduleEntry(RootEntry):
     @not_compiled_itself  # Rule 4
     def step_by_itself(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward, as a step if none is running."""
-        alone = not (self.steps.in_step or is_tracing())
+        alone = not (self.steps.in_step or tracing_state() is not None)
         return (self.step if alone else self.forward)(*args, **kwargs)
 
 
@@ -250,11 +250,6 @@ class Generation(ForwardEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         generate: Any = context_decorator(self.steps.generating, self.forward)  # type: ignore[no-untyped-call]
         return generate(*args, **kwargs)
-
-
-def is_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is tracing (Rule 5)."""
-    return torch._C._get_tracing_state() is not None
 
 
 @contextlib.contextmanager

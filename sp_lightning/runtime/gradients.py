@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..autograd.bridge import Gradients
+from ..compat.tensors import HOOKS_AFTER_ACCUMULATION, forward_level, is_batched_gradient, tensor_hooks, will_execute
 from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, widened
@@ -124,7 +124,7 @@ class GradientReturn:
 
         If they are final, ``step`` may step the unit once they are accumulated.
         """
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or forward_level() >= 0:
             return self._differentiable(store, grads)
         taken: dict[int, Tensor] = {}
         returned: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ class GradientReturn:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            if torch._C._functorch.is_legacy_batchedtensor(grad):
+            if is_batched_gradient(grad):
                 return self._differentiable(store, grads)
             disposition = _disposition(store.params[index], leaves[index][0], grad)
             if disposition is Disposition.TAKE:
@@ -262,11 +262,11 @@ class Disposition(enum.Enum):
 def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
     """Decide between taking, returning and dropping a gradient (Rules 1 and 2)."""
     try:
-        if not torch._C._will_engine_execute_node(leaf) or not parameter.requires_grad:  # frozen after its forward
+        if not will_execute(leaf) or not parameter.requires_grad:  # frozen after its forward
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
-    seen = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    seen = tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None)
     unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
     return Disposition.RETURN if seen or unguarded or grad.layout is not torch.strided else Disposition.TAKE
 

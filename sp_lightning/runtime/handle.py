@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
 
-from ..autograd.dynamo import never_compiled
+from ..compat.dynamo import Unsupported, never_compiled
+from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
@@ -344,7 +344,7 @@ class Handle:
 
     def _module_entries(self) -> Iterator[ForwardEntry]:
         """Make an entry for each unit's root, each other module that owns parameters, and torch's encoders and RNNs."""
-        if any(module._compiled_call_impl is not None for module in self.module.modules()):
+        if any(compiled_call(module) is not None for module in self.module.modules()):
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():

@@ -20,13 +20,10 @@ from typing import Any
 
 import torch
 from torch.optim import ASGD, Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
+from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler
 from ..optim.pending_step import HostThread, PendingStep
@@ -50,7 +47,7 @@ class OptimizerSteps:
         self._thread = HostThread()
         self._closed = False
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
-        grad_scaler.begin()
+        UNSCALE_GRADS.install(grad_scaler.unscale)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -60,7 +57,7 @@ class OptimizerSteps:
         """Let optimizers step as they do without streaming."""
         self._closed = True
         malloc.as_ever()
-        grad_scaler.end()
+        UNSCALE_GRADS.remove()
         for shadow in self._shadows.values():
             if shadow is not None:
                 shadow.close()
@@ -106,8 +103,8 @@ class OptimizerSteps:
         """Return whether other hooks than the library's run before this optimizer steps, or after it."""
         self._prepare(optimizer)
         # A wrapper of another optimizer has no such attribute if it never called the base class's constructor.
-        own = getattr(optimizer, "_optimizer_step_post_hooks" if after else "_optimizer_step_pre_hooks", ())
-        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
+        own = getattr(optimizer, HOOKS_AFTER_STEP if after else HOOKS_BEFORE_STEP, ())
+        of_all = HOOKS_AFTER_EVERY_STEP if after else HOOKS_BEFORE_EVERY_STEP
         ours = 0 if self._shadows[optimizer] is None else 1
         return len(own) > ours or len(of_all) > 1
 

@@ -191,6 +191,87 @@ def test_an_import_from_a_package_itself_or_from_nowhere_is_noticed(line, import
     assert faults_of(tmp_path, LISTED, **{"memory/__init__.py": line}) == said
 
 
+# ---- private names of others: compat/ has them
+
+PUBLIC = {  # names with an underscore that are no more private than others
+    *("_version", "_parameters", "_buffers"),  # of tensors and modules: torch's own documentation tells users of them
+    *("_replace", "_fields", "_make", "_asdict"),  # of named tuples: Python's documentation does
+    *("_no_split_modules", "_from_config", "_model_mapping"),  # of transformers: the models' files are made of them
+}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.startswith("__") and name not in PUBLIC
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """The names that the package defines: of functions, classes, variables, attributes of ``self`` and slots."""
+    found = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def private_names(root: pathlib.Path) -> list[str]:
+    """Where a file outside of compat/ uses a private name that the package does not define itself, or one of torch's.
+
+    An object's class is not known here: of an attribute that both have, it is taken to be the package's.
+    """
+    package = root / PACKAGE
+    trees = {path.relative_to(root): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    own, faults = own_names(trees.values()), []
+    for path, tree in trees.items():
+        for node in ast.walk(tree) if path.parts[1] != "compat" else ():
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".") if private(part)]
+            elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] != PACKAGE:
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Attribute):
+                chain = ast.unparse(node)
+                operators = chain.startswith(("torch.ops.aten.", "aten."))  # named as in torch's list of operators
+                if not operators and (node.attr not in own or chain.startswith("torch.")):
+                    names = [node.attr]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+                texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                names = [name for text in texts for name in text.split(".") if name not in own]
+            faults += [f"{path.as_posix()}:{node.lineno} {name}" for name in names if private(name)]
+    return faults
+
+
+def test_private_names_of_torch_and_lightning_are_in_compat():
+    assert private_names(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line, names",
+    [
+        ("x = torch._C._has_storage(y)", ["_has_storage", "_C"]),
+        ("import torch._dynamo.config", ["_dynamo"]),
+        ("from torch._dynamo import config", ["_dynamo"]),
+        ("from torch import _dynamo", ["_dynamo"]),
+        ("from torch.utils._pytree import tree_leaves", ["_pytree"]),
+        ("def late():\n    return tensor.untyped_storage()._cdata", ["_cdata"]),
+        ("x = torch._own", ["_own"]),
+        ("x = getattr(trainer, '_logger_connector', None)", ["_logger_connector"]),
+        ("x = operator.attrgetter('fit_loop._data_fetcher')", ["_data_fetcher"]),
+        ("x = module._parameters, p._version, span._replace(a=1), it._own, torch.ops.aten._grouped_mm", []),
+        ("from sp_lightning.core import _own\nfrom .core import _own", []),
+        ("x = self._own, getattr(self, '_own'), __name__, torch.__version__", []),
+    ],
+)
+def test_a_private_name_outside_of_compat_is_noticed(line, names, tmp_path):
+    files = {"core.py": "_own = 1", "compat/graph.py": "import torch._C", "late.py": line}
+    write(tmp_path, {f"{PACKAGE}/{name}": text for name, text in files.items()})
+    assert [fault.split()[1] for fault in private_names(tmp_path)] == names
+
+
 # ---- rules that comments cite, and files that they name
 
 

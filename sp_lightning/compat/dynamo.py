@@ -1,0 +1,52 @@
+"""Functions that ``torch.compile`` leaves alone, and what is known of its compilations.
+
+A frame that is compiled ends its graph at a call of a function that is never compiled. Private names (tried with torch
+2.11 and 2.15): ``torch._C._dynamo.eval_frame`` and ``torch._dynamo.callback``. Without them autograd's hooks would be
+compiled, at a cost for each new shape, or each of their calls would take a wrapper; and code that is compiled inside a
+unit would read weights that travel in autocast's type unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._dynamo.exc import Unsupported as Unsupported  # an error of fullgraph=True
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SKIP = eval_frame._FrameAction.SKIP
+
+
+def never_compiled(function: F) -> F:
+    """Keep a function, and all that it calls, from being compiled."""
+    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def never_compiled_hook(function: F) -> F:
+    """Keep a function from being compiled, as ``never_compiled`` does, but without a wrapper around each call.
+
+    For functions that no compiled frame calls: hooks that autograd calls for each tensor.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    return function
+
+
+def not_compiled_itself(function: F) -> F:
+    """Keep a function from being compiled; what it calls may be compiled."""
+    return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+# Not None if functions that the caller calls are compiled; for callers that are not compiled themselves.
+compiling_callback: Callable[[], Any] = eval_frame.get_eval_frame_callback
+
+# What is called before something is compiled. A reset of the compiler clears the list.
+at_compilation: list[Callable[[Any], None]] = callback_handler.start_callbacks
+
+
+def compiles_frame(compilation: Any) -> bool:
+    """Whether a frame is about to be traced; other compilations are of graphs, which were made of frames."""
+    return compilation.callback_trigger is CallbackTrigger.DYNAMO

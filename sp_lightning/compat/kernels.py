@@ -1,0 +1,29 @@
+"""Private names by which torch chooses kernels, and tells what its allocators did.
+
+Tried with torch 2.11 and 2.15. Without the settings a forward that runs again in backward could take other kernels than
+it took at first, and have other bits. The public functions around them warn, or set several at a time. Without the
+figures each visit of a unit under ``window="auto"`` would take ten times as long to read the device's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Settings that contexts change for a while: (getter, setter).
+CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+]
+
+memory_figures: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats

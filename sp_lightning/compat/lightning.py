@@ -1,0 +1,48 @@
+"""Private names of Lightning, and of what it uses.
+
+Tried with Lightning 2.6. What has no call here is bound as a function in C, so that using it costs no call in Python.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
+from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+
+__all__ = ["EmptyInit", "WrappingCheckpointIO", "is_local", "move_optimizers", "update_properties"]
+
+# Methods of precision plugins that run between backward and the optimizer's step.
+BEFORE_STEP = "_clip_gradients", "_after_closure"
+
+# Of the loop over an epoch. Without them a step would be deferred beside a validation, which would wait for it.
+is_last_batch: Callable[[Any], bool] = operator.methodcaller("_num_ready_batches_reached")
+should_validate: Callable[[Any], Callable[[Any], bool]] = operator.attrgetter("_should_check_val_fx")
+data_fetcher: Callable[[Any], Any] = operator.attrgetter("_data_fetcher")  # of the loop over all epochs
+validation_interval: Callable[[Any], Any] = operator.attrgetter("_val_check_time_interval")  # of the trainer, by time
+
+# Without these our values would be logged at other steps than the user's.
+steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")
+
+# Of a strategy: what it does to a module in its setup.
+setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
+
+# Of a callback that averages weights. Without it the whole model would go to the device.
+average_device: Callable[[Any], Any] = operator.attrgetter("_device")
+
+
+def set_average_device(callback: Any, device: Any) -> None:
+    """Set the device for a callback's average."""
+    callback._device = device
+
+
+def local_name(path: str) -> str:
+    """Return a local path without its protocol."""
+    return str(get_filesystem(path)._strip_protocol(path))

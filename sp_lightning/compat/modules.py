@@ -1,0 +1,47 @@
+"""Private names of modules and optimizers, and of torch's utilities in Python.
+
+Tried with torch 2.11 and 2.15.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks as HOOKS_AFTER_EVERY_STEP
+from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_BEFORE_EVERY_STEP
+from torch.utils._contextlib import context_decorator as context_decorator
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+__all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorator", "tree_leaves", "tree_map_only"]
+
+# Attributes of modules and weights with hooks. Without them a hook that a forward registers would be there twice after
+# the second forward of a recomputation.
+HOOKS_OF_MODULE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+HOOKS_OF_WEIGHT = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+# Attributes of optimizers with hooks. Without them units would be stepped in backward although a hook of the user's
+# wants to see the gradients first, or the weights afterwards.
+HOOKS_BEFORE_STEP, HOOKS_AFTER_STEP = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+# An attribute of the wrapper of ``optimizer.step`` in which learning rate schedulers count. Without it no optimizer
+# with a scheduler would step beside backward.
+COUNTS_STEPS = "_wrapped_by_lr_sched"
+
+# Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
+compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
+
+
+def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> None:
+    """Have a hook after the optimizer's step run before the user's, which read the arguments that it puts back."""
+    getattr(optimizer, HOOKS_AFTER_STEP).move_to_end(hook.id, last=False)
+
+
+def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert a module's parameters, buffers and other tensors, as ``module.to`` does, which takes no function."""
+    module._apply(function)  # type: ignore[no-untyped-call]

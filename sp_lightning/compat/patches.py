@@ -1,0 +1,83 @@
+"""The registry of patches: all that the library replaces in torch, for as long as it needs the replacement.
+
+1. The first user of a patch installs it and the last one removes it, in any order and on any thread. So all users of a
+   patch pass the same function: what differs between them it finds when it is called.
+2. Removing a patch puts back what was there when this file was imported, to the very object.
+3. No other file assigns to attributes of torch. tests/compat/test_patches.py compares torch's modules and classes
+   before and after runs of every kind, and so finds a patch that is not in this registry.
+4. A new version of torch is tried with that test, and with those that the comments below name. All patches were tried
+   with torch 2.11 and 2.15. Without one of them, the sentence above it happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.amp import GradScaler
+from torch.autograd import Function
+from torch.optim import Optimizer
+
+ABSENT = object()
+_lock = threading.RLock()  # reentrant: the garbage collector may close a user within ``install``
+ALL: list[Patch] = []
+
+
+class Patch:
+    """An attribute of a class or module of torch that the library replaces at times (Rules 1 and 2)."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder = holder
+        self.name = name
+        self.original: Any = vars(holder).get(name, ABSENT)
+        self.users = 0
+        ALL.append(self)
+
+    def install(self, replacement: Any) -> None:
+        """Add a user, the first of which puts the replacement in place."""
+        with _lock:
+            if not self.users:
+                setattr(self.holder, self.name, replacement)
+            self.users += 1
+
+    def remove(self) -> None:
+        """Take away a user; after the last one, put back what was there."""
+        with _lock:
+            self.users -= 1
+            if self.users:
+                return
+            if self.original is ABSENT:
+                delattr(self.holder, self.name)
+            else:
+                setattr(self.holder, self.name, self.original)
+
+
+# memory/parameters.py, while any parameter is managed. ``nn.Parameter(p)`` would be a second host parameter over the
+# bytes of ``p``, which nothing manages: parametrizations and weight norm would fail at their first read of it.
+PARAMETER_NEW = Patch(nn.Parameter, "__new__")
+
+# autograd/weight_reads.py, while any module is streamed. A custom autograd function, and a reentrant checkpoint, that
+# is given a weight from outside of its unit would compute on the host: ``apply`` bypasses function dispatch.
+FUNCTION_APPLY = Patch(Function, "apply")
+
+# autograd/saved_tensors.py, during each visit that autograd records. ``torch.func`` inside a unit, which disables
+# saved-tensor hooks, would raise an error because ours are in force.
+DISABLE_SAVED_TENSORS_HOOKS = Patch(torch.autograd.graph, "disable_saved_tensors_hooks")
+
+# optim/state_guard.py, while any optimizer's state is guarded. Reading ``optimizer.state`` while a step runs beside
+# other work would raise AttributeError instead of waiting.
+OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")
+
+# optim/grad_scaler.py, while any module is streamed. Gradients on the host would be multiplied by a factor that has not
+# arrived there: garbage, now and then.
+UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
+
+# planning/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
+RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
+
+# planning/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
+# device than the first, and raise an error.
+DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")

@@ -1,0 +1,104 @@
+"""Private names around tensors: the dispatch of functions and operators, autograd, and storages.
+
+Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that using one costs no call in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+# ---- dispatch: of functions in Python, of operators in C++, and of transforms
+
+# Without these our own work on weights would be taken for the user's: it would borrow them, and wait for itself.
+without_dispatch = torch._C.DisableTorchFunctionSubclass  # of functions by subclasses of Tensor
+without_function_modes = torch._C.DisableTorchFunction  # nor by modes
+never_dispatched = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of a class that takes no part
+dispatches: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+# Without these a weight would travel in autocast's type, or a unit be recomputed, where code observes operators or
+# transforms them: other results of vmap and grad, or an error.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+outside_transforms = temporarily_clear_interpreter_stack
+is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+# Not None while ``torch.jit.trace`` traces. Without it a graph would have stand-ins for its weights.
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+
+# Without these nothing could be planned: a dry run observes each operator, looks at what it writes to, and casts as a
+# device that is absent would.
+without_dispatch_modes = _disable_current_modes
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # without its overload
+key_set = torch._C.DispatchKeySet
+key_excluded = torch._C._ExcludeDispatchKeyGuard
+key_included = torch._C._IncludeDispatchKeyGuard
+is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+operators_with_key = torch._C._dispatch_get_registrations_for_dispatch_key
+
+
+def dispatch_key(name: str) -> Any:
+    """Return the dispatch key of this name."""
+    return getattr(torch._C.DispatchKey, name)
+
+
+# ---- autograd: the running backward, its nodes, saved-tensor hooks and version counters
+
+# Without these a read of a weight in backward could not be told from one in forward, nor two backward passes from each
+# other; and nothing would know when a backward ends.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # the number of the running backward; -1: none runs
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+# Without these ``autograd.grad`` of some weights would accumulate gradients of others, hooks on weights would miss
+# gradients, and forward-mode tangents be dropped.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
+HOOKS_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"  # an attribute that tensors have once there are any
+forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+
+# Without it all gradients would pile up on the device until backward ends (autograd/bridge.py, Rule 2).
+set_sequence_number: Callable[[Any, int], None] = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
+
+# Without these nothing that autograd saves could leave the device, or come back for backward.
+_hooks: Any = torch._C._autograd
+top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
+push_hooks: Callable[[Any, Any], None] = _hooks._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_hooks
+admits_hooks: Callable[[], bool] = _hooks._saved_tensors_hooks_is_enabled
+
+# Without these copies of a weight's own bytes would count as writes to it, and backward would raise an error.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _hooks._unsafe_set_version_counter
+preserving_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+
+# ---- storages, and functions that work on bytes
+
+# The address of a storage, by which tensors over the same bytes are known as long as one of them lives. Without it a
+# saved tensor could not be told to lie in a unit's buffer.
+_cdata: Any = torch._C.StorageBase._cdata  # type: ignore[attr-defined]
+storage_id: Callable[[torch.UntypedStorage], int] = _cdata.__get__
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage  # sparse tensors have none
+
+# Makes each access to a storage's bytes an error with this message. Without it a weight whose step is pending, or a
+# locked slab in a forked process, would be read as zeros or crash the process.
+forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
+
+# Without these a saved tensor would come back with its sign lost, or one without bytes of its own be sent to the host.
+negated_view: Callable[[Tensor], Tensor] = torch._neg_view
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+
+# Without it packing a unit's gradients would take a call for each.
+copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
