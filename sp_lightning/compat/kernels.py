@@ -7,6 +7,7 @@ figures each visit of a unit under ``window="auto"`` would take ten times as lon
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -27,3 +28,12 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 ]
 
 memory_figures: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
+
+
+def mkl_root() -> int | None:
+    """Return the address of MKL's square root of many numbers, or None where torch has no MKL.
+
+    Without it an optimizer's step in compiled code would have other roots for the rarest numbers, and not be used.
+    """
+    function = getattr(ctypes.CDLL(torch._C.__file__), "VMSSQRT_", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value

@@ -39,6 +39,7 @@ from torch.optim import (
 
 from ..compat.modules import run_first
 from ..memory.parameters import HostParameter, true_device
+from . import native
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -175,12 +176,29 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
         return list(pieces)
 
     groups = [
-        {**group, "params": [part for param in group["params"] for part in cut(param)]}
+        {**group, "params": [part for param in _left_to_torch(optimizer, group) for part in cut(param)]}
         if _takes_the_loop(group)
         else group
         for group in optimizer.param_groups
     ]
     return groups, state
+
+
+def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
+    """Step what compiled code can step with the same bits; list the other parameters of the group."""
+    params: list[Tensor] = group["params"]
+    if type(optimizer) not in native.RECIPES:
+        return params
+    candidates: list[native.Candidate] = []
+    for param in params:
+        state = _state_in_step(optimizer, param) if param.dtype is torch.float32 else None
+        grad = param.grad
+        if state is not None and grad is not None and all(value.dtype is torch.float32 for value in state.values()):
+            candidates.append(native.Candidate(param, grad, state))
+    if not native.step(optimizer, group, candidates):
+        return params
+    stepped = {id(candidate.param) for candidate in candidates}
+    return [param for param in params if id(param) not in stepped]
 
 
 def _regroup_fused(optimizer: Optimizer) -> Regrouped:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 
+from sp_lightning.optim import native
 from sp_lightning.optim import pieces as host
 from sp_lightning.optim.pieces import fuse, step_in_pieces
 
@@ -59,6 +60,12 @@ def wild(generator, size, dtype):
     for offset, special in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
         values[offset + 11 :: 1009] = special
     return values.to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def pieces_alone(monkeypatch):
+    """Leave large parameters to pieces."""
+    monkeypatch.setattr(native, "FEWEST", sys.maxsize)
 
 
 def parameters(sizes, dtype=torch.float32):

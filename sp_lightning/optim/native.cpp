@@ -1,0 +1,313 @@
+// The steps of torch's default optimizer loops over many tensors in one parallel region, with the same bits.
+//
+// 1. Each element sees the operations of torch's loop in its order: what ATen's vectorized kernels contract into a fused
+//    multiply-add is fused here (`Fused`), what they round twice is rounded twice. The compiler contracts nothing.
+// 2. A root is torch's own. Where torch calls MKL's, roots are not correctly rounded and depend on the processor: `Root`
+//    names the iterations that MKL is known to use, and MKL itself where none is. native.py picks by comparing bits.
+// 3. Blocks fit into the second-level cache and are taken by whichever thread is free: a busy core slows only its own.
+// 4. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kBlock = 4096;
+constexpr int kTaken = 4;  // blocks at once: neighbouring blocks share pages
+
+enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop };
+enum Flag : int32_t { kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32 };
+enum Root : int32_t { kRounded, kNewton, kNewtonFused, kNewton14, kMkl, kRoots };
+
+using MklRoot = void (*)(const int32_t* count, const float* in, float* out, const int64_t* mode);
+
+struct Tensors {
+  float* param;
+  const float* grad;
+  float* state[3];
+  int64_t count;
+  float scalar[8];
+};
+
+struct Request {
+  const Tensors* tensors;
+  int64_t count;
+  int32_t kind, flags, root, fused, threads;
+  MklRoot mkl;
+};
+
+// ---- ATen's operations (Rule 1)
+
+template <bool Fused>
+inline float fma(float a, float b, float c) {
+  return Fused ? __builtin_fmaf(a, b, c) : a * b + c;
+}
+
+template <bool Fused>
+inline float add(float a, float b, float alpha) {
+  return fma<Fused>(b, alpha, a);
+}
+
+template <bool Fused>
+inline float addcmul(float a, float x, float y, float value) {
+  return fma<Fused>(value * x, y, a);
+}
+
+// Of a NaN, too: a minus would be folded into a multiply-add, which keeps a NaN's sign.
+inline float negated(float a) {
+  uint32_t bits;
+  std::memcpy(&bits, &a, sizeof bits);
+  bits ^= 0x80000000u;
+  std::memcpy(&a, &bits, sizeof a);
+  return a;
+}
+
+inline float addcdiv(float a, float x, float y, float value) { return a + value * x / y; }
+
+template <bool Fused>
+inline float lerp(float from, float to, float weight) {
+  return std::fabs(weight) < 0.5f ? fma<Fused>(weight, to - from, from) : fma<Fused>(weight - 1, to - from, to);
+}
+
+// ---- roots (Rule 2)
+
+const int64_t kMklMode = 0x2 | 0x140000 | 0x100;  // high accuracy, denormals as they are, no errors: as ATen asks
+
+#if defined(__AVX2__) && defined(__FMA__)
+
+// Whether all of x are zero or within [2^-100, 2^100]: there the iterations' steps neither overflow nor lose bits.
+template <bool Fused>
+bool newton(const float* x, float* out, int64_t n) {
+  const __m256 half = _mm256_set1_ps(0.5f), zero = _mm256_setzero_ps();
+  __m256i outside = _mm256_setzero_si256();
+  for (int64_t i = 0; i < n; i += 8) {
+    alignas(32) float rest[8];
+    const int64_t m = std::min<int64_t>(8, n - i);
+    if (m < 8) {
+      std::fill(rest, rest + 8, 1.0f);
+      std::copy(x + i, x + i + m, rest);
+    }
+    const __m256 a = _mm256_loadu_ps(m < 8 ? rest : x + i), y = _mm256_rsqrt_ps(a);
+    __m256 s = _mm256_mul_ps(a, y), h = _mm256_mul_ps(y, half), r;
+    if (Fused) {
+      const __m256 e = _mm256_fnmadd_ps(s, h, half);
+      s = _mm256_fmadd_ps(s, e, s);
+      h = _mm256_fmadd_ps(h, e, h);
+      r = _mm256_fmadd_ps(_mm256_fnmadd_ps(s, s, a), h, s);
+    } else {
+      const __m256 e = _mm256_sub_ps(half, _mm256_mul_ps(s, h));
+      s = _mm256_add_ps(s, _mm256_mul_ps(s, e));
+      h = _mm256_add_ps(h, _mm256_mul_ps(h, e));
+      r = _mm256_add_ps(s, _mm256_mul_ps(_mm256_sub_ps(a, _mm256_mul_ps(s, s)), h));
+    }
+    const __m256 is_zero = _mm256_cmp_ps(a, zero, _CMP_EQ_OQ);
+    const __m256i bits = _mm256_sub_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(27 << 23));
+    // Unsigned: negative numbers, NaNs and infinities are large, too.
+    const __m256i large = _mm256_cmpgt_epi32(_mm256_xor_si256(bits, _mm256_set1_epi32(INT32_MIN)),
+                                             _mm256_set1_epi32(INT32_MIN + (200 << 23)));
+    outside = _mm256_or_si256(outside, _mm256_andnot_si256(_mm256_castps_si256(is_zero), large));
+    r = _mm256_blendv_ps(r, a, is_zero);
+    _mm256_storeu_ps(m < 8 ? rest : out + i, r);
+    if (m < 8) std::copy(rest, rest + m, out + i);
+  }
+  return _mm256_testz_si256(outside, outside);
+}
+
+#else
+template <bool Fused>
+bool newton(const float*, float*, int64_t) { return false; }
+#endif
+
+#if defined(__AVX512F__)
+
+bool newton14(const float* x, float* out, int64_t n) {
+  const __m512 half = _mm512_set1_ps(0.5f), zero = _mm512_setzero_ps();
+  __mmask16 outside = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = n - i < 16 ? (1u << (n - i)) - 1 : 0xffff;
+    const __m512 a = _mm512_maskz_loadu_ps(lanes, x + i), y = _mm512_rsqrt14_ps(a);
+    const __m512 s = _mm512_mul_ps(a, y), h = _mm512_mul_ps(y, half);
+    const __m512 r = _mm512_fmadd_ps(_mm512_fnmadd_ps(s, s, a), h, s);
+    const __mmask16 not_zero = _mm512_cmp_ps_mask(a, zero, _CMP_NEQ_UQ);
+    const __m512i bits = _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(27 << 23));
+    outside |= not_zero & _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(200 << 23));
+    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mask_blend_ps(not_zero, a, r));
+  }
+  return !outside;
+}
+
+#else
+bool newton14(const float*, float*, int64_t) { return false; }
+#endif
+
+void take_roots(const Request& request, const float* x, float* out, int64_t n) {
+  bool done = false;
+  switch (request.root) {
+    case kRounded:
+      for (int64_t i = 0; i < n; i++) out[i] = std::sqrt(x[i]);
+      return;
+    case kNewton: done = newton<false>(x, out, n); break;
+    case kNewtonFused: done = newton<true>(x, out, n); break;
+    case kNewton14: done = newton14(x, out, n); break;
+  }
+  if (!done) {
+    const int32_t count = static_cast<int32_t>(n);
+    request.mkl(&count, x, out, &kMklMode);
+  }
+}
+
+// ---- the loops, for the elements of one block
+
+template <bool Fused, int32_t Flags>
+inline float gradient(float grad, float param, float decay) {
+  if (Flags & kMaximize) grad = negated(grad);
+  return Flags & kDecay ? add<Fused>(grad, param, decay) : grad;
+}
+
+template <bool Fused, int32_t Flags>
+void adam(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  const float* __restrict__ g = t.grad + at;
+  float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
+  const float decay = t.scalar[0], shrink = t.scalar[1], w1 = t.scalar[2], b2 = t.scalar[3], w2 = t.scalar[4];
+  const float correction = t.scalar[5], eps = t.scalar[6], size = t.scalar[7];
+  alignas(64) float root[kBlock];
+  for (int64_t i = 0; i < n; i++) {
+    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
+    m[i] = lerp<Fused>(m[i], grad, w1);
+    v[i] = addcmul<Fused>(v[i] * b2, grad, grad, w2);
+  }
+  take_roots(request, v, root, n);
+  for (int64_t i = 0; i < n; i++) {
+    const float shrunk = Flags & kDecoupled ? p[i] * shrink : p[i];
+    p[i] = addcdiv(shrunk, m[i], root[i] / correction + eps, size);
+  }
+}
+
+template <bool Fused, int32_t Flags>
+void sgd(const Request&, const Tensors& t, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  const float* __restrict__ g = t.grad + at;
+  float* __restrict__ b = t.state[0] + at;
+  const float decay = t.scalar[0], momentum = t.scalar[1], damped = t.scalar[2], rate = t.scalar[3];
+  for (int64_t i = 0; i < n; i++) {
+    float grad = gradient<Fused, Flags>(g[i], p[i], decay);
+    b[i] = add<Fused>(b[i] * momentum, grad, damped);
+    grad = Flags & kNesterov ? add<Fused>(grad, b[i], momentum) : b[i];
+    p[i] = add<Fused>(p[i], grad, rate);
+  }
+}
+
+template <bool Fused, int32_t Flags>
+void adagrad(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  const float* __restrict__ g = t.grad + at;
+  float* __restrict__ sum = t.state[0] + at;
+  const float decay = t.scalar[0], eps = t.scalar[1], rate = t.scalar[2];
+  alignas(64) float root[kBlock];
+  for (int64_t i = 0; i < n; i++) {
+    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
+    sum[i] = addcmul<Fused>(sum[i], grad, grad, 1);
+  }
+  take_roots(request, sum, root, n);
+  for (int64_t i = 0; i < n; i++) p[i] = addcdiv(p[i], gradient<Fused, Flags>(g[i], p[i], decay), root[i] + eps, rate);
+}
+
+template <bool Fused, int32_t Flags>
+void rmsprop(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  const float* __restrict__ g = t.grad + at;
+  float *__restrict__ square = t.state[0] + at, *__restrict__ b = t.state[1] + at, *__restrict__ mean = t.state[2] + at;
+  const float decay = t.scalar[0], alpha = t.scalar[1], w = t.scalar[2], eps = t.scalar[3];
+  const float momentum = t.scalar[4], rate = t.scalar[5];
+  alignas(64) float root[kBlock], centered[kBlock];
+  for (int64_t i = 0; i < n; i++) {
+    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
+    square[i] = addcmul<Fused>(square[i] * alpha, grad, grad, w);
+    if (Flags & kCentered) {
+      mean[i] = lerp<Fused>(mean[i], grad, w);
+      centered[i] = addcmul<Fused>(square[i], mean[i], mean[i], -1);
+    }
+  }
+  take_roots(request, Flags & kCentered ? centered : square, root, n);
+  for (int64_t i = 0; i < n; i++) {
+    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
+    if (Flags & kMomentum) {
+      b[i] = addcdiv(b[i] * momentum, grad, root[i] + eps, 1);
+      p[i] = add<Fused>(p[i], b[i], rate);
+    } else {
+      p[i] = addcdiv(p[i], grad, root[i] + eps, rate);
+    }
+  }
+}
+
+// ---- from a request to its loop
+
+using Loop = void (*)(const Request&, const Tensors&, int64_t, int64_t);
+
+template <int32_t Kind, bool Fused, int32_t Flags, int32_t Next = 1>
+Loop loop_of(int32_t flags) {
+  constexpr int32_t own = kMaximize | kDecay | (Kind == kAdam      ? kDecoupled
+                                                : Kind == kSgd     ? kNesterov
+                                                : Kind == kRmsprop ? kCentered | kMomentum
+                                                                   : 0);
+  if constexpr (Next <= kDecay) {
+    if constexpr ((own & Next) != 0) {
+      if (flags & Next) return loop_of<Kind, Fused, Flags | Next, Next * 2>(flags);
+    }
+    return loop_of<Kind, Fused, Flags, Next * 2>(flags);
+  } else {
+    if constexpr (Kind == kAdam) return adam<Fused, Flags>;
+    if constexpr (Kind == kSgd) return sgd<Fused, Flags>;
+    if constexpr (Kind == kAdagrad) return adagrad<Fused, Flags>;
+    return rmsprop<Fused, Flags>;
+  }
+}
+
+template <bool Fused>
+Loop loop_for(int32_t kind, int32_t flags) {
+  switch (kind) {
+    case kAdam: return loop_of<kAdam, Fused, 0>(flags);
+    case kSgd: return loop_of<kSgd, Fused, 0>(flags);
+    case kAdagrad: return loop_of<kAdagrad, Fused, 0>(flags);
+    case kRmsprop: return loop_of<kRmsprop, Fused, 0>(flags);
+  }
+  return nullptr;
+}
+
+int64_t blocks_of(const Tensors& t) { return (t.count + kBlock - 1) / kBlock; }
+
+}  // namespace
+
+// Returns 0, or 1 if nothing was done because the processor's rounding is not the usual one, or the request is unknown.
+extern "C" int32_t sp_lightning_step(const Request* request) {
+#if defined(__x86_64__)
+  if (_mm_getcsr() & 0xe040) return 1;  // rounding mode, flush to zero, denormals are zero
+#endif
+  const Loop loop = request->fused ? loop_for<true>(request->kind, request->flags)
+                                   : loop_for<false>(request->kind, request->flags);
+  if (loop == nullptr || (request->root != kRounded && request->mkl == nullptr)) return 1;
+  int64_t total = 0;
+  for (int64_t i = 0; i < request->count; i++) total += blocks_of(request->tensors[i]);
+#pragma omp parallel num_threads(request->threads)
+  {
+    int64_t index = 0, first = 0;  // a thread is given blocks in ascending order
+#pragma omp for schedule(dynamic, kTaken)
+    for (int64_t block = 0; block < total; block++) {
+      while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
+      const Tensors& tensors = request->tensors[index];
+      const int64_t at = (block - first) * kBlock;
+      loop(*request, tensors, at, std::min(kBlock, tensors.count - at));
+    }
+  }
+  return 0;
+}
+
+extern "C" void sp_lightning_root(const Request* request, const float* in, float* out, int64_t count) {
+  for (int64_t at = 0; at < count; at += kBlock) take_roots(*request, in + at, out + at, std::min(kBlock, count - at));
+}

@@ -1,0 +1,408 @@
+"""torch's own optimizers on the host in compiled code: the speed of memory, and the bits of torch's default loop.
+
+1. Compiled code steps nothing that was not compared: its roots over every mantissa, and each optimizer's options, once,
+   against torch's loop over random, extreme and special values. One different bit, and torch's operators step instead.
+2. No step waits: sources are compiled, and options compared, in a thread of their own, while torch's operators step.
+   One process of a machine compiles; the others use what it made as soon as it is there.
+3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
+   root MKL takes. Both are found by comparing (Rule 1), not by asking.
+4. Small steps are left to torch: with few elements there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from ..compat.kernels import mkl_root
+from ..compat.tensors import dispatch_mode_count
+
+log = logging.getLogger(__name__)
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+SOURCE = pathlib.Path(__file__).with_name("native.cpp")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast (Rule 4)
+
+MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
+ADAM, SGD_, ADAGRAD, RMSPROP = range(4)
+ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
+
+
+class Tensors(ctypes.Structure):
+    """One parameter with its gradient, state and scalars, as native.cpp reads them."""
+
+    _fields_ = [
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("state", ctypes.c_void_p * 3),
+        ("count", ctypes.c_int64),
+        ("scalar", ctypes.c_float * 8),
+    ]
+
+
+class Request(ctypes.Structure):
+    """One step of several parameters, as native.cpp reads it."""
+
+    _fields_ = [
+        ("tensors", ctypes.POINTER(Tensors)),
+        ("count", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("root", ctypes.c_int32),
+        ("fused", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("mkl", ctypes.c_void_p),
+    ]
+
+
+class Recipe(NamedTuple):
+    """What native.cpp needs to know of an optimizer: its loop, its state's names, and its options in numbers."""
+
+    kind: int
+    flags: Callable[[Group], int]
+    state: Callable[[Group], tuple[str | None, ...]]
+    scalars: Callable[[Group, float], tuple[float, ...]]  # of a group and a parameter's number of steps
+    options: tuple[str, ...]  # all that decide bits, but for the learning rate
+
+
+def _flag(group: Group, **flags: int) -> int:
+    return sum(flag for name, flag in flags.items() if group[name])
+
+
+def _adam_flags(group: Group) -> int:
+    decay = 0 if not group["weight_decay"] else DECOUPLED if group["decoupled_weight_decay"] else DECAY
+    return _flag(group, maximize=MAXIMIZE) | decay
+
+
+def _adam_scalars(group: Group, step: float) -> tuple[float, ...]:
+    lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    size = lr / (1 - beta1**step)
+    correction = (1 - beta2**step) ** 0.5
+    return decay, 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], -size
+
+
+def _adagrad_scalars(group: Group, step: float) -> tuple[float, ...]:
+    return group["weight_decay"], group["eps"], -(group["lr"] / (1 + (step - 1) * group["lr_decay"]))
+
+
+def _sgd_scalars(group: Group, step: float) -> tuple[float, ...]:
+    return group["weight_decay"], group["momentum"], 1 - group["dampening"], -group["lr"]
+
+
+def _rmsprop_scalars(group: Group, step: float) -> tuple[float, ...]:
+    alpha = group["alpha"]
+    return group["weight_decay"], alpha, 1 - alpha, group["eps"], group["momentum"], -group["lr"]
+
+
+_ADAM = Recipe(
+    ADAM,
+    _adam_flags,
+    lambda group: ("exp_avg", "exp_avg_sq"),
+    _adam_scalars,
+    ("betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
+)
+# Exactly these classes: a subclass may do anything in its step.
+RECIPES: dict[type[Optimizer], Recipe] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    SGD: Recipe(
+        SGD_,
+        lambda group: _flag(group, maximize=MAXIMIZE, nesterov=NESTEROV, weight_decay=DECAY),
+        lambda group: ("momentum_buffer",),
+        _sgd_scalars,
+        ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    ),
+    Adagrad: Recipe(
+        ADAGRAD,
+        lambda group: _flag(group, maximize=MAXIMIZE, weight_decay=DECAY),
+        lambda group: ("sum",),
+        _adagrad_scalars,
+        ("lr_decay", "weight_decay", "eps", "maximize"),
+    ),
+    RMSprop: Recipe(
+        RMSPROP,
+        lambda group: _flag(group, maximize=MAXIMIZE, centered=CENTERED, momentum=MOMENTUM, weight_decay=DECAY),
+        lambda group: (
+            "square_avg",
+            "momentum_buffer" if group["momentum"] > 0 else None,
+            "grad_avg" if group["centered"] else None,
+        ),
+        _rmsprop_scalars,
+        ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    ),
+}
+
+
+class Unavailable(Exception):
+    """The reason for which optimizers are stepped by torch's operators on this machine."""
+
+
+class Library:
+    """The compiled code of native.cpp: what it was seen to compute as torch does, and a thread that finds out."""
+
+    def __init__(self) -> None:
+        self._code: ctypes.CDLL | None = None
+        self._root = ROUNDED
+        self._fused = False
+        self._mkl: int | None = None
+        self._known: dict[Any, bool] = {}  # by options: whether they have torch's bits
+        self._asked: list[tuple[Any, Callable[[], bool]]] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.failure = ""
+
+    def steps(self, optimizer: Optimizer, group: Group) -> bool:
+        """Return whether code with torch's bits is at hand for this group; if that is not known, begin to find out."""
+        recipe = RECIPES[type(optimizer)]
+        key = (type(optimizer), *(group[name] for name in recipe.options))
+        known = self._known.get(key)
+        if known is None and not self.failure:
+            with self._lock:
+                if key not in self._known:
+                    self._known[key] = False  # until it is compared
+                    options = {name: group[name] for name in ("lr", *recipe.options)}
+                    self._asked.append((key, lambda: self._equals_the_loop(type(optimizer), options)))
+                    if self._thread is None:
+                        self._thread = threading.Thread(target=self._find_out, name="native optimizer")
+                        self._thread.start()
+        return bool(known)
+
+    def wait(self) -> None:
+        """Wait until nothing is compiled or compared."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def run(self, kind: int, flags: int, tensors: Sequence[Tensors], threads: int) -> bool:
+        """Step these tensors; return False, with nothing done, if this thread rounds in a way of its own."""
+        assert self._code is not None
+        array = (Tensors * len(tensors))(*tensors)
+        request = Request(array, len(array), kind, flags, self._root, self._fused, threads, self._mkl)
+        return not self._code.sp_lightning_step(ctypes.byref(request))
+
+    # ---- in the thread of its own (Rule 2)
+
+    def _find_out(self) -> None:
+        while True:
+            with self._lock:
+                if not self._asked or self.failure:
+                    self._thread = None
+                    return
+                key, equals = self._asked.pop(0)
+            try:
+                if self._code is None:
+                    code = ctypes.CDLL(str(compiled()))
+                    self._pick_rounding(code)
+                    self._code = code
+                self._known[key] = equals()
+                reason = "" if self._known[key] else f"its bits are different here for {key[0].__name__}{key[1:]}"
+            except Exception as error:
+                self.failure = reason = str(error)
+            if reason:
+                log.info(
+                    "superpipeline: an optimizer steps by torch's operators, which take 2 to 3 times as long as "
+                    "compiled code would: %s",
+                    reason,
+                )
+
+    def _pick_rounding(self, code: ctypes.CDLL) -> None:
+        """Find out which products ATen fuses, and the root that has torch's bits for numbers of every kind."""
+        x = torch.full((64,), 1 + 2.0**-12, dtype=torch.float32)
+        self._fused = bool((torch.addcmul(-x * x, x, x) != 0).all())
+        self._mkl = mkl_root()
+        for root in (ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL):
+            if (root == ROUNDED or self._mkl) and all(self._has_bits(code, root, numbers) for numbers in _numbers()):
+                self._root = root
+                return
+        raise Unavailable("torch's square root is none of those that are known")
+
+    def _has_bits(self, code: ctypes.CDLL, root: int, numbers: Tensor) -> bool:
+        found = torch.empty_like(numbers)
+        request = Request(None, 0, 0, 0, root, 0, 1, self._mkl)
+        code.sp_lightning_root(
+            ctypes.byref(request),
+            ctypes.c_void_p(numbers.data_ptr()),
+            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_int64(numbers.numel()),
+        )
+        return same_bits(found, numbers.sqrt())
+
+    def _equals_the_loop(self, cls: type[Optimizer], options: dict[str, Any]) -> bool:
+        """Compare some steps with those of torch's loop over numbers of every kind."""
+        recipe, generator = RECIPES[cls], torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(numbers) for numbers in _samples(generator)]
+        optimizer = cls(params)  # type: ignore[call-arg]
+        group = optimizer.param_groups[0]
+        group.update(options)
+        names = [name for name in recipe.state(group) if name]
+        for _ in range(4):
+            requests, ours = [], []
+            for param, grad in zip(params, _samples(generator), strict=True):
+                param.grad = grad
+                if state := optimizer.state[param]:  # else torch makes it
+                    mine = {name: state[name].clone() for name in names} | {"": param.detach().clone()}
+                    partners = [None if name is None else mine[name] for name in recipe.state(group)]
+                    step = state["step"].item() + 1 if "step" in state else 0
+                    requests.append(arguments(mine[""], grad, partners, recipe.scalars(group, step)))
+                    ours.append((mine, {name: state[name] for name in names} | {"": param}))
+            cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
+            if requests and not self.run(recipe.kind, recipe.flags(group), requests, threads=1):
+                return False
+            if not all(same_bits(mine[name], loops[name]) for mine, loops in ours for name in mine):
+                return False
+        return True
+
+
+def arguments(param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Sequence[float]) -> Tensors:
+    """Return what native.cpp reads of a parameter: addresses, which the caller keeps alive, and numbers."""
+    addresses = (ctypes.c_void_p * 3)(*(None if tensor is None else tensor.data_ptr() for tensor in state))
+    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, param.numel(), (ctypes.c_float * 8)(*scalars))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of 32-bit numbers have the same bits, also of NaNs."""
+    return torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+
+
+def _numbers() -> Iterator[Tensor]:
+    """Yield every mantissa with both parities of the exponent, then numbers of every kind."""
+    first, last, chunk = 0x3F800000, 0x40800000, 1 << 20  # 1.0, 4.0
+    for start in range(first, last, chunk):
+        yield torch.arange(start, start + chunk, dtype=torch.int32).view(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    yield torch.randint(-(1 << 31), 1 << 31, (chunk,), dtype=torch.int32, generator=generator).view(torch.float32)
+    yield _mixture(generator)
+
+
+def _samples(generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield many numbers of every kind, and a few at a time: ATen's kernels treat the last ones in another way."""
+    yield _mixture(generator)
+    special = _special(64 * 31, generator)
+    special[::3] = torch.randn(len(special[::3]), dtype=torch.float32, generator=generator)
+    yield from special.split(31)  # type: ignore[no-untyped-call]
+
+
+def _mixture(generator: torch.Generator) -> Tensor:
+    """Make numbers of usual and extreme size, of any bits, and special ones."""
+    n = 5000
+    usual = torch.randn(n, dtype=torch.float32, generator=generator)
+    extreme = usual * 10.0 ** torch.randint(-38, 38, (n,), generator=generator)
+    any_bits = torch.randint(-(1 << 31), 1 << 31, (n,), dtype=torch.int32, generator=generator).view(torch.float32)
+    mixed = torch.cat([usual, extreme.float(), any_bits, _special(1001, generator)])
+    return mixed[torch.randperm(mixed.numel(), generator=generator)]
+
+
+def _special(n: int, generator: torch.Generator) -> Tensor:
+    inf, nan, tiny = float("inf"), float("nan"), torch.finfo(torch.float32).tiny
+    positive = torch.tensor([0.0, inf, nan, tiny, tiny / 8, 1.0, 3.4e38], dtype=torch.float32)
+    both = torch.cat([positive, -positive])
+    return both[torch.randint(len(both), (n,), generator=generator)]
+
+
+def compiled() -> pathlib.Path:
+    """Return the path of the compiled code in the user's cache, compiling it first if it is not there."""
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(compiler[0]) is None:
+        raise Unavailable(f"no C++ compiler ({compiler[0]!r}, from $CXX, else c++) is on this machine")
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sp_lightning"
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    decisive = SOURCE.read_bytes(), FLAGS, compiler, version, _processor()
+    path = folder / f"optimizer-{hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held by the process that compiles, for as long as it lives
+        if not path.exists():
+            made = path.with_suffix(".tmp")
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            if done.returncode:
+                raise Unavailable(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+            made.replace(path)
+    return path
+
+
+def _processor() -> bytes:
+    """Return what decides the meaning of -march=native."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return b""
+    return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"model name", b"Features"))}))
+
+
+LIBRARY = Library()
+
+
+class Candidate(NamedTuple):
+    """A parameter with its gradient and its state, which have the same order in flat memory."""
+
+    param: Tensor
+    grad: Tensor
+    state: State
+
+
+def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
+    """Step parameters of a group, or return False if torch's operators have to step them."""
+    recipe = RECIPES.get(type(optimizer))
+    if recipe is None or sum(candidate.param.numel() for candidate in candidates) < FEWEST:
+        return False
+    if not _has_plain_options(group, recipe) or _alike(candidates) or dispatch_mode_count():
+        return False
+    if group.get("amsgrad"):  # the bits of a NaN in ATen's maximum depend on where in a thread's share it lies
+        return False
+    if not LIBRARY.steps(optimizer, group):
+        return False
+    names = recipe.state(group)
+    if not all(name is None or name in state for _, _, state in candidates for name in names):
+        return False
+    counts = [state["step"] for _, _, state in candidates if "step" in state]
+    if len(counts) not in (0, len(candidates)) or len(set(map(id, counts))) != len(counts):
+        return False
+    done = [count.item() + 1 for count in counts] or [0.0] * len(candidates)
+    scalars = {count: recipe.scalars(group, count) for count in set(done)}
+    partners = [[None if name is None else state[name] for name in names] for _, _, state in candidates]
+    tensors = [
+        arguments(param, grad, partner, scalars[count])
+        for (param, grad, _), partner, count in zip(candidates, partners, done, strict=True)
+    ]
+    if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads()):
+        return False
+    for count in counts:
+        count += 1
+    written = [param for param, _, _ in candidates]
+    written += [tensor for partner in partners for tensor in partner if tensor is not None]
+    torch.autograd.graph.increment_version(written)
+    return True
+
+
+def _has_plain_options(group: Group, recipe: Recipe) -> bool:
+    """Whether all options that decide bits are numbers; an option may be a tensor."""
+    if not all(name in group for name in ("lr", *recipe.options)):
+        return False
+    values = [group["lr"], *(group[name] for name in recipe.options if name != "betas"), *group.get("betas", ())]
+    return all(isinstance(value, (bool, int, float)) for value in values)
+
+
+def _alike(candidates: Sequence[Candidate]) -> bool:
+    """Whether any two parameters share bytes: their order in the loop decides the result."""
+    ranges = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param, _, _ in candidates)
+    return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
