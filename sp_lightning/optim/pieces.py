@@ -187,7 +187,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
 def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
     """Step what compiled code can step with the same bits; list the other parameters of the group."""
     params: list[Tensor] = group["params"]
-    if type(optimizer) not in native.RECIPES:
+    if type(optimizer) not in native.RECIPES or sum(map(Tensor.numel, params)) < native.FEWEST:
         return params
     candidates: list[native.Candidate] = []
     for param in params:
