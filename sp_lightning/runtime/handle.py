@@ -184,7 +184,7 @@ class Handle:
         except Unsupported as error:
             raise UnsupportedError(
                 f"{error}\nA compiled graph ends where a unit is entered, and another begins: leave out fullgraph=True "
-                "where you compile a unit or code that calls one, or set compile_units=True to compile units from "
+                "where you compile code that calls units, or set compile_units=True to compile units from "
                 "inside. If the plain run raises this as well, its graph breaks elsewhere"
             ) from error
         except RuntimeError as error:

@@ -99,6 +99,8 @@ def seen() -> dict[tuple[str, str, str], Any]:
             kind = type(it)
             if id(it) in known or kind in CODE or (it is not module and package_of(it) not in THEIRS):
                 continue
+            if not attributes(it):
+                continue  # a number, say, which many places may share
             known.add(id(it))
             found[name, holder, ""] = True
             for at, value in list(attributes(it).items()):

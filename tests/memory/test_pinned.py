@@ -101,8 +101,8 @@ def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monk
 
 def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
     program = """
-        import os, runpy, sys
-        Slabs = runpy.run_path(sys.argv[1])["HostAllocator"]
+        import os
+        from sp_lightning.memory.pinned import HostAllocator as Slabs
 
         class Lock:
             def lock(self, address, nbytes):
@@ -118,7 +118,7 @@ def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
             os._exit(0)
         os.wait()
     """
-    command = [sys.executable, "-uc", textwrap.dedent(program), pinned.__file__]
+    command = [sys.executable, "-uc", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout.split("\n"), done.stderr) == (["lock", "lock", "unlock True", "unlock True", ""], "")
 

@@ -299,10 +299,18 @@ def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activ
     assert all(map(torch.equal, seen, expected))
 
 
-def test_a_unit_that_is_to_be_one_graph_from_outside_is_an_error_that_says_what_to_do(fresh_dynamo):
-    net = stack()
+def test_a_unit_that_is_one_graph_from_outside_has_the_plain_bits(fresh_dynamo):
+    expected, net = losses(stack()), stack()
     for block in net:
         block.compile(backend="eager", fullgraph=True)
+    with sp_lightning.stream(net, "cpu", window=2, units=["Block"]):
+        assert losses(net) == expected
+    assert dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_units_that_are_to_be_one_graph_are_an_error_that_says_what_to_do(fresh_dynamo):
+    net = nn.Sequential(stack(), Block())
+    net[0].compile(backend="eager", fullgraph=True)
     with (
         sp_lightning.stream(net, "cpu", window=2, units=["Block"]),
         pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or set compile_units=True"),
