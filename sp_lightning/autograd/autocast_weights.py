@@ -39,7 +39,7 @@ from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
 from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, tracing_state
 from ..memory.parameters import HostParameter, quietly
 from .backward_pass import in_backward
-from .streamed_unit import StreamedUnit
+from .stand_ins import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NAME = "weight"

@@ -28,7 +28,7 @@ from typing import Protocol
 from ..compat.tensors import at_end_of_backward, current_node, graph_task
 from ..errors import ExactnessError
 from ..memory.unit_store import UnitStore
-from .streamed_unit import StreamedUnit
+from .stand_ins import StreamedUnit
 
 _requires_grad = operator.attrgetter("requires_grad")
 

@@ -338,7 +338,7 @@ def _copies(values: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Copy what can be changed in a value; the copy shares its tensors and modules.
 
-    Containers of parameters are shared as well: stand-ins are put into them (streamed_unit.py).
+    Containers of parameters are shared as well: stand-ins are put into them (stand_ins.py).
     """
     if isinstance(value, _ATOMS):
         return value

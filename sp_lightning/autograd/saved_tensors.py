@@ -32,7 +32,7 @@ from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
-from .streamed_unit import StreamedUnit
+from .stand_ins import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]

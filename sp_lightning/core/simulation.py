@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import OptionError
-from .lanes import InOrder, LaneName, NewestFirst, Task, run
+from .event_loop import InOrder, LaneName, NewestFirst, Task, run
 from .machine import Machine
 from .schedule import Schedule
 from .telemetry import Span

@@ -115,7 +115,7 @@ class ParameterOwner(Protocol):
         """Report that a function computed with a host parameter on the host."""
 
     def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter's stand-in is hidden from model code (streamed_unit.py, Rule 6)."""
+        """Whether the parameter's stand-in is hidden from model code (stand_ins.py, Rule 6)."""
 
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
         """Note that model code wrote a weight on the device; ``before`` is its host copy, not yet overwritten."""

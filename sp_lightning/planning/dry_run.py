@@ -1,7 +1,7 @@
 """Run one training step without a device to get its trace: visits, bytes and work.
 
 1. The step is a run's own: the engine streams the module as at run time, but on tensors without data (fake_tensors.py),
-   through a device that only counts. What is on the device beside weights is counted (tally.py).
+   through a device that only counts. What is on the device beside weights is counted (memory_tracker.py).
 2. All units fit into the window and stay there, so that the trace serves every window. A recorder listens to the
    engine's phases and finds the visits.
 3. A gradient takes memory while autograd collects its unit's gradients, and again as part of the packed ones, until the
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..autograd.backward_pass import in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.saved_tensors import tensors_in
-from ..autograd.streamed_unit import StreamedUnit
+from ..autograd.stand_ins import StreamedUnit
 from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
 from ..core.telemetry import Lane, StepListener
 from ..memory.device import Device
@@ -36,8 +36,8 @@ from ..runtime.engine import Engine
 from ..runtime.gradients import GradientReturn
 from ..runtime.handle import Handle
 from .fake_tensors import FakeTensors
+from .memory_tracker import MemoryTracker
 from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
-from .tally import MemoryTracker
 
 Runner = Callable[[nn.Module, Any], Any]
 

@@ -33,7 +33,7 @@ from ..autograd.bridge import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
-from ..autograd.streamed_unit import StreamedUnit
+from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
 from ..compat.tensors import admits_hooks, in_transform, storage_id
 from ..core.telemetry import Counters
@@ -194,7 +194,7 @@ class Engine:
             )
 
     def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter's stand-in is withheld from the slots (streamed_unit.py, Rule 6)."""
+        """Whether the parameter's stand-in is withheld from the slots (stand_ins.py, Rule 6)."""
         store = self._by_parameter[id(parameter)].store
         return store.index_of[id(parameter)] in store.autocast
 

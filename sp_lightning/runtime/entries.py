@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import weight_reads
-from ..autograd.streamed_unit import StreamedUnit
+from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
 from ..compat.modules import context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state

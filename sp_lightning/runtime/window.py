@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..autograd.streamed_unit import StreamedUnit
+from ..autograd.stand_ins import StreamedUnit
 from ..core.schedule import Schedule
 from ..core.telemetry import Counters
 from ..memory.device import Device

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from sp_lightning.planning.fake_kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
 from sp_lightning.planning.fake_tensors import FakeTensors, Unknown
-from sp_lightning.planning.tally import MemoryTracker
+from sp_lightning.planning.memory_tracker import MemoryTracker
 
 HALF = torch.bfloat16
 
