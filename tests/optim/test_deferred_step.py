@@ -23,8 +23,8 @@ from torch import nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.memory import unit_store
 from sp_lightning.memory.device import Device
-from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import Optimizer
 from sp_lightning.runtime.window import Window
@@ -744,21 +744,28 @@ def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(cl
 
 
 def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monkeypatch):
-    changes, retype, fill = threading.Semaphore(0), Window.retype, UnitStore._fill_wire
+    """Whose thread is in the middle of the unit's conversion when they are to change."""
+    midway, changed, retype, fill = threading.Event(), threading.Event(), Window.retype, unit_store.fill_wire
 
     def change(self, unit, types):
-        if unit.store.unit.name == "net.blocks.1":
-            changes.release()
+        if unit.store.unit.name == "net.blocks.1" and unit.store.narrow:
+            midway.wait(0.5)
         retype(self, unit, types)
+        changed.set()
 
-    def fill_until_then(self, *arguments):
-        fill(self, *arguments)
-        if self.unit.name == "net.blocks.1" and HostThread.is_current():
-            changes.acquire(timeout=0.3)
-            time.sleep(0.05)
+    def fill_until_then(weights, data, remembered):
+        first = 0
+        if weights[0].host.name.startswith("net.blocks.1.") and HostThread.is_current():
+            first = 1
+            fill(weights[:first], data[:first], [index for index in remembered if index < first])
+            changed.clear()
+            midway.set()
+            changed.wait(0.5)
+            midway.clear()
+        fill(weights[first:], data[first:], [index - first for index in remembered if index >= first])
 
     monkeypatch.setattr(Window, "retype", change)
-    monkeypatch.setattr(UnitStore, "_fill_wire", fill_until_then)
+    monkeypatch.setattr(unit_store, "fill_wire", fill_until_then)
     stats = compare_fits(device, ReadsOne, precision="bf16-mixed", **clip, max_epochs=2)
     assert stats["held_steps"] >= 2
 
