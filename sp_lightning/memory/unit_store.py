@@ -254,7 +254,7 @@ class UnitStore:
         stamp = self._stamp(self.params)
         if stamp != self._device_stamp:
             self._note_data(stamp.addresses)
-            self._device_stamp = stamp
+        self._device_stamp = stamp._replace(epoch=None)  # if the fill is interrupted, the old bytes stay stale
         if self.narrow and stamp != self._wire_stamp:
             self._fill_wire(self.params, stamp)
         if self.is_loaded:  # filled again in place
@@ -268,6 +268,7 @@ class UnitStore:
         under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
         self.ready = self.device.send_up(self._copies, under_way, self._uncut())
         self._ordered = []
+        self._device_stamp = stamp
         self.is_loaded = True
         self.counters.fetches += 1
         self.counters.bytes_up += self.nbytes

@@ -15,6 +15,7 @@ update of these classes is elementwise: the same loop over pieces that fit into 
    and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
 """
 
+import itertools
 from collections import ChainMap
 from collections.abc import Callable
 from functools import cache
@@ -189,6 +190,8 @@ def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
     params: list[Tensor] = group["params"]
     if type(optimizer) not in native.RECIPES or sum(map(Tensor.numel, params)) < native.FEWEST:
         return params
+    if keeps_no_state(optimizer, group) or _share_anything(optimizer):
+        return params
     candidates: list[native.Candidate] = []
     for param in params:
         state = _state_in_step(optimizer, param) if param.dtype is torch.float32 else None
@@ -199,6 +202,17 @@ def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
         return params
     stepped = {id(candidate.param) for candidate in candidates}
     return [param for param in params if id(param) not in stepped]
+
+
+def _share_anything(optimizer: Optimizer) -> bool:
+    """Whether parameters share bytes, or their counts of steps: then the loop's order decides the result."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(map(_is_plain, params)):
+        return True
+    ranges = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param in params)
+    counts = [id(state["step"]) for param in params if "step" in (state := optimizer.state.get(param, {}))]
+    overlap = any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
+    return overlap or len(set(counts)) < len(counts)
 
 
 def _regroup_fused(optimizer: Optimizer) -> Regrouped:

@@ -472,19 +472,20 @@ class Engine:
     def let_autograd_end(self) -> None:
         """Wait until autograd's thread of the device is done with a backward that failed, if one did."""
         if self.backward_pass.running and not in_backward() and not self.device.is_host:
-            with torch.inference_mode(False), torch.enable_grad():
+            # A device that fails runs nothing more.
+            with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.enable_grad():
                 x = torch.zeros((), device=self.device.torch_device, requires_grad=True)
                 torch.autograd.grad(x.clone(), x)  # waits in line behind it
 
     def close(self) -> None:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""
-        self.reset()
-        self.phases.close()
-        self.autocast_weights.close()
-        self.window.tuner.end()
         try:
+            self.reset()
             self.device.synchronize()
         finally:  # a failure on the device must not cost the host's weights
+            self.phases.close()
+            self.autocast_weights.close()
+            self.window.tuner.end()
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()

@@ -314,11 +314,13 @@ class Handle:
             self._stop_streaming()
 
     def _stop_streaming(self) -> None:
-        self.engine.reset()  # puts hidden entries back, so that they can be removed
-        self._remove_entries()
-        self._register_hosts()
         try:
-            self.engine.close()
+            try:
+                self.engine.reset()  # puts hidden entries back, so that they can be removed
+            finally:
+                self._remove_entries()
+                self._register_hosts()
+                self.engine.close()
         finally:
             self.device.close()
             move_buffers(self.module, torch.device("cpu"))

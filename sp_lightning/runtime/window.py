@@ -110,6 +110,8 @@ class Window:
                 store.load()
         elif unit is not self._last or not store.is_loaded:
             self._visit(unit)
+            if not store.is_loaded:
+                self._load(unit, unit)  # an earlier load was interrupted after the schedule counted on it
         store.wait_load()
 
     def _visit(self, unit: StreamedUnit) -> None:

@@ -196,6 +196,51 @@ def test_parameters_that_share_memory_are_left_to_torch():
     assert all(map(torch.equal, make(True), make(False)))
 
 
+def test_a_momentum_that_becomes_nothing_leaves_its_buffer_alone():
+    def make(natively):
+        optimizer = SGD([torch.nn.Parameter(numbers((native.FEWEST,), 1))], lr=0.1, momentum=0.9, dampening=0.5)
+        shadow = step_in_pieces(optimizer) if natively else None
+        for momentum in (0.9, 0.9, 0, 0.9):
+            group = optimizer.param_groups[0]
+            group["momentum"] = momentum
+            group["params"][0].grad = numbers((native.FEWEST,), 2)
+            native.LIBRARY.steps(optimizer, group)
+            native.LIBRARY.wait()
+            optimizer.step()
+        if shadow is not None:
+            shadow.close()
+        return bits(optimizer)
+
+    assert all(map(torch.equal, make(True), make(False)))
+
+
+def test_groups_that_share_memory_are_left_to_torch():
+    def make(natively):
+        flat = numbers((native.FEWEST,), 1)
+        params = [torch.nn.Parameter(flat), torch.nn.Parameter(flat.view(-1))]
+        optimizer = AdamW([{"params": params[:1], "amsgrad": True}, {"params": params[1:]}])
+        shadow = step_in_pieces(optimizer) if natively else None
+        for group in optimizer.param_groups:
+            native.LIBRARY.steps(optimizer, group)
+        native.LIBRARY.wait()
+        for step in range(3):
+            for param in params:
+                param.grad = numbers(param.shape, step)
+            optimizer.step()
+        if shadow is not None:
+            shadow.close()
+        return bits(optimizer)
+
+    assert all(map(torch.equal, make(True), make(False)))
+
+
+def test_options_may_be_lists():
+    optimizer = AdamW([torch.nn.Parameter(numbers((native.FEWEST,), 1))])
+    optimizer.param_groups[0]["betas"] = [0.9, 0.95]
+    assert native.LIBRARY.steps(optimizer, optimizer.param_groups[0]) in (True, False)
+    native.LIBRARY.wait()
+
+
 def test_a_thread_that_flushes_denormals_is_left_to_torch():
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -10,12 +11,13 @@ import time
 
 import pytest
 import torch
-from side_by_side import assert_plain, blocks, inputs, sgd, squares
+from side_by_side import assert_plain, blocks, check, inputs, sgd, squares
 from torch import nn
 
 import models
 import sp_lightning
 from sp_lightning import errors
+from sp_lightning.memory.device import Device
 
 
 def train(net, device, steps=2):
@@ -373,3 +375,26 @@ def test_nothing_is_logged_above_info(device, caplog):
     ):
         train(handle.module, device)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_load_that_was_interrupted_is_made_again(device, at, monkeypatch):
+    """By the user, say, at a copy up: the weights that the next forward sees are those of now."""
+    send_up, calls = Device.send_up, itertools.count()
+
+    def interrupted(self, *arguments, **options):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return send_up(self, *arguments, **options)
+
+    def run(net, device):
+        x, optimizer = next(inputs(device)), sgd(net)
+        squares(net, x).backward()
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "send_up", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                net(x)
+        yield net(x)
+
+    check(blocks, run, device, window=2)
