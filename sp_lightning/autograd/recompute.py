@@ -145,7 +145,7 @@ class Written:
 
 
 class _State:
-    """What a unit's forward may change beside its arguments and weights (Rule 1), as it is now."""
+    """A copy of all that a unit's forward may change, other than its arguments and weights (Rule 1)."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         numpy = sys.modules.get("numpy")

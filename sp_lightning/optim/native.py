@@ -73,7 +73,7 @@ class Request(ctypes.Structure):
 
 
 class Recipe(NamedTuple):
-    """What native.cpp needs to know of an optimizer: its loop, its state's names, and its options in numbers."""
+    """How native.cpp steps an optimizer: the loop, the names of its state, and its options as numbers."""
 
     kind: int
     flags: Callable[[Group], int]
@@ -155,7 +155,7 @@ class Unavailable(Exception):
 
 
 class Library:
-    """The compiled code of native.cpp: what it was seen to compute as torch does, and a thread that finds out."""
+    """The compiled code of native.cpp, the options for which it has torch's bits, and a thread that compares them."""
 
     def __init__(self) -> None:
         self._code: ctypes.CDLL | None = None
@@ -362,8 +362,8 @@ class Candidate(NamedTuple):
 
 def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
     """Step parameters of a group, or return False if torch's operators have to step them."""
-    recipe = RECIPES.get(type(optimizer))
-    if recipe is None or sum(candidate.param.numel() for candidate in candidates) < FEWEST:
+    recipe = RECIPES[type(optimizer)]
+    if sum(candidate.param.numel() for candidate in candidates) < FEWEST:
         return False
     if not _has_plain_options(group, recipe) or dispatch_mode_count():
         return False

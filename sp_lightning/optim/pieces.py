@@ -15,10 +15,11 @@ update of these classes is elementwise: the same loop over pieces that fit into 
    and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
 """
 
+import functools
 import itertools
+import operator
 from collections import ChainMap
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -176,10 +177,11 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
         state.update(pieces)
         return list(pieces)
 
+    numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES and not _share_anything(optimizer)
+    left = functools.partial(_left_to_torch, optimizer) if compiles else operator.itemgetter("params")
     groups = [
-        {**group, "params": [part for param in _left_to_torch(optimizer, group) for part in cut(param)]}
-        if _takes_the_loop(group)
-        else group
+        {**group, "params": [part for param in left(group) for part in cut(param)]} if _takes_the_loop(group) else group
         for group in optimizer.param_groups
     ]
     return groups, state
@@ -188,9 +190,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
 def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
     """Step what compiled code can step with the same bits; list the other parameters of the group."""
     params: list[Tensor] = group["params"]
-    if type(optimizer) not in native.RECIPES or sum(map(Tensor.numel, params)) < native.FEWEST:
-        return params
-    if keeps_no_state(optimizer, group) or _share_anything(optimizer):
+    if keeps_no_state(optimizer, group):  # state that is there is of another momentum
         return params
     candidates: list[native.Candidate] = []
     for param in params:
@@ -286,7 +286,7 @@ def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     return list(tensor.detach().as_strided((tensor.numel(),), (1,)).split(lengths))  # type: ignore[no-untyped-call]
 
 
-@cache
+@functools.cache
 def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
     """Cut ``numel`` elements so that kernels treat each element as in one pass over all of them (rule 5)."""
     share = _ceil_div(numel, min(threads, _ceil_div(numel, GRAIN)))

@@ -97,8 +97,8 @@ class Phases:
         kind = Phase.BACKWARD if in_backward() else Phase.STEP
         if kind not in self._stack:
             return False
-        while self._stack.pop() is not kind:
-            pass  # the step of an optimizer that raised (Rule 4)
+        innermost = len(self._stack) - 1 - self._stack[::-1].index(kind)
+        del self._stack[innermost:]  # with the steps in it of optimizers that raised (Rule 4)
         if not self.in_step and torch.is_grad_enabled():
             self._stack[0] = Phase.BEFORE_BACKWARD
         self._watch_reads()
