@@ -184,7 +184,17 @@ class StandIns:
         """Write back what model code wrote to stand-ins (Rule 4).
 
         ``replayed``: weights that a recomputation wrote again. The host has their bytes since the first run.
+        A write that is refused is undone: the device's bytes and the stand-ins are made anew.
         """
+        try:
+            self._collect_writes(replayed)
+        except Exception:
+            self.unbind()
+            self.remake()
+            self.store.mark_stale()
+            raise
+
+    def _collect_writes(self, replayed: Sequence[int]) -> None:
         if self.data_exposed[0]:
             self.store.rejoin(self.outputs)
         for index in replayed:

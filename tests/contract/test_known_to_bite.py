@@ -879,6 +879,43 @@ def test_a_device_weight_requires_grad_as_its_host_parameter_does(device, traini
     check(models.stack_of(models.AdaptedBlock), run, device)
 
 
+class WritesAtTimes(nn.Linear):
+    """Writes its weight while autograd records, if told to: an error in a plain run, at the write."""
+
+    def forward(self, x):
+        if getattr(self, "writes", False):
+            self.weight.mul_(2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_write_that_is_refused_leaves_the_weights_as_they_were(where, autocast, device):
+    def build():
+        net = blocks()
+        for block in net.blocks:
+            block.up.__class__ = WritesAtTimes
+        return net
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device, 5)):
+            optimizer.zero_grad()
+            net.blocks[where].up.writes = index == 2
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+                if index == 2:
+                    with pytest.raises(RuntimeError, match="leaf"):
+                        net(x)
+                else:
+                    loss = squares(net, x)
+                    loss.backward()
+                    optimizer.step()
+                    yield loss, [p.grad for p in net.parameters()]
+            yield [p.detach().clone() for p in net.parameters()]
+
+    check(build, run, device)
+
+
 # --- Parameters that appear, vanish or move
 
 
