@@ -74,7 +74,7 @@ class Weight:
         if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
             raise ExactnessError(
                 f"parameter {field.name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
-                f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it before fit(), or call close() first"
+                f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it between steps"
             )
 
 

@@ -9,6 +9,7 @@ import types
 import numpy
 import pytest
 import torch
+from refusals import refusal
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -144,6 +145,12 @@ class FloodingStack(nn.Module):
 
 
 @pytest.mark.parametrize("passed", ["twice", "in part", "inside"])
+@refusal(
+    '`activations="recompute"`, and a unit changes in place a view, a tensor that another argument '
+    "shares, or one inside an object, or begins to change an argument in place later",
+    ExactnessError,
+    '"keep" or "offload"',
+)
 def test_a_change_in_place_that_no_copy_can_stand_for_is_an_error(passed, device):
     net, x = FloodingStack(passed), torch.ones(2, models.WIDTH, device=device)
     with sp_lightning.stream(net, device, window=1, activations="recompute", units=["Flooding"]):
@@ -207,6 +214,12 @@ def numbers():
 
 
 @pytest.mark.parametrize("keep", [lambda it: it, lambda it: types.SimpleNamespace(it=[it])], ids=["itself", "inside"])
+@refusal(
+    '`activations="recompute"`, and a unit stores, or is passed, an iterator that cannot be copied (a '
+    "generator; since Python 3.14 those of `itertools`)",
+    ExactnessError,
+    '"keep" or "offload"',
+)
 def test_an_iterator_that_can_not_be_copied_is_an_error_that_names_the_unit(keep, device):
     """A generator: since Python 3.14 those of itertools as well."""
 
@@ -260,6 +273,11 @@ class Averaging(models.Block):
         return super().forward(x - self.mean[0].to(x.device))
 
 
+@refusal(
+    '`activations="recompute"`, and a unit changes in place a tensor that a module stores as an attribute',
+    ExactnessError,
+    'a buffer, or "keep" or "offload"',
+)
 def test_a_tensor_beside_the_buffers_that_is_changed_in_place_is_an_error(device):
     net, x = models.stack_of(Averaging)(), torch.ones(2, models.FEATURES, device=device)
     with sp_lightning.stream(net, device, window=1, activations="recompute"):
@@ -295,9 +313,38 @@ class Changing(models.Stack):
         return x
 
 
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@refusal(
+    '`activations="recompute"`, and a unit saves other tensors in its second forward than in its first',
+    ExactnessError,
+    '"keep" or "offload"',
+)
+def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
+    runs = [0]
+
+    class Alternating(models.Block):
+        def forward(self, x):
+            runs[0] += 1
+            return super().forward(x.double().exp().float() if runs[0] > 9 else x)
+
+    net, (x,) = models.stack_of(Alternating)(), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1, activations=activations, units=["Alternating"]):
+        loss = squares(net, x)
+        runs[0] = 9
+        with pytest.raises(ExactnessError, match=r"blocks\.\d ran again in backward, and not as it did in forward"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("rows", [2, 64])  # too few to wait on the host, and enough
 @pytest.mark.parametrize("changed", ["passed", "kept", "bias", "nothing"])
 @pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@refusal(
+    '`activations="recompute"`, and one of these is changed in place between a unit\'s forward and its '
+    "backward, where autograd saved none of it (`x += block(x)`): a weight of the unit, an argument, "
+    "or a tensor that its modules store. Also a weight that gets other data there (`p.data = ...`)",
+    ExactnessError,
+    '`x = x + block(x)`, or "keep" or "offload"',
+)
 def test_what_is_changed_between_the_two_runs_is_an_error(activations, changed, rows, device):
     net, x = Changing(changed), torch.ones(rows, models.FEATURES, device=device)
     error = pytest.raises(ExactnessError, match="changed after its forward, which cannot run again")

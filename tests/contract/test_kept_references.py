@@ -16,6 +16,7 @@ import traceback
 
 import pytest
 import torch
+from refusals import refusal
 from side_by_side import check, inputs, squares, training
 from torch import nn
 from torch.nn import functional
@@ -313,6 +314,11 @@ def taken_in_a_hook_and_read_after_close(device):
 
 
 @case
+@refusal(
+    "a graph that is used after `close()`",
+    UnsupportedError,
+    "run its backward before",
+)
 def a_graph_whose_backward_comes_after_close(device):
     net = models.stack_of(models.Block)()
     with sp_lightning.stream(net, device, window=1):

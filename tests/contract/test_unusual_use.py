@@ -17,6 +17,7 @@ import families
 import lightning as L
 import pytest
 import torch
+from refusals import refusal
 from side_by_side import assert_plain, blocks, check, fit, inputs, kept, sgd, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -359,6 +360,34 @@ def test_data_that_a_forward_replaces_does_not_stay_on_the_device():
     assert held(Bounded)[0] == held(models.Block)[0] > 0
 
 
+@pytest.mark.parametrize("change", [lambda data: data[None].clone(), lambda data: data.double()])
+@refusal(
+    "a parameter that is given another shape or type within a step; between steps units are made anew",
+    ExactnessError,
+    "change it between steps",
+)
+def test_a_weight_that_is_given_another_shape_within_a_step_is_an_error(device, change):
+    class Changing(models.Stack):
+        changes = False
+
+        def run(self, x):
+            if self.changes:
+                self.blocks[1].up.bias.data = change(self.blocks[1].up.bias.data)
+            return super().run(x)
+
+    net, (x,) = Changing(models.Block() for _ in range(3)), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1):
+        net(x)
+        net.changes = True
+        with pytest.raises(ExactnessError, match=r"blocks\.1\.up\.bias was .* and is now .*; change it between steps"):
+            net(x)
+
+
+@refusal(
+    "`p.data = ...` while something refers to a view on the device of a weight of the same unit",
+    ExactnessError,
+    "write to the weight in place, or drop the view",
+)
 def test_a_view_on_the_device_of_data_that_is_replaced_is_an_error(device):
     class Caching(models.Block):
         def forward(self, x):
@@ -1625,6 +1654,11 @@ def test_forward_in_one_thread_and_backward_in_another(device):
     check(blocks, run, device)
 
 
+@refusal(
+    "two threads in the same model at a time",
+    UnsupportedError,
+    "one after the other, or a copy for each",
+)
 def test_a_forward_in_a_second_thread_while_the_first_is_inside_a_unit_is_an_error(device):
     net, errors = blocks(), []
 

@@ -11,6 +11,7 @@ import torch.testing._internal.two_tensor
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from torch import nn
 
 from sp_lightning.errors import PartitionError
@@ -395,6 +396,11 @@ def test_parameters_that_are_made_of_several_tensors_are_refused_by_name():
         partition(Holder(net=Holder(weight=nn.Parameter(weight))))
 
 
+@refusal(
+    "a parameter whose `grad_dtype` differs from its own type",
+    PartitionError,
+    "leave `grad_dtype` as it is",
+)
 def test_parameters_whose_gradients_are_of_another_type_are_refused_by_name():
     net = Holder(net=nn.Linear(4, 4).bfloat16())
     net.net.weight.grad_dtype = None

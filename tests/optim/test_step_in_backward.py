@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import Precision
+from refusals import refusal
 
 import models
 import parity
@@ -523,6 +524,11 @@ def test_groups_are_those_that_the_training_step_left(into):
         assert torch.equal(one, other)
 
 
+@refusal(
+    "a hook in backward changes options of the optimizer, or which parameters its groups have",
+    ExactnessError,
+    "`optimizer_overlap=False`",
+)
 def test_groups_that_backward_changes_when_units_were_stepped_are_an_error():
     module = module_of(kind=Regroups)
     module.regroup = lambda: module.net.head.weight.register_hook(lambda _: Regroups.regroup(module))

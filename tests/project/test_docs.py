@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import pathlib
@@ -139,3 +140,25 @@ def test_a_command_of_the_docs_runs(command, tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+# --- What is refused
+
+
+def refusals() -> list[tuple[str, ...]]:
+    """The cases that tests say they are of (refusals.py), each with its error and what to do instead."""
+    found = []
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for test in ast.walk(ast.parse(file.read_text())):
+            for mark in getattr(test, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "refusal":
+                    case, error, instead = mark.args
+                    found.append((ast.literal_eval(case), ast.unparse(error).split(".")[-1], ast.literal_eval(instead)))
+    return found
+
+
+def test_the_table_of_refusals_is_that_of_the_tests():
+    table = re.findall(
+        r"^\| (.+) \| (\w+Error) \| (.+) \|$", (ROOT / "docs" / "exactness.md").read_text(), re.MULTILINE
+    )
+    assert len(table) > 10 and set(table) == set(refusals())
