@@ -1,16 +1,28 @@
 """Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
 
-Importing this package registers the strategy with Lightning and does nothing else.
+Importing this package registers the strategies with Lightning, and with ``pytorch_lightning`` if that was imported
+before, and does nothing else.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+import sys
 
 from .lightning.callback import SuperpipelineCallback
+from .lightning.fabric import SuperpipelineFabricStrategy
+from .lightning.registration import register
 from .lightning.strategy import SuperpipelineStrategy
 from .planning import Plan, plan
 from .runtime.handle import Handle, stream
 
-__all__ = ["Handle", "Plan", "SuperpipelineCallback", "SuperpipelineStrategy", "plan", "stream"]
+__all__ = [
+    "Handle",
+    "Plan",
+    "SuperpipelineCallback",
+    "SuperpipelineFabricStrategy",
+    "SuperpipelineStrategy",
+    "plan",
+    "stream",
+]
 
-if "superpipeline" not in StrategyRegistry:
-    StrategyRegistry.register("superpipeline", SuperpipelineStrategy, description="Streams a model through one device")
+register()
+if "pytorch_lightning" in sys.modules:  # the same Lightning under another name
+    from . import pytorch_lightning as pytorch_lightning

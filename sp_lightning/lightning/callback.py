@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_info
 
 from ..compat.lightning import should_log, steps_taken
 from ..core.recorder import KEPT, RecordedStep
@@ -25,6 +22,7 @@ from ..observe.run_report import RunReport
 from ..options import format_bytes, is_int
 from ..planning.forecast import Plan
 from ..runtime.handle import Handle
+from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 
 log = logging.getLogger(__name__)
 

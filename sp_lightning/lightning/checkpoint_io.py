@@ -6,13 +6,14 @@ import contextlib
 import errno
 import os
 import zipfile
+from collections.abc import Container
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
+from .names import TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
@@ -23,6 +24,8 @@ class MappedCheckpointIO(TorchCheckpointIO):
 
     A local file is mapped into memory when loaded. It is written straight from the tensors into a file beside the
     previous checkpoint, which it replaces once it is complete."""
+
+    copied_later: Container[str] = COPIED_BY_LIGHTNING  # entries that whoever loads a checkpoint copies by itself
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a local checkpoint straight from the tensors; leave any other path to Lightning, which copies first."""
@@ -54,9 +57,9 @@ class MappedCheckpointIO(TorchCheckpointIO):
         if local is None or not os.path.isfile(local) or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         checkpoint = torch.load(local, map_location=map_location, weights_only=weights_only, mmap=True)
-        # Lightning copies the largest entries. Other readers may store tensors of the rest, and to read a mapped tensor
+        # The largest entries are copied later. Other readers may store tensors of the rest, and to read a mapped tensor
         # whose file is gone would kill the process.
-        others = {key: value for key, value in checkpoint.items() if key not in COPIED_BY_LIGHTNING}
+        others = {key: value for key, value in checkpoint.items() if key not in self.copied_later}
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
 
 

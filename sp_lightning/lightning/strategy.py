@@ -9,46 +9,44 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..compat.lightning import (
-    EmptyInit,
-    WrappingCheckpointIO,
-    average_device,
-    move_optimizers,
-    set_average_device,
-    setup_model,
-    update_properties,
-)
+from ..compat.lightning import EmptyInit, average_device, move_optimizers, set_average_device, setup_model
 from ..compat.modules import convert_tensors
-from ..errors import OptionError
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..observe.progress import waiting
 from ..options import Options
 from ..runtime.handle import Handle
-from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
+from ..runtime.optimizer_steps import AFTER_BACKWARD, OTHER_HOOKS, WHOLE_STEP
+from . import master_weights as masters
 from . import user_hooks
 from .callback import SuperpipelineCallback
 from .checkpoint_io import MappedCheckpointIO, on_host, size_so_far
+from .names import (
+    Accelerator,
+    Checkpoint,
+    CheckpointIO,
+    Precision,
+    SingleDeviceStrategy,
+    StochasticWeightAveraging,
+    Trainer,
+    TrainerFn,
+    WeightAveraging,
+    WrappingCheckpointIO,
+    update_properties,
+)
+from .one_device import OneDevice
 
 HOST = torch.device("cpu")
-OTHER_HOOKS = "other step hooks are registered"
-ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
 
 log = logging.getLogger(__name__)
 
 
-class SuperpipelineStrategy(SingleDeviceStrategy):
+class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
     Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
@@ -128,7 +126,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         )
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._device_given = device is not None
-        self._parallel_devices: list[torch.device] | None = None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # whose averages we keep on the host
         self._callback: SuperpipelineCallback | None = None  # added to runs without a callback of the user's
         check_supported(self.root_device)
@@ -136,38 +133,6 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle out of a copy: it streams the original's module."""
         return {**super().__getstate__(), "handle": None}
-
-    # ---- the device
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the Trainer chose; None before that, as any other value would choose the accelerator."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
-        self._parallel_devices = devices
-        if devices and self._device_given and self.root_device.type != devices[0].type:
-            raise OptionError(
-                argument="device",
-                found=str(self.root_device),
-                allowed=f"on the Trainer's accelerator ('{devices[0]}'); change the Trainer's, or pass no device here",
-            )
-        if devices and not self._device_given:
-            check_supported(devices[0])
-            self._root_device = devices[0]
-
-    @property
-    def num_nodes(self) -> int:
-        """Always 1."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, count: int) -> None:
-        if count > 1:
-            raise OptionError(argument="num_nodes", found=count, allowed=ONE)
 
     # ---- setup and teardown
 
@@ -224,27 +189,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""
         if not self.options.master_weights:
             return self.precision_plugin.convert_module(module)
-        half = self._half_dtype()
-        for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    child._buffers[name] = buffer.to(half)
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.float()
-        assert self.lightning_module is not None
-        update_properties(self.lightning_module, dtype=half)
-        return module
-
-    def _half_dtype(self) -> torch.dtype:
-        """Return the type in which the device computes, with master weights."""
-        if not isinstance(self.precision_plugin, HalfPrecision):
-            raise OptionError(
-                argument="precision",
-                found=self.precision_plugin.precision,
-                allowed="'bf16-true' or '16-true' with master_weights=True",
-            )
-        return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float16
+        return masters.convert(module, masters.half_dtype(self.precision_plugin))
 
     def model_to_device(self) -> None:
         """Begin to stream the parameters; move buffers and metric states to the device."""
@@ -253,7 +198,7 @@ class SuperpipelineStrategy(SingleDeviceStrategy):
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
                 convert_tensors(module, self._unless_streamed)
-        compute_dtype = self._half_dtype() if self.options.master_weights else None
+        compute_dtype = masters.half_dtype(self.precision_plugin) if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
             self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, not fits, fits)

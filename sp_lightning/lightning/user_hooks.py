@@ -15,22 +15,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    RichProgressBar,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-)
-from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from ..compat.lightning import BEFORE_STEP, data_fetcher, is_last_batch, should_validate, validation_interval
 from ..compat.modules import COUNTS_STEPS
 from .callback import SuperpipelineCallback
+from .names import (
+    Callback,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    LightningModule,
+    ModelCheckpoint,
+    RichProgressBar,
+    Strategy,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 MODULE_BEFORE_STEP = (*CALLBACKS_BEFORE_STEP, "backward", "configure_gradient_clipping", "optimizer_step")
@@ -99,7 +100,7 @@ def _has_own(hook: str, part: object, base: type) -> bool:
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:
     """Name the first of these methods that comes from the user's code (Rule 3)."""
-    known = ("lightning", "sp_lightning")
+    known = ("lightning", "pytorch_lightning", "lightning_fabric", "sp_lightning")
     places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in known)]
     method = next((method for place in places for method in methods if method in vars(place)), None)
     return None if method is None else f"{type(part).__name__} overrides {method}"

@@ -77,6 +77,11 @@ class ForwardEntry:
         return getattr, (self.module, self.method)  # finds the class's: the copy has no attributes yet
 
 
+def has_method(module: nn.Module, name: str) -> bool:
+    """Return whether a module's class has this method."""
+    return isinstance(inspect.getattr_static(type(module), name, None), types.FunctionType)
+
+
 class ModuleEntry(ForwardEntry):
     """An entry that visits the units which own a module's direct parameters."""
 
@@ -205,7 +210,9 @@ class RootEntry(ForwardEntry):
         try:
             with self.steps.explaining():
                 args, kwargs = to_device(args, kwargs, self.steps.device.torch_device)
-                forward = self.module.forward if self.removed else self.forward  # removed: units were made anew
+                forward = (
+                    getattr(self.module, self.method) if self.removed else self.forward
+                )  # removed: units were made anew
                 return forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
@@ -230,6 +237,14 @@ class SubmoduleEntry(RootEntry):
         return (self.step if alone else self.forward)(*args, **kwargs)
 
 
+class StepEntry(SubmoduleEntry):
+    """An entry in front of a method that runs forwards, which becomes a step if it is called by itself."""
+
+    def __init__(self, module: nn.Module, steps: StepBoundary, method: str) -> None:
+        self.method = method
+        super().__init__(module, steps, method)
+
+
 class Generation(ForwardEntry):
     """An entry in front of ``generate``, which reads weights and devices between its forwards as a step does.
 
@@ -240,11 +255,6 @@ class Generation(ForwardEntry):
     def __init__(self, module: nn.Module, steps: StepBoundary) -> None:
         super().__init__(module)
         self.steps = steps
-
-    @classmethod
-    def fits(cls, module: nn.Module) -> bool:
-        """Return whether the module's class has this method."""
-        return isinstance(inspect.getattr_static(type(module), cls.method, None), types.FunctionType)
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,8 +31,10 @@ from .entries import (
     ModuleEntry,
     NoFlatten,
     RootEntry,
+    StepEntry,
     SubmoduleEntry,
     UnitEntry,
+    has_method,
 )
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
@@ -62,11 +64,13 @@ class Handle:
         compute_dtype: torch.dtype | None = None,
         only_inference: bool = False,
         trains: bool = False,
+        methods: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
         self._trains = trains  # training certainly follows
+        self._methods = methods  # of the module, besides forward: each is a step if it is called by itself
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
@@ -267,7 +271,12 @@ class Handle:
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             self._entries.append(RootEntry(self.module, self))
-            self._entries.extend(Generation(part, self) for part in self.module.modules() if Generation.fits(part))
+            self._entries.extend(
+                Generation(part, self) for part in self.module.modules() if has_method(part, Generation.method)
+            )
+            self._entries.extend(
+                StepEntry(self.module, self, name) for name in self._methods if has_method(self.module, name)
+            )
         except BaseException:
             self._abandon()
             raise

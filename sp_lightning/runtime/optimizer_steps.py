@@ -33,6 +33,7 @@ from .engine import Engine
 log = logging.getLogger(__name__)
 
 AFTER_BACKWARD = "the optimizer steps after backward"
+OTHER_HOOKS = "other step hooks are registered"
 WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 
 
@@ -169,6 +170,10 @@ class OptimizerSteps:
         if reason and not any(reason in reasons for reasons in self.said.values()):
             self.said[what].append(reason)
             log.info("superpipeline: %s, as %s", what, reason)
+
+    def manages(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has streamed parameters."""
+        return bool(self._managed_by(optimizer))
 
     def _managed_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         managed = self.engine.managed

@@ -70,13 +70,32 @@ def imports(package: pathlib.Path, name: str) -> set[str]:
 
 
 def file_of(package: pathlib.Path, *path: str) -> str | None:
-    """The file of a module, by its path in the package."""
-    names = "/".join([*path, "__init__.py"]), "/".join(path) + ".py"
+    """The file of a module, by its path in the package; pytorch_lightning/ has the modules of lightning/ as well."""
+    places = [path, ["lightning", *path[1:]]] if path[:1] == ("pytorch_lightning",) else [path]
+    names = [name for place in places for name in ("/".join([*place, "__init__.py"]), "/".join(place) + ".py")]
     return next((name for name in names if (package / name).is_file()), None)
 
 
 def alone(path: list[str]) -> str:
     return "/".join(path[1:]) + ".py"
+
+
+LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def test_the_modules_that_run_under_both_names_of_lightning_import_it_from_one_place():
+    found = {}
+    for file in sorted((ROOT / PACKAGE / "lightning").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.split(".")[0] in LIGHTNINGS for name in named):
+                found[file.name] = named
+    assert list(found) == ["names.py"]
+    assert [path.name for path in sorted((ROOT / PACKAGE / "pytorch_lightning").glob("*.py"))] == [
+        "__init__.py",
+        "names.py",
+    ]
 
 
 def test_the_architecture_lists_every_file_once_and_files_import_only_from_files_above_them():
@@ -109,8 +128,8 @@ def most(name: str) -> int:
 
 def test_packages_are_floors_of_at_most_ten_modules():
     order = packages(listed(ROOT))
-    floors = "core compat memory autograd optim runtime planning observe lightning bench commands".split()
-    assert [name for name in order if name in floors] == floors
+    floors = "core compat memory autograd optim runtime planning observe lightning pytorch_lightning bench commands"
+    assert [name for name in order if name in floors.split()] == floors.split()
     assert faults_of_the_packages(ROOT) == []
 
 

@@ -1,0 +1,65 @@
+"""The classes of Lightning under which the modules beside this file work.
+
+They import Lightning from here alone, since they run a second time as modules of ``sp_lightning.pytorch_lightning``,
+whose file of this name has the same classes of ``pytorch_lightning``.
+"""
+
+from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from ..compat.lightning import WrappingCheckpointIO, update_properties
+
+__all__ = [
+    "Accelerator",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "DeviceStatsMonitor",
+    "FabricHalfPrecision",
+    "FabricPrecision",
+    "FabricSingleDeviceStrategy",
+    "FabricStrategyRegistry",
+    "HalfPrecision",
+    "LearningRateMonitor",
+    "LightningModule",
+    "Logger",
+    "ModelCheckpoint",
+    "Precision",
+    "RichProgressBar",
+    "SingleDeviceStrategy",
+    "StochasticWeightAveraging",
+    "Strategy",
+    "StrategyRegistry",
+    "TQDMProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+    "TorchCheckpointIO",
+    "Trainer",
+    "TrainerFn",
+    "WeightAveraging",
+    "WrappingCheckpointIO",
+    "rank_zero_info",
+    "update_properties",
+]

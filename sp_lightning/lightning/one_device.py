@@ -1,0 +1,56 @@
+"""The device of a strategy: one, which the user passed or Lightning chose."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import OptionError
+from ..memory.device import check_supported
+
+ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
+
+
+class OneDevice:
+    """What the strategies for the Trainer and for Fabric have in common: both are given their device by Lightning."""
+
+    _root_device: torch.device  # Lightning's
+    _device_given: bool  # whether the user passed the device
+    _parallel_devices: list[torch.device] | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that Lightning chose; None before that, as any other value would choose the accelerator."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
+        self._parallel_devices = devices
+        if devices and self._device_given and self._root_device.type != devices[0].type:
+            raise OptionError(
+                argument="device",
+                found=str(self._root_device),
+                allowed=f"on the Trainer's accelerator ('{devices[0]}'); change the Trainer's, or pass no device here",
+            )
+        if devices and not self._device_given:
+            check_supported(devices[0])
+            self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count > 1:
+            raise OptionError(argument="num_nodes", found=count, allowed=ONE)
+
+    @property
+    def _num_nodes(self) -> int:
+        return 1
+
+    @_num_nodes.setter
+    def _num_nodes(self, count: int) -> None:  # Fabric sets it past the public one
+        self.num_nodes = count

@@ -1,0 +1,61 @@
+"""The classes of ``pytorch_lightning``, under the names of sp_lightning/lightning/names.py."""
+
+from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
+from lightning_fabric.plugins.precision import Precision as FabricPrecision
+from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
+from lightning_fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins import CheckpointIO, HalfPrecision, Precision
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities import rank_zero_info
+
+from ..compat.pytorch_lightning import WrappingCheckpointIO, update_properties
+
+__all__ = [
+    "Accelerator",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "DeviceStatsMonitor",
+    "FabricHalfPrecision",
+    "FabricPrecision",
+    "FabricSingleDeviceStrategy",
+    "FabricStrategyRegistry",
+    "HalfPrecision",
+    "LearningRateMonitor",
+    "LightningModule",
+    "Logger",
+    "ModelCheckpoint",
+    "Precision",
+    "RichProgressBar",
+    "SingleDeviceStrategy",
+    "StochasticWeightAveraging",
+    "Strategy",
+    "StrategyRegistry",
+    "TQDMProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+    "TorchCheckpointIO",
+    "Trainer",
+    "TrainerFn",
+    "WeightAveraging",
+    "WrappingCheckpointIO",
+    "rank_zero_info",
+    "update_properties",
+]

@@ -1,0 +1,472 @@
+"""Fabric: a user's own loop, once plainly and once with modules that stream, has the same bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import weakref
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from lightning.fabric.strategies import SingleDeviceStrategy
+from side_by_side import assert_plain, blocks
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.errors import OptionError
+
+BATCHES = 5
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+
+
+def fabric_on(device, strategy, precision="32-true"):
+    simulated = device.type == "simgpu"
+    accelerator = importlib.import_module("simgpu.lightning").SimGPUAccelerator() if simulated else "cpu"
+    mixed = precision.endswith("mixed")
+    plugins = [MixedPrecision(precision, device.type)] if mixed else None
+    fabric = Fabric(
+        accelerator=accelerator, devices=1, strategy=strategy, precision=None if mixed else precision, plugins=plugins
+    )
+    fabric.launch()
+    return fabric
+
+
+made = []
+
+
+@pytest.fixture(autouse=True)
+def torn_down():
+    """All strategies of a test that are still there end with it."""
+    yield
+    while made:
+        strategy = made.pop()()
+        if strategy is not None and strategy.accelerator is not None:
+            strategy.teardown()
+
+
+def streaming(device, **options):
+    strategy = sp_lightning.SuperpipelineFabricStrategy(device=device, **{"window": 1, **options})
+    made.append(weakref.ref(strategy))
+    return strategy
+
+
+def record(loop, device, strategy, precision):
+    """What a loop yields, as it was then."""
+    torch.manual_seed(0)
+    fabric = fabric_on(device, strategy, precision)
+    entries = []
+    for index, value in enumerate(loop(fabric)):
+        entries += [
+            parity.Entry(f"yield {index}", path, parity.keep(leaf)) for path, leaf in parity.leaves(value, "value ")
+        ]
+    host = [e._replace(value=e.value.cpu() if isinstance(e.value, torch.Tensor) else e.value) for e in entries]
+    return parity.Record(host)
+
+
+def compare(loop, device, precision="32-true", **options):
+    strategy = streaming(device, **options)
+    plain = record(loop, device, SingleDeviceStrategy(device=device), precision)
+    streamed = record(loop, device, strategy, precision)
+    assert plain.entries
+    parity.compare(plain, streamed)
+    assert all(handle.stats()["bytes_up"] for handle in strategy.handles)
+
+
+def adamw(module, **options):
+    return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False, **options)
+
+
+def batches(fabric, count=BATCHES):
+    return fabric.setup_dataloaders(
+        torch.utils.data.DataLoader([models.vectors(i) for i in range(count)], batch_size=None)
+    )
+
+
+def trained(*modules):
+    return [[p.detach().clone() for p in module.parameters()] for module in modules]
+
+
+# --- Loops as users write them
+
+
+def plainly(fabric):
+    net = blocks()
+    net, optimizer = fabric.setup(net, adamw(net))
+    for x, y in batches(fabric):
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        yield loss
+    yield trained(net), optimizer.state_dict()["state"]
+
+
+def with_everything_in_between(fabric):
+    """Clips, schedules, looks at gradients and weights, averages weights, and zeroes right after the step."""
+    net = blocks()
+    optimizer = adamw(net)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    average = copy.deepcopy(net)
+    net, optimizer = fabric.setup(net, optimizer)
+    for index, (x, y) in enumerate(batches(fabric, 8)):
+        loss = nn.functional.cross_entropy(net(x), y)
+        fabric.backward(loss)
+        yield [p.grad for p in net.parameters()]
+        clip = {"max_norm": 0.1, "error_if_nonfinite": False} if index % 2 else {"clip_val": 0.01}
+        fabric.clip_gradients(net, optimizer, **clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index % 3 == 0)
+        scheduler.step()
+        with torch.no_grad():
+            for kept, p in zip(average.parameters(), net.parameters(), strict=True):
+                kept.lerp_(p.to(kept.device, kept.dtype), 0.1)
+            if index == 5:
+                next(net.parameters()).mul_(0.9)
+        yield loss, trained(average)
+    yield trained(net), optimizer.state_dict()["state"], scheduler.get_last_lr()
+
+
+def accumulating(fabric):
+    net = blocks()
+    net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False))
+    for index, (x, y) in enumerate(batches(fabric, 6)):
+        waits = index % 3 != 2
+        with fabric.no_backward_sync(net, enabled=waits):
+            fabric.backward(nn.functional.cross_entropy(net(x), y) / 3)
+        if not waits:
+            optimizer.step()
+            optimizer.zero_grad()
+    yield trained(net)
+
+
+def with_a_closure(fabric):
+    net = blocks()
+    net, optimizer = fabric.setup(net, adamw(net))
+    for x, y in batches(fabric):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            fabric.backward(loss)
+            fabric.clip_gradients(net, optimizer, max_norm=0.1)
+            return loss
+
+        yield optimizer.step(closure)
+    yield trained(net)
+
+
+def by_hand(fabric):
+    """``loss.backward()``, which plain Fabric allows on one device."""
+    net = fabric.setup_module(blocks())
+    optimizer = fabric.setup_optimizers(adamw(net))
+    for x, y in batches(fabric):
+        optimizer.zero_grad()
+        with fabric.autocast():
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    net.eval()
+    with torch.no_grad():
+        yield [net(x) for x, _ in batches(fabric)], trained(net)
+
+
+def adversaries(fabric):
+    """Two modules and two optimizers, as a GAN has."""
+    generator, critic = blocks(), models.stack_of(models.Block, 3)()
+    generator, by_generator = fabric.setup(generator, adamw(generator))
+    critic, by_critic = fabric.setup(critic, adamw(critic))
+    widen = torch.ones(1, models.FEATURES)
+    for x, _ in batches(fabric):
+        made = generator(x).sum(1, keepdim=True) * widen.to(x.device)
+        by_critic.zero_grad()
+        fabric.backward(critic(x).mean() - critic(made.detach()).mean())
+        by_critic.step()
+        by_generator.zero_grad()
+        loss = critic(made).mean()
+        fabric.backward(loss)
+        by_generator.step()
+        yield loss
+    yield trained(generator, critic)
+
+
+def one_module_and_two_optimizers(fabric):
+    net = blocks()
+    parameters = list(net.parameters())
+    one = torch.optim.AdamW(parameters[::2], lr=0.01, foreach=False)
+    other = torch.optim.SGD(parameters[1::2], lr=0.1, foreach=False)
+    net, one, other = fabric.setup(net, one, other)
+    for x, y in batches(fabric):
+        one.zero_grad()
+        other.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(net(x), y))
+        one.step()
+        other.step()
+    yield trained(net)
+
+
+def a_lightning_module(fabric):
+    """Its training_step reads weights outside of any forward, for the loss."""
+
+    class Penalised(models.ZooModule):
+        def training_step(self, batch, index):
+            loss = self.case.loss(self.net, batch)
+            return loss + sum(block.up.weight.square().sum() for block in self.net.blocks)
+
+        def log(self, *_, **__):
+            pass
+
+    module = Penalised(models.case("mlp"))
+    module, optimizer = fabric.setup(module, adamw(module))
+    for index, batch in enumerate(batches(fabric)):
+        optimizer.zero_grad()
+        loss = module.training_step(batch, index)
+        fabric.backward(loss)
+        yield loss, [p.grad for p in module.parameters()]
+        optimizer.step()
+        yield module.predict_step(batch, index)
+    yield trained(module)
+
+
+LOOPS = [
+    plainly,
+    with_everything_in_between,
+    accumulating,
+    with_a_closure,
+    by_hand,
+    adversaries,
+    one_module_and_two_optimizers,
+    a_lightning_module,
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
+    compare(loop, device, optimizer_overlap=overlap)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
+def test_under_other_precisions_too(loop, precision, device):
+    compare(loop, device, precision, activations="recompute")
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
+def test_a_gradient_scaler_too(loop):
+    compare(loop, torch.device("simgpu", 0), "16-mixed")
+
+
+def test_a_step_is_deferred_where_nobody_waits_for_it_and_not_where_the_option_says_so(device):
+    deferred = []
+    for overlap in (True, False):
+        torch.manual_seed(0)
+        strategy = streaming(device, optimizer_overlap=overlap)
+        fabric = fabric_on(device, strategy)
+        net = blocks()
+        net, optimizer = fabric.setup(net, adamw(net))
+        for x, y in batches(fabric):
+            loss = nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            deferred.append(strategy.handles[0].engine.current_step.is_deferred)
+    assert deferred == [False] + [True] * (BATCHES - 1) + [False] * BATCHES  # the first step makes the state
+
+
+# --- Checkpoints
+
+
+@pytest.mark.parametrize("saves", ["plain", "streaming"])
+@pytest.mark.parametrize("loads", ["plain", "streaming"])
+def test_checkpoints_cross_over(saves, loads, device, tmp_path):
+    def strategy(side):
+        return SingleDeviceStrategy(device=device) if side == "plain" else streaming(device)
+
+    def parts(side, seed):
+        torch.manual_seed(seed)
+        fabric = fabric_on(device, strategy(side))
+        net = blocks()
+        net, optimizer = fabric.setup(net, adamw(net))
+        return fabric, {"net": net, "optimizer": optimizer, "step": 0, "extra": torch.zeros(3)}
+
+    def steps(fabric, state, count):
+        for x, y in batches(fabric, count):
+            state["optimizer"].zero_grad()
+            fabric.backward(nn.functional.cross_entropy(state["net"](x), y))
+            state["optimizer"].step()
+            state["step"] += 1
+        return trained(state["net"]), state["optimizer"].state_dict()["state"], state["step"]
+
+    fabric, state = parts(saves, 0)
+    steps(fabric, state, 2)
+    state["extra"] = torch.arange(3.0)
+    fabric.save(tmp_path / "state.ckpt", state)
+    expected = steps(fabric, state, 3)
+    other, again = parts(loads, 1)
+    remainder = other.load(tmp_path / "state.ckpt", again)
+    (tmp_path / "state.ckpt").write_bytes(b"")  # nothing refers to the file
+    assert remainder == {} and again["step"] == 2 and torch.equal(again["extra"], torch.arange(3.0))
+    actual = steps(other, again, 3)
+    for one, two in zip(parity.leaves(expected, ""), parity.leaves(actual, ""), strict=True):
+        same = torch.equal(one[1].cpu(), two[1].cpu()) if isinstance(one[1], torch.Tensor) else one[1] == two[1]
+        assert one[0] == two[0] and same, one[0]
+
+
+@pytest.mark.parametrize("part", ["net", "optimizer", None])
+def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
+    fabric = fabric_on(device, streaming(device))
+    net = blocks()
+    optimizer = adamw(net)
+    net, optimizer = fabric.setup(net, optimizer)
+    for x, y in batches(fabric, 1):
+        fabric.backward(nn.functional.cross_entropy(net(x), y))
+        optimizer.step()
+    saved = copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+    file = tmp_path / "raw.ckpt"
+    torch.save(saved[part] if part else saved, file)
+    if part is None:
+        found = fabric.load(file)
+    else:
+        for p in net.parameters():
+            p.data.zero_()
+        fabric.load_raw(file, {"net": net, "optimizer": optimizer}[part])
+        found = {part: {"net": net, "optimizer": optimizer}[part].state_dict()}
+    file.write_bytes(b"")
+    for where, leaf in parity.leaves(found, ""):
+        expected = dict(parity.leaves(saved, ""))[where]
+        assert torch.equal(leaf.cpu(), expected.cpu()) if isinstance(leaf, torch.Tensor) else leaf == expected
+
+
+def test_a_trainers_checkpoint_is_loaded(tmp_path):
+    trainer = parity_trainer(tmp_path)
+    module = models.ZooModule(models.case("mlp"))
+    trainer.fit(module, models.loader(module.case, 2))
+    trainer.save_checkpoint(tmp_path / "trainer.ckpt")
+    fabric = fabric_on(torch.device("cpu"), streaming(torch.device("cpu")))
+    other = models.ZooModule(models.case("mlp"))
+    wrapped, optimizer = fabric.setup(other, other.configure_optimizers())
+    rest = fabric.load(tmp_path / "trainer.ckpt", {"state_dict": wrapped}, strict=False)
+    optimizer.load_state_dict(rest["optimizer_states"][0])
+    assert all(map(torch.equal, trained(other)[0], trained(module)[0]))
+
+
+def parity_trainer(folder):
+    import lightning as L
+
+    return L.Trainer(
+        strategy=sp_lightning.SuperpipelineStrategy(window=1),
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+# --- Modules: where they are made, and how long they stream
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_module_made_by_fabric_is_on_the_host(empty, device):
+    fabric = fabric_on(device, streaming(device))
+    with fabric.init_module(empty_init=empty):
+        net = blocks()
+    assert {p.device.type for p in net.parameters()} == {"cpu"}
+    net = fabric.setup(net)
+    x, _ = next(iter(batches(fabric)))
+    assert net(x).device == device and net.device == device
+
+
+def test_master_weights_stay_in_fp32(device):
+    fabric = fabric_on(device, streaming(device, master_weights=True), "bf16-true")
+    with fabric.init_module():
+        net = blocks()
+    net, optimizer = fabric.setup(net, adamw(net))
+    for x, y in batches(fabric):
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    seen = []
+    net.blocks[0].up.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    net(x)
+    assert seen == [torch.bfloat16]
+    with pytest.raises(OptionError, match="precision must be 'bf16-true' or '16-true' with master_weights=True"):
+        fabric_on(device, streaming(device, master_weights=True), "32-true")
+
+
+def test_a_module_without_parameters_only_moves_and_a_part_that_streams_stays(device):
+    fabric = fabric_on(device, streaming(device))
+    norm = fabric.to_device(nn.BatchNorm1d(3, affine=False))
+    assert norm.running_mean.device == device and fabric.strategy.handles == []
+    net = fabric.setup(blocks())
+    assert fabric.setup(net.module.blocks[0]) is not None
+    fabric.to_device(net.module)
+    assert len(fabric.strategy.handles) == 1
+
+
+def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
+    fabric = fabric_on(device, streaming(device))
+    net = blocks()
+    wrapped = fabric.setup(net, move_to_device=False)
+    assert_plain(net)
+    fabric.to_device(net)
+    x, _ = next(iter(batches(fabric)))
+    assert wrapped(x).device == device and len(fabric.strategy.handles) == 1
+
+
+def test_modules_are_plain_again_when_the_strategy_is_gone(device):
+    fabric = fabric_on(device, streaming(device))
+    net = blocks()
+    wrapped, optimizer = fabric.setup(net, adamw(net))
+    for x, y in batches(fabric, 2):
+        fabric.backward(nn.functional.cross_entropy(wrapped(x), y))
+        optimizer.step()
+    gone = weakref.ref(fabric.strategy)
+    del fabric, wrapped, optimizer
+    gc.collect()
+    assert gone() is None
+    assert_plain(net)
+    again = fabric_on(device, streaming(device))
+    assert again.setup(net)(x).device == device
+
+
+def test_a_teardown_makes_all_modules_plain(device):
+    fabric = fabric_on(device, streaming(device))
+    nets = [blocks(), blocks()]
+    for net in nets:
+        fabric.setup(net)
+    fabric.strategy.teardown()
+    for net in nets:
+        assert_plain(net)
+    assert fabric.strategy.handles == []
+
+
+# --- What is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [({"devices": 2}, "devices must be 1: .* got 2"), ({"num_nodes": 2}, "num_nodes must be 1: .* got 2")],
+)
+def test_more_than_one_device_is_refused(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        Fabric(accelerator="cpu", strategy="superpipeline", **{"devices": 1, **arguments})
+
+
+def test_a_wrong_option_is_refused_by_name():
+    with pytest.raises(OptionError, match=r"an option must be one of window, .* got 'windows'"):
+        sp_lightning.SuperpipelineFabricStrategy(windows=1)
+
+
+def test_the_name_is_registered():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="superpipeline")
+    assert type(fabric.strategy) is sp_lightning.SuperpipelineFabricStrategy

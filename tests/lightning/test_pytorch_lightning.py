@@ -1,0 +1,209 @@
+"""``pytorch_lightning``, the same Lightning under another name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+
+import models
+import parity
+import sp_lightning
+
+pl = pytest.importorskip("pytorch_lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def strategies():
+    import sp_lightning.pytorch_lightning
+
+    return sp_lightning.pytorch_lightning
+
+
+class Module(pl.LightningModule):
+    """A zoo module of the other package."""
+
+    def __init__(self, case="mlp"):
+        super().__init__()
+        self.case = models.case(case)
+        self.net = self.case.make()
+
+    def training_step(self, batch, index):
+        loss = self.case.loss(self.net, batch)
+        self.log("loss", loss, batch_size=1)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val", self.case.loss(self.net, batch), batch_size=1)
+
+    def predict_step(self, batch, index):
+        return self.case.predict(self.net, batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def trainer(folder, package=pl, **options):
+    return package.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "max_epochs": 2,
+            "default_root_dir": folder,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            **options,
+        }
+    )
+
+
+def outcome(folder, strategy, case="mlp", ckpt=None, save=None, **options):
+    torch.manual_seed(0)
+    module = Module(case)
+    ours = trainer(folder, strategy=strategy, **options)
+    ours.fit(module, models.loader(module.case, 4), models.loader(module.case, 2), ckpt_path=ckpt)
+    if save is not None:
+        ours.save_checkpoint(save)
+    predictions = ours.predict(module, models.loader(module.case, 2))
+    return [dict(module.named_parameters()), ours.optimizers[0].state_dict(), predictions, ours.callback_metrics]
+
+
+def assert_same(one, other):
+    for (where, a), (there, b) in zip(parity.leaves(one, ""), parity.leaves(other, ""), strict=True):
+        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert where == there and same, where
+
+
+OPTIONS = [
+    {},
+    {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-true"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("case", ["mlp", "adapters"])
+def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
+    ours = strategies().SuperpipelineStrategy(window=1)
+    assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
+    assert ours.handle.closed and ours.handle.stats()["bytes_up"] > 0
+
+
+@pytest.mark.parametrize("saves, loads", [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
+def test_a_run_is_resumed(tmp_path, saves, loads):
+    def strategy(side):
+        return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side
+
+    outcome(tmp_path, strategy(saves), save=tmp_path / "half.ckpt", max_epochs=1)
+    assert_same(outcome(tmp_path, "auto"), outcome(tmp_path, strategy(loads), ckpt=tmp_path / "half.ckpt"))
+
+
+def test_a_checkpoint_goes_to_the_other_package_and_to_fabric(tmp_path):
+    expected = outcome(tmp_path, "auto")
+    outcome(tmp_path, strategies().SuperpipelineStrategy(window=1), save=tmp_path / "half.ckpt", max_epochs=1)
+    torch.manual_seed(1)
+    module = models.ZooModule(models.case("mlp"))
+    module.configure_optimizers = lambda: Module.configure_optimizers(module)
+    lightnings = trainer(tmp_path, L, strategy=sp_lightning.SuperpipelineStrategy(window=1))
+    lightnings.fit(module, models.loader(module.case, 4), ckpt_path=tmp_path / "half.ckpt")
+    assert_same(expected[:2], [dict(module.named_parameters()), lightnings.optimizers[0].state_dict()])
+
+    import lightning_fabric
+
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy=strategies().SuperpipelineFabricStrategy())
+    other = Module()
+    wrapped, _ = fabric.setup(other, torch.optim.AdamW(other.parameters()))
+    fabric.load(tmp_path / "half.ckpt", {"state_dict": wrapped}, strict=False)
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
+    assert_same(saved, wrapped.state_dict())
+    fabric.strategy.teardown()
+
+
+def test_the_name_is_registered_and_the_callback_reports(tmp_path):
+    callback = strategies().SuperpipelineCallback()
+    ours = trainer(tmp_path, strategy="superpipeline", callbacks=[callback])
+    assert type(ours.strategy) is strategies().SuperpipelineStrategy
+    ours.fit(module := Module(), models.loader(module.case, 4))
+    import lightning_fabric
+
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy="superpipeline")
+    assert type(fabric.strategy) is strategies().SuperpipelineFabricStrategy
+
+
+def test_a_module_of_the_other_package_is_refused_by_lightning(tmp_path):
+    for package, module in ((pl, models.ZooModule(models.case("mlp"))), (L, Module())):
+        package.Trainer(strategy="auto", accelerator="cpu", logger=False)  # the plain one says the same
+        with pytest.raises(TypeError, match="must be a `LightningModule`"):
+            trainer(tmp_path, package, strategy="superpipeline").fit(module, models.loader(module.case, 2))
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    "imports, registered, imported",
+    [
+        ("import sp_lightning", False, False),
+        ("import pytorch_lightning, sp_lightning", True, True),
+        ("import sp_lightning, pytorch_lightning", False, True),
+        ("import sp_lightning.pytorch_lightning", True, True),
+        ("import sp_lightning, pytorch_lightning, sp_lightning.pytorch_lightning", True, True),
+    ],
+)
+def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not(imports, registered, imported):
+    code = f"""
+import sys
+{imports}
+assert ("pytorch_lightning" in sys.modules) is {imported}
+if {imported}:
+    from pytorch_lightning.strategies import StrategyRegistry
+    assert ("superpipeline" in StrategyRegistry) is {registered}
+from lightning.pytorch.strategies import StrategyRegistry
+assert "superpipeline" in StrategyRegistry
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_packages_have_the_same_names():
+    from sp_lightning.lightning import names as ours
+    from sp_lightning.pytorch_lightning import names as others
+
+    assert ours.__all__ == others.__all__
+    for name in ours.__all__:
+        one, other = getattr(ours, name), getattr(others, name)
+        assert getattr(one, "__name__", type(one).__name__) == getattr(other, "__name__", type(other).__name__)
+        assert one is not other or name == "rank_zero_info", name
+
+
+@pytest.mark.parametrize("package, strategies", [(pl, "sp_lightning.pytorch_lightning"), (L, "sp_lightning")])
+def test_the_command_line_of_both_takes_the_strategy_by_its_class(package, strategies, tmp_path):
+    cli = importlib.import_module(f"{package.__name__}.{'pytorch.' if package is L else ''}cli")
+    module = Module if package is pl else Drawn
+    given = f"""
+trainer:
+  accelerator: cpu
+  strategy:
+    class_path: {strategies}.SuperpipelineStrategy
+    init_args: {{window: 2}}
+  callbacks:
+    - class_path: {strategies}.SuperpipelineCallback
+"""
+    (tmp_path / "config.yaml").write_text(given)
+    made = cli.LightningCLI(module, run=False, args=["--config", str(tmp_path / "config.yaml")])
+    assert made.trainer.strategy.options.window == 2
+    assert type(made.trainer.strategy) is importlib.import_module(strategies).SuperpipelineStrategy
+
+
+class Drawn(L.LightningModule):
+    """A module without arguments."""
