@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -140,6 +141,18 @@ def test_a_command_of_the_docs_runs(command, tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_list_of_pages_has_all_of_them():
+    listed = re.findall(r"^\| \[(\S+)\]\(\1\) \|", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+def test_the_reference_is_what_the_docstrings_say():
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    assert (ROOT / "docs" / "api.md").read_text() == make_api.page()  # else run: python docs/make_api.py
 
 
 # --- What is refused
