@@ -1,4 +1,4 @@
-"""Write the README's table of results on real devices, and the picture, from the result files alone.
+"""Write the table of results on real devices, and the picture, into ../NOTES.md, from the result files alone.
 
     python benchmarks/gpu/publish.py
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import campaign
 
-README = campaign.ROOT / "README.md"
+NOTES = campaign.ROOT / "benchmarks" / "NOTES.md"
 PICTURE = campaign.ROOT / "docs" / "measured_curve.png"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NOT_REAL = ("cpu", "simgpu", "null-cuda")
@@ -44,11 +44,11 @@ def table(found: dict[str, list[Found]]) -> str:
     """Make a table with a row for every bar that was measured, and for every campaign that was not run."""
     lines = ["| campaign | claim | measured |", "| --- | --- | --- |"]
     for name, claim in CLAIMS.items():
-        link = f"[`benchmarks/gpu/{name}.py`](benchmarks/gpu/{name}.py)"
+        link = f"[`benchmarks/gpu/{name}.py`](gpu/{name}.py)"
         if not found[name]:
             lines.append(f"| {link} | {claim} | not measured |")
         for result in found[name]:
-            file = f"[{result['facts']['device']}](benchmarks/results/{result['file']})"
+            file = f"[{result['facts']['device']}](results/{result['file']})"
             lines += [f"| {link}, {file} | {bar} | {measured} |" for bar, measured in _rows(result, claim)]
     return "\n".join(lines)
 
@@ -83,7 +83,7 @@ def written(text: str, new: str) -> str:
     """Return a page with the table in its place."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{README.name} has no place between {BEGIN} and {END}"
+    assert begin and end, f"{NOTES.name} has no place between {BEGIN} and {END}"
     return f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
 
 
@@ -115,7 +115,7 @@ def _lines(entry: Found) -> dict[str, list[tuple[float, float]]]:
 
 def main() -> int:
     found = results()
-    README.write_text(written(README.read_text(), table(found)))
+    NOTES.write_text(written(NOTES.read_text(), table(found)))
     if found["curve"]:
         draw(found["curve"][-1]["results"], PICTURE)
     return 0

@@ -31,7 +31,7 @@ class OneDevice:
             raise OptionError(
                 argument="device",
                 found=str(self._root_device),
-                allowed=f"on the Trainer's accelerator ('{devices[0]}'); change the Trainer's, or pass no device here",
+                allowed=f"on the chosen accelerator ('{devices[0]}'); choose its own, or pass no device here",
             )
         if devices and not self._device_given:
             check_supported(devices[0])

@@ -1,4 +1,4 @@
-"""The campaigns for real hardware work: each runs here in small, its result file says what it found, and the README
+"""The campaigns for real hardware work: each runs here in small, its result file says what it found, and the notes
 says no more than result files do."""
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
         assert float(needed) < 0.85 * int(limit)  # else there is no run, as an allocator can not use all it may have
 
 
-# ---- what the README says of them
+# ---- what the notes say of them
 
 
-def test_the_readme_says_what_the_result_files_say():
-    readme = publish.README.read_text()
-    assert readme == publish.written(readme, publish.table(publish.results()))
+def test_the_notes_say_what_the_result_files_say():
+    notes = publish.NOTES.read_text()
+    assert notes == publish.written(notes, publish.table(publish.results()))
 
 
 def result(folder, name, device, *entries, small=False):
@@ -161,7 +161,7 @@ def test_every_bar_of_a_result_stands_in_the_table_also_a_missed_one(tmp_path):
     assert "| llama: at least 0.95 | 0.97 of plain's speed |" in table
     assert "| llama: at least 60% less | 41% less (missed) |" in table
     assert "superpipeline window=2 250 ms, 3.0 GiB" in table and "zoo | 2 compared, 1 differ |" in table
-    assert table.count("not measured") == 4 and "benchmarks/results/fits-nvidia-x.json" in table
+    assert table.count("not measured") == 4 and "results/fits-nvidia-x.json" in table
 
 
 def test_runs_without_a_real_device_or_of_tiny_models_are_no_results(tmp_path):
