@@ -1,17 +1,21 @@
 """Compiled steps of torch's optimizers: the bits of torch's default loop, or torch's operators."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
+import models
+import parity
 from sp_lightning.optim import native
 from sp_lightning.optim.pieces import step_in_pieces
 
@@ -252,3 +256,86 @@ def test_bits_are_the_loops_whichever_kernels_torch_takes(capability):
         pytest.skip("this processor has no AVX-512")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"{__file__}::{test_bits_are_the_loops.__name__}"]
     subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=True, timeout=200)
+
+
+# ---- under real streaming
+
+
+class Module(models.ZooModule):
+    """Two groups with options of their own and a schedule, and a weight that does not train."""
+
+    def __init__(self, cls, case="mlp"):
+        super().__init__(models.case(case))
+        self.cls = cls
+        next(self.parameters()).requires_grad_(False)
+
+    def configure_optimizers(self):
+        options = {"weight_decay": 0.01, **({"momentum": 0.9} if self.cls is SGD else {})}
+        vectors, matrices = ([p for p in self.parameters() if (p.dim() > 1) is large] for large in (False, True))
+        groups = [{"params": vectors, "weight_decay": 0}, {"params": matrices, "lr": 3e-3}]
+        optimizer = self.cls(groups, lr=1e-3, foreach=False, **options)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"},
+        ]
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Compiled code steps parameters of any size as soon as it can; gives what `compiled_at_once` gives."""
+    monkeypatch.setattr(native, "FEWEST", 1)
+    with compiled_at_once() as results:
+        yield results
+
+
+def streaming(accelerator, overlap):
+    return parity.streaming_strategy(accelerator, window=1, optimizer_overlap=overlap)
+
+
+@pytest.mark.simgpu
+@parity.product(
+    cls=list(OPTIONS),
+    precision=["32-true", "bf16-mixed", "16-mixed"],
+    overlap=[True, False],
+    clip=[None, ("norm", 0.1), ("value", 1e-3)],
+    accumulate=[1, 2],
+    accelerator=["simgpu", "cpu"],
+)
+def test_streamed_weights_are_stepped_by_compiled_code(
+    small_steps, cls, precision, overlap, clip, accumulate, accelerator
+):
+    if (precision, accelerator) == ("16-mixed", "cpu"):
+        precision = "32-true"  # Lightning has no FP16 autocast there
+    options = {"accelerator": accelerator, "precision": precision, "accumulate": accumulate, "clip": clip, "batches": 6}
+    make_module = functools.partial(Module, cls)
+    expected = parity.record(make_module, parity.plain_strategy(accelerator), **options)
+    assert not small_steps
+    parity.compare(expected, parity.record(make_module, streaming(accelerator, overlap), **options))
+    assert sum(small_steps) >= 2 * (6 // accumulate - 1), native.LIBRARY.failure  # groups, and steps with state
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("first, then", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
+def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first, then, overlap, tmp_path):
+    def run(*sides):
+        for steps, side in zip((3, 6), sides, strict=True):
+            L.seed_everything(0, verbose=False)
+            module = Module(AdamW)
+            strategy = streaming("simgpu", overlap) if side == "streaming" else parity.plain_strategy("simgpu")
+            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+            trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=steps, **quiet)
+            path = tmp_path / "middle.ckpt" if steps == 6 else None
+            trainer.fit(module, models.loader(module.case, 6), ckpt_path=path)
+            trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        optimizer = parity.named_state(trainer.optimizers[0], names)
+        return dict(parity.leaves([dict(module.state_dict()), optimizer]))
+
+    expected = run("plain", "plain")
+    assert not small_steps
+    actual = run(first, then)
+    assert sum(small_steps) >= 2 * 2, native.LIBRARY.failure
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        value, found = (item.cpu() if isinstance(item, torch.Tensor) else item for item in (value, actual[name]))
+        assert not (wrong := parity.difference(value, found)), f"{name}: {wrong}"
