@@ -7,6 +7,9 @@
 3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
    root MKL takes. Both are found by comparing (Rule 1), not by asking.
 4. Small steps are left to torch: with few elements there is nothing to gain.
+5. A process may fork at any time, as data loaders do. The child compares anew, with a thread of its own. A fork waits
+   while the thread is inside of torch or of the loader, whose locks nobody would release in the child, and while it
+   starts a program, whose pipes the child would keep open; it does not wait for the compiler.
 """
 
 from __future__ import annotations
@@ -207,10 +210,13 @@ class Library:
                 key, equals = self._asked.pop(0)
             try:
                 if self._code is None:
-                    code = ctypes.CDLL(str(compiled()))
-                    self._pick_rounding(code)
+                    path = compiled()
+                    with _unforked:
+                        code = ctypes.CDLL(str(path))
+                        self._pick_rounding(code)
                     self._code = code
-                self._known[key] = equals()
+                with _unforked:
+                    self._known[key] = equals()
                 reason = "" if self._known[key] else f"its bits are different here for {key[0].__name__}{key[1:]}"
             except Exception as error:
                 self.failure = reason = str(error)
@@ -322,22 +328,31 @@ def compiled() -> pathlib.Path:
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"no C++ compiler ({compiler[0]!r}, from $CXX, else c++) is on this machine")
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sp_lightning"
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    version = _output([*compiler, "--version"])
     decisive = SOURCE.read_bytes(), FLAGS, compiler, version, _processor()
     path = folder / f"optimizer-{hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held by the process that compiles, for as long as it lives
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # until the process that compiles ends; its children do not hold it
         if not path.exists():
-            made = path.with_suffix(".tmp")
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            if done.returncode:
-                raise Unavailable(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+            made = path.with_suffix(f".{os.getpid()}")  # a compiler outlives a process that is killed
+            _output([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
             made.replace(path)
     return path
+
+
+def _output(command: list[str]) -> str:
+    """Run a program to its end; return what it wrote."""
+    with _unforked:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    output, _ = process.communicate()
+    if process.returncode:
+        raise Unavailable(f"{shlex.join(command)} failed: {output.strip()[-500:]}")
+    return output
 
 
 def _processor() -> bytes:
@@ -350,6 +365,16 @@ def _processor() -> bytes:
 
 
 LIBRARY = Library()
+_unforked = threading.Lock()  # held by whoever must not be where it is when the process forks (Rule 5)
+
+
+def _begin_anew() -> None:
+    global LIBRARY
+    LIBRARY = Library()
+    _unforked.release()
+
+
+os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release, after_in_child=_begin_anew)
 
 
 class Candidate(NamedTuple):

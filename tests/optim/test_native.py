@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -174,18 +175,6 @@ def test_a_cache_that_cannot_be_written_is_no_failure_of_a_step(library, monkeyp
     assert not natively() and str(tmp_path) in library.failure
 
 
-def test_several_processes_share_one_build(tmp_path):
-    code = "from sp_lightning.optim import native; print(native.compiled())"
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = {process.communicate(timeout=100)[0] for process in processes}
-    assert len(paths) == 1 and [path.suffix for path in sorted((tmp_path / "sp_lightning").iterdir())] == [
-        ".lock",
-        ".so",
-    ]
-
-
 def test_what_compiled_code_does_not_know_is_left_to_torch():
     assert natively()
     assert not natively(lr=torch.tensor(1e-3))
@@ -258,6 +247,72 @@ def test_bits_are_the_loops_whichever_kernels_torch_takes(capability):
     subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=True, timeout=200)
 
 
+FORK = """
+import os, time, torch
+from sp_lightning.optim import native
+
+optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+asked = optimizer, optimizer.param_groups[0]
+torch.ones(1 << 20).add_(1)  # makes torch's threads, which a child does not have
+native.LIBRARY.steps(*asked)
+children = []
+while native.LIBRARY._thread is not None and len(children) < 12:
+    time.sleep(0.1)
+    children.append(os.fork())
+    if not children[-1]:
+        native.LIBRARY.steps(*asked)
+        native.LIBRARY.wait()
+        os._exit(not native.LIBRARY.steps(*asked))
+print(*(os.waitpid(child, 0)[1] for child in children))
+"""
+
+FORK_AND_DIE = """
+import os, signal, threading, time
+from sp_lightning.optim import native
+
+threading.Thread(target=native.compiled).start()
+while not list(native.pathlib.Path(os.environ["XDG_CACHE_HOME"]).glob("*/*.lock")):
+    time.sleep(0.01)
+if os.fork() == 0:
+    time.sleep(60)  # a worker that lives on
+print("forked", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Starts a script in a session of its own that has compiled nothing yet; ends all of its processes."""
+    started = []
+
+    def start(code):
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_several_processes_share_one_build_also_if_they_fork_meanwhile(script, tmp_path):
+    processes = [script(FORK), script(FORK)]
+    ends = [end for process in processes for end in process.communicate(timeout=120)[0].split()]
+    assert len(ends) > 5 and set(ends) == {"0"}
+    assert [path.suffix for path in sorted((tmp_path / "sp_lightning").iterdir())] == [".lock", ".so"]
+
+
+def test_a_build_is_not_kept_waiting_by_children_of_a_process_that_was_killed(script, tmp_path, monkeypatch):
+    (tmp_path / "slow").write_text('sleep 1\nexec c++ "$@"')
+    monkeypatch.setenv("CXX", f"sh {tmp_path / 'slow'}")
+    killed = script(FORK_AND_DIE)
+    assert killed.stdout.readline() == "forked\n" and killed.wait(60) == -signal.SIGKILL
+    script("from sp_lightning.optim import native; native.compiled()").communicate(timeout=50)
+
+
 # ---- under real streaming
 
 
@@ -310,7 +365,8 @@ def test_streamed_weights_are_stepped_by_compiled_code(
     expected = parity.record(make_module, parity.plain_strategy(accelerator), **options)
     assert not small_steps
     parity.compare(expected, parity.record(make_module, streaming(accelerator, overlap), **options))
-    assert sum(small_steps) >= 2 * (6 // accumulate - 1), native.LIBRARY.failure  # groups, and steps with state
+    steps = 6 // accumulate - 1 - (precision == "16-mixed")  # the first makes state, and the scaler may skip one
+    assert sum(small_steps) >= 2 * steps, native.LIBRARY.failure  # two groups
 
 
 @pytest.mark.simgpu
