@@ -18,8 +18,9 @@
    through it at any time, and no two stamps are equal. Only who may write the host bytes moves the epoch, after
    `wait_step`, so no two threads move it at a time.
 7. Weights that travel in another type than they have on the host are converted into a buffer of wire copies (``wire``),
-   once for each change: by the thread that stepped them (`after_step`), else before a fill. Small neighbours are copied
-   there too, so that a unit goes up in one piece. Large ones go up from the slab.
+   once for each change: by the step itself where it can (`conversion`), else by the thread that stepped them
+   (`after_step`), or before a fill. Small neighbours are copied there too, so that a unit goes up in one piece. Large
+   ones go up from the slab.
 8. Some of what autograd saves of a weight keeps its bytes in a plain run, even when the weight changes: autocast's cast
    copy, and a view of data that ``p.data = ...`` replaced. A saved reference to such bytes refers to the weight's
    ``SavedBytes``. When the weight gets other bytes, the old ones are left there, on the host, and the weight gets a new
@@ -52,7 +53,7 @@ from .device import Device
 from .layout import ALIGNMENT, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
-from .weights import SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
+from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
 _offset = operator.attrgetter("offset")
 
@@ -188,17 +189,37 @@ class UnitStore:
         if not trained or not trained.issubset(stepped):
             self._epoch += 1
 
-    def after_step(self, data_of_deferred: Mapping[int, Tensor] | None = None) -> None:
+    def conversion(self, index: int) -> Conversion | None:
+        """Return the wire copy that the step of a weight may convert; None if it has none, or has to keep it (Rule 8).
+
+        No fill reads it then: the unit's gradients arrived after all fills.
+        """
+        wire = self.weights[index].wire
+        if wire is None or index not in self.narrow or (index in self.autocast and self.remembered()):
+            return None
+        return Conversion(wire)
+
+    def after_step(
+        self, data_of_deferred: Mapping[int, Tensor] | None = None, conversions: Mapping[int, Conversion] | None = None
+    ) -> None:
         """Move the epoch and convert the wire copies as soon as the unit was stepped, on the thread that stepped it.
 
-        No fill reads them then: the unit's gradients arrived after all fills. ``data_of_deferred`` is the data of
-        parameters that have none until their deferred step was waited for (pending_step.py).
+        ``data_of_deferred`` is the data of parameters that have none until their deferred step was waited for
+        (pending_step.py). Of ``conversions`` those count that were made from what the data is now, into what the
+        wire copies are now.
         """
         self._epoch += 1
         if self.narrow:
             data = [(data_of_deferred or {}).get(index, parameter) for index, parameter in enumerate(self.params)]
             with without_dispatch():
-                self._fill_wire(data, self._stamp(data))
+                stamp = self._stamp(data)
+                now = list(zip(stamp.versions, stamp.addresses, strict=True))
+                done = [
+                    index
+                    for index, made in (conversions or {}).items()
+                    if made.source == now[index] and made.wire is self.weights[index].wire
+                ]
+                self._fill_wire(data, stamp, done)
 
     def settle(self) -> None:
         """Wait until no fill reads the host bytes any more (Rule 4)."""
@@ -425,10 +446,10 @@ class UnitStore:
             if weight.wire is None and (weight.outside or at != home)
         ]
 
-    def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp) -> None:
-        """Convert these host bytes, which have this stamp, into wire copies (Rules 7 and 8).
+    def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp, done: Collection[int] = ()) -> None:
+        """Convert these host bytes, which have this stamp, into wire copies (Rules 7 and 8), but for those ``done``.
 
         A write in the meantime, which may not be in the wire copies, makes them stale.
         """
-        fill_wire(self.weights, data, self.autocast if self.remembered() else ())
+        fill_wire(self.weights, data, self.autocast if self.remembered() else (), done)
         self._wire_stamp = stamp

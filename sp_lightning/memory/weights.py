@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import ExactnessError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout
-from .parameters import true_data, true_dtype
+from .parameters import true_data, true_dtype, true_version
 
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 
@@ -78,6 +78,20 @@ class Weight:
             )
 
 
+@dataclass(eq=False, slots=True)
+class Conversion:
+    """A wire copy that a step may convert while it has the weight's new bytes at hand."""
+
+    wire: Tensor
+    source: tuple[int, int] | None = (
+        None  # version and address of the data from which it was converted; None: it was not
+    )
+
+    def done(self, data: Tensor) -> None:
+        """Note that the wire copy was converted from this data."""
+        self.source = true_version(data), data.data_ptr()
+
+
 def lay_out_wire(weights: Sequence[Weight], device: Device) -> Tensor:
     """Allocate a unit's wire copies in one buffer, empty if all go up from the slab (unit_store.py, Rule 7)."""
     if not any(weight.is_narrow for weight in weights):
@@ -90,14 +104,17 @@ def lay_out_wire(weights: Sequence[Weight], device: Device) -> Tensor:
     return buffer
 
 
-def fill_wire(weights: Sequence[Weight], data: Sequence[Tensor], remembered: Collection[int]) -> None:
+def fill_wire(
+    weights: Sequence[Weight], data: Sequence[Tensor], remembered: Collection[int], done: Collection[int] = ()
+) -> None:
     """Convert host bytes, which lie in these tensors, into the wire copies (unit_store.py, Rule 7).
 
     ``remembered``: indices of weights of which autograd may have saved the bytes before (unit_store.py, Rule 8).
+    ``done``: indices of weights of which the wire copies have these bytes.
     """
     with torch.no_grad():
         for index, (weight, tensor) in enumerate(zip(weights, data, strict=True)):
-            if weight.wire is None:
+            if weight.wire is None or index in done:
                 continue
             now = true_data(tensor)
             if index in remembered:

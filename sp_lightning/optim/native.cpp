@@ -5,7 +5,9 @@
 // 2. A root is torch's own. Where torch calls MKL's, roots are not correctly rounded and depend on the processor: `Root`
 //    names the iterations that MKL is known to use, and MKL itself where none is. native.py picks by comparing bits.
 // 3. Blocks fit into the second-level cache and are taken by whichever thread is free: a busy core slows only its own.
-// 4. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
+// 4. A block's wire copy (unit_store.py, Rule 7) is converted while the block is in the cache. Which NaN ATen makes of one
+//    depends on where in a thread's share it lies: a copy in which there is any is reported, and ATen converts it.
+// 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
 
 #include <algorithm>
 #include <cmath>
@@ -22,6 +24,7 @@ constexpr int kTaken = 4;  // blocks at once: neighbouring blocks share pages
 
 enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop };
 enum Flag : int32_t { kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32 };
+enum Wire : int32_t { kNone, kBFloat16, kFloat16, kWires };
 enum Root : int32_t { kRounded, kNewton, kNewtonFused, kNewton14, kMkl, kRoots };
 
 using MklRoot = void (*)(const int32_t* count, const float* in, float* out, const int64_t* mode);
@@ -32,10 +35,12 @@ struct Tensors {
   float* state[3];
   int64_t count;
   float scalar[8];
+  uint16_t* wire;
+  int32_t wire_type, wire_has_nan;
 };
 
 struct Request {
-  const Tensors* tensors;
+  Tensors* tensors;
   int64_t count;
   int32_t kind, flags, root, fused, threads;
   MklRoot mkl;
@@ -160,6 +165,73 @@ void take_roots(const Request& request, const float* x, float* out, int64_t n) {
     request.mkl(&count, x, out, &kMklMode);
   }
 }
+
+// ---- wire copies, rounded to the nearest even number (Rule 4)
+
+#if defined(__AVX2__) && defined(__F16C__)
+constexpr bool kHasFloat16 = true;
+
+inline __m256i upper_halves(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, half)), 16);
+}
+
+inline __m256i rounded(__m256 a, __m256 b, int32_t type) {
+  if (type == kFloat16) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT;
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm256_cvtps_ph(a, nearest)), _mm256_cvtps_ph(b, nearest), 1);
+  }
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(upper_halves(a), upper_halves(b)), 0xd8);
+}
+
+// Returns whether there is a NaN.
+bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
+  const bool past_the_cache = reinterpret_cast<uintptr_t>(out) % 32 == 0;  // nobody reads them soon
+  __m256 nan = _mm256_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16) {
+    alignas(32) float rest[16] = {};
+    alignas(32) uint16_t last[16];
+    const int64_t m = std::min<int64_t>(16, n - i);
+    if (m < 16) std::copy(in + i, in + n, rest);
+    const float* from = m < 16 ? rest : in + i;
+    const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + 8);
+    nan = _mm256_or_ps(nan, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+    const __m256i halves = rounded(a, b, type);
+    if (m < 16) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(last), halves);
+      std::copy(last, last + m, out + i);
+    } else if (past_the_cache) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), halves);
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), halves);
+    }
+  }
+  return _mm256_movemask_ps(nan);
+}
+
+#else
+constexpr bool kHasFloat16 = false;
+
+bool convert(const float* in, uint16_t* out, int64_t n, int32_t) {
+  bool has_nan = false;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, in + i, sizeof bits);
+    out[i] = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    has_nan |= in[i] != in[i];
+  }
+  return has_nan;
+}
+#endif
+
+void finish_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();  // of `convert`, past the cache: other threads read them after this one ended
+#endif
+}
+
+bool can_convert(int32_t type) { return type == kNone || type == kBFloat16 || (type == kFloat16 && kHasFloat16); }
 
 // ---- the loops, for the elements of one block
 
@@ -293,21 +365,36 @@ extern "C" int32_t sp_lightning_step(const Request* request) {
                                    : loop_for<false>(request->kind, request->flags);
   if (loop == nullptr || (request->root != kRounded && request->mkl == nullptr)) return 1;
   int64_t total = 0;
-  for (int64_t i = 0; i < request->count; i++) total += blocks_of(request->tensors[i]);
+  for (int64_t i = 0; i < request->count; i++) {
+    if (!can_convert(request->tensors[i].wire_type)) return 1;
+    total += blocks_of(request->tensors[i]);
+  }
 #pragma omp parallel num_threads(request->threads)
   {
     int64_t index = 0, first = 0;  // a thread is given blocks in ascending order
-#pragma omp for schedule(dynamic, kTaken)
+#pragma omp for schedule(dynamic, kTaken) nowait
     for (int64_t block = 0; block < total; block++) {
       while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
-      const Tensors& tensors = request->tensors[index];
-      const int64_t at = (block - first) * kBlock;
-      loop(*request, tensors, at, std::min(kBlock, tensors.count - at));
+      Tensors& tensors = request->tensors[index];
+      const int64_t at = (block - first) * kBlock, n = std::min(kBlock, tensors.count - at);
+      loop(*request, tensors, at, n);
+      if (tensors.wire_type != kNone && convert(tensors.param + at, tensors.wire + at, n, tensors.wire_type)) {
+#pragma omp atomic write
+        tensors.wire_has_nan = 1;
+      }
     }
+    finish_stores();
   }
   return 0;
 }
 
 extern "C" void sp_lightning_root(const Request* request, const float* in, float* out, int64_t count) {
   for (int64_t at = 0; at < count; at += kBlock) take_roots(*request, in + at, out + at, std::min(kBlock, count - at));
+}
+
+// Returns whether it can.
+extern "C" int32_t sp_lightning_convert(const float* in, uint16_t* out, int64_t count, int32_t type) {
+  if (can_convert(type)) convert(in, out, count, type);
+  finish_stores();
+  return can_convert(type);
 }

@@ -1,7 +1,8 @@
 """torch's own optimizers on the host in compiled code: the speed of memory, and the bits of torch's default loop.
 
-1. Compiled code steps nothing that was not compared: its roots over every mantissa, and each optimizer's options, once,
-   against torch's loop over random, extreme and special values. One different bit, and torch's operators step instead.
+1. Compiled code steps nothing that was not compared: its roots over every mantissa, conversions over every case of
+   rounding, and each optimizer's options, once, against torch's loop over random, extreme and special values. One
+   different bit, and torch's operators step, or convert, instead.
 2. No step waits: sources are compiled, and options compared, in a thread of their own, while torch's operators step.
    One process of a machine compiles; the others use what it made as soon as it is there.
 3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
@@ -33,6 +34,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from ..compat.kernels import mkl_root
 from ..compat.tensors import dispatch_mode_count
+from ..memory.weights import Conversion
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast
 
 MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
 ADAM, SGD_, ADAGRAD, RMSPROP = range(4)
+WIRES = {torch.bfloat16: 1, torch.float16: 2}
 ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 
@@ -57,6 +60,9 @@ class Tensors(ctypes.Structure):
         ("state", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
         ("scalar", ctypes.c_float * 8),
+        ("wire", ctypes.c_void_p),
+        ("wire_type", ctypes.c_int32),
+        ("wire_has_nan", ctypes.c_int32),
     ]
 
 
@@ -165,6 +171,7 @@ class Library:
         self._root = ROUNDED
         self._fused = False
         self._mkl: int | None = None
+        self._wires: dict[torch.dtype, int] = {}  # the types to which it converts with torch's bits
         self._known: dict[Any, bool] = {}  # by options: whether they have torch's bits
         self._asked: list[tuple[Any, Callable[[], bool]]] = []
         self._lock = threading.Lock()
@@ -192,12 +199,15 @@ class Library:
         while (thread := self._thread) is not None:
             thread.join()
 
-    def run(self, kind: int, flags: int, tensors: Sequence[Tensors], threads: int) -> bool:
-        """Step these tensors; return False, with nothing done, if this thread rounds in a way of its own."""
+    def run(self, kind: int, flags: int, tensors: Any, threads: int) -> bool:
+        """Step an array of tensors; return False, with nothing done, if this thread rounds in a way of its own."""
         assert self._code is not None
-        array = (Tensors * len(tensors))(*tensors)
-        request = Request(array, len(array), kind, flags, self._root, self._fused, threads, self._mkl)
+        request = Request(tensors, len(tensors), kind, flags, self._root, self._fused, threads, self._mkl)
         return not self._code.sp_lightning_step(ctypes.byref(request))
+
+    def wire_type(self, wire: Tensor | None) -> int:
+        """Return the type to which a wire copy is converted, as a number; 0 if torch has to."""
+        return 0 if wire is None else self._wires.get(wire.dtype, 0)
 
     # ---- in the thread of its own (Rule 2)
 
@@ -214,6 +224,7 @@ class Library:
                     with _unforked:
                         code = ctypes.CDLL(str(path))
                         self._pick_rounding(code)
+                        self._wires = {dtype: number for dtype, number in WIRES.items() if _converts(code, dtype)}
                     self._code = code
                 with _unforked:
                     self._known[key] = equals()
@@ -269,17 +280,25 @@ class Library:
                     ours.append((mine, {name: state[name] for name in names} | {"": param}))
             cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
             compared |= bool(requests)
-            if requests and not self.run(recipe.kind, recipe.flags(group), requests, threads=1):
+            if requests and not self.run(recipe.kind, recipe.flags(group), _array(requests), threads=1):
                 return False
             if not all(same_bits(mine[name], loops[name]) for mine, loops in ours for name in mine):
                 return False
         return compared
 
 
-def arguments(param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Sequence[float]) -> Tensors:
+def arguments(
+    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Sequence[float], wire: Tensor | None = None
+) -> Tensors:
     """Return what native.cpp reads of a parameter: addresses, which the caller keeps alive, and numbers."""
     addresses = (ctypes.c_void_p * 3)(*(None if tensor is None else tensor.data_ptr() for tensor in state))
-    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, param.numel(), (ctypes.c_float * 8)(*scalars))
+    numbers = param.numel(), (ctypes.c_float * 8)(*scalars)
+    converts = (None if wire is None else wire.data_ptr()), LIBRARY.wire_type(wire)
+    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, *numbers, *converts)
+
+
+def _array(tensors: Sequence[Tensors]) -> Any:
+    return (Tensors * len(tensors))(*tensors)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -295,6 +314,24 @@ def _numbers() -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(1)
     yield torch.randint(-(1 << 31), 1 << 31, (chunk,), dtype=torch.int32, generator=generator).view(torch.float32)
     yield _mixture(generator)
+
+
+def _converts(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether compiled code converts every number but NaN to this type as torch does."""
+    # The upper bits say between which numbers of that type it lies, and the others whether in the middle.
+    kept = 16 if dtype is torch.bfloat16 else 19
+    half = 1 << (31 - kept)
+    upper = torch.arange(-(1 << (kept - 1)), 1 << (kept - 1), dtype=torch.int32) << (32 - kept)
+    for lower in (0, 1, half - 1, half, half + 1, 2 * half - 1):
+        numbers = (upper + lower).view(torch.float32)
+        numbers = numbers[~numbers.isnan()]
+        found, expected = torch.empty_like(numbers, dtype=dtype), numbers.to(dtype)
+        address = ctypes.c_void_p(numbers.data_ptr()), ctypes.c_void_p(found.data_ptr())
+        if not code.sp_lightning_convert(*address, ctypes.c_int64(numbers.numel()), WIRES[dtype]):
+            return False
+        if not torch.equal(found.view(torch.int16), expected.view(torch.int16)):
+            return False
+    return True
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
@@ -378,11 +415,17 @@ os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release,
 
 
 class Candidate(NamedTuple):
-    """A parameter with its gradient and its state, which have the same order in flat memory."""
+    """A parameter with its gradient, its state and its wire copy, which have the same order in flat memory."""
 
     param: Tensor
     grad: Tensor
     state: State
+    conversion: Conversion | None = None
+
+    @property
+    def wire(self) -> Tensor | None:
+        """The wire copy to be converted, if any."""
+        return None if self.conversion is None else self.conversion.wire
 
 
 def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
@@ -397,25 +440,30 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     if not LIBRARY.steps(optimizer, group):
         return False
     names = recipe.state(group)
-    if not all(name is None or name in state for _, _, state in candidates for name in names):
+    if not all(name is None or name in candidate.state for candidate in candidates for name in names):
         return False
-    counts = [state["step"] for _, _, state in candidates if "step" in state]
+    counts = [candidate.state["step"] for candidate in candidates if "step" in candidate.state]
     if len(counts) not in (0, len(candidates)):
         return False
     done = [count.item() + 1 for count in counts] or [0.0] * len(candidates)
     scalars = {count: recipe.scalars(group, count) for count in set(done)}
-    partners = [[None if name is None else state[name] for name in names] for _, _, state in candidates]
-    tensors = [
-        arguments(param, grad, partner, scalars[count])
-        for (param, grad, _), partner, count in zip(candidates, partners, done, strict=True)
-    ]
+    partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
+    tensors = _array(
+        [
+            arguments(candidate.param, candidate.grad, partner, scalars[count], candidate.wire)
+            for candidate, partner, count in zip(candidates, partners, done, strict=True)
+        ]
+    )
     if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads()):
         return False
     for count in counts:
         count += 1
-    written = [param for param, _, _ in candidates]
+    written = [candidate.param for candidate in candidates]
     written += [tensor for partner in partners for tensor in partner if tensor is not None]
     torch.autograd.graph.increment_version(written)
+    for candidate, one in zip(candidates, tensors, strict=True):
+        if candidate.conversion is not None and one.wire_type and not one.wire_has_nan:
+            candidate.conversion.done(candidate.param)
     return True
 
 

@@ -67,6 +67,7 @@ from ..core.telemetry import Counters
 from ..errors import ExactnessError
 from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
+from ..memory.weights import Conversion
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 
@@ -144,6 +145,7 @@ class _Unit:
     part: float = float("inf")  # fewest elements that are stepped in one go
     data: dict[int, Tensor] = field(default_factory=dict)  # of vacant parameters, by index in the unit
     placeholders: dict[int, Tensor] = field(default_factory=dict)  # their data meanwhile
+    conversions: dict[int, Conversion] = field(default_factory=dict)  # of what was stepped, by index in the unit
     job: Any = None  # after which a deferred unit is stepped
 
     def has_arrived(self) -> bool:
@@ -385,7 +387,7 @@ class PendingStep:
         with unit.timed:
             self._step_params(part, unit)
             if not unit.left:
-                unit.store.after_step(unit.data)
+                unit.store.after_step(unit.data, unit.conversions)
         self.stepped.update(map(id, part))
         if self.takes_units:
             self._counters.stepped_ahead += len(part)
@@ -394,12 +396,16 @@ class PendingStep:
         """Step these parameters by their plain data: reads of a host parameter would wait for this thread."""
         groups: list[Group] = [{**group, "params": []} for group in self._source.param_groups]
         state: dict[Tensor, State] = {}
+        conversions: dict[Tensor, Conversion] = {}
         for param in params:
-            data = unit.data[unit.store.index_of[id(param)]] if unit.data else data_of(param)
+            index = unit.store.index_of[id(param)]
+            data = unit.data[index] if unit.data else data_of(param)
             state[data] = self._guard.state.get(param, {})
             for number in self._numbers[id(param)]:
                 groups[number]["params"].append(data)
-        self._shadow_step.step_groups(self._source, groups, state)
+            if (conversion := unit.store.conversion(index)) is not None:
+                conversions[data] = unit.conversions[index] = conversion
+        self._shadow_step.step_groups(self._source, groups, state, conversions)
 
     # ---- beside the next forward
 

@@ -41,11 +41,13 @@ from torch.optim import (
 
 from ..compat.modules import run_first
 from ..memory.parameters import HostParameter, true_device
+from ..memory.weights import Conversion
 from . import native
 
 Group = dict[str, Any]
 State = dict[str, Any]
 Regrouped = tuple[list[Group], Any]  # with their state
+Conversions = dict[Tensor, Conversion]  # by the parameter
 
 # Exactly these classes: a subclass may do anything in its step.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -75,7 +77,7 @@ def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
 class ShadowStep:
     """A pair of step hooks that run each ``optimizer.step()`` on a shadow with regrouped parameters, until closed."""
 
-    def __init__(self, regroup: Callable[[Optimizer], Regrouped]) -> None:
+    def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped]) -> None:
         self._regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
@@ -106,16 +108,22 @@ class ShadowStep:
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
-            shadow.param_groups, shadow.state = self._regroup(shadow)
+            shadow.param_groups, shadow.state = self._regroup(shadow, {})
             return loss
 
         return [shadow], {"closure": closure_then_regroup}
 
-    def step_groups(self, optimizer: Optimizer, groups: list[Group], state: dict[Tensor, State]) -> None:
-        """Step these groups only, whose parameters have gradients, with this state."""
+    def step_groups(
+        self,
+        optimizer: Optimizer,
+        groups: list[Group],
+        state: dict[Tensor, State],
+        conversions: Conversions,
+    ) -> None:
+        """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
-        shadow.param_groups, shadow.state = self._regroup(shadow)
+        shadow.param_groups, shadow.state = self._regroup(shadow, conversions)
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
@@ -139,7 +147,7 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
-    return ShadowStep(lambda optimizer: _regroup_in_pieces(optimizer, piece)).attach(optimizer)
+    return ShadowStep(functools.partial(_regroup_in_pieces, piece=piece)).attach(optimizer)
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
@@ -158,7 +166,7 @@ def fuse(optimizer: Optimizer) -> ShadowStep | None:
     return ShadowStep(_regroup_fused).attach(optimizer)
 
 
-def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
+def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: int) -> Regrouped:
     state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
@@ -179,7 +187,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
 
     numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
     compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES and not _share_anything(optimizer)
-    left = functools.partial(_left_to_torch, optimizer) if compiles else operator.itemgetter("params")
+    left = functools.partial(_left_to_torch, optimizer, conversions) if compiles else operator.itemgetter("params")
     groups = [
         {**group, "params": [part for param in left(group) for part in cut(param)]} if _takes_the_loop(group) else group
         for group in optimizer.param_groups
@@ -187,7 +195,7 @@ def _regroup_in_pieces(optimizer: Optimizer, piece: int) -> Regrouped:
     return groups, state
 
 
-def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
+def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group) -> list[Tensor]:
     """Step what compiled code can step with the same bits; list the other parameters of the group."""
     params: list[Tensor] = group["params"]
     if keeps_no_state(optimizer, group):  # state that is there is of another momentum
@@ -197,7 +205,10 @@ def _left_to_torch(optimizer: Optimizer, group: Group) -> list[Tensor]:
         state = _state_in_step(optimizer, param) if param.dtype is torch.float32 else None
         grad = param.grad
         if state is not None and grad is not None and all(value.dtype is torch.float32 for value in state.values()):
-            candidates.append(native.Candidate(param, grad, state))
+            conversion = conversions.get(param)
+            if conversion is not None and not _same_order(param, conversion.wire):
+                conversion = None
+            candidates.append(native.Candidate(param, grad, state, conversion))
     if not native.step(optimizer, group, candidates):
         return params
     stepped = {id(candidate.param) for candidate in candidates}
@@ -215,7 +226,7 @@ def _share_anything(optimizer: Optimizer) -> bool:
     return overlap or len(set(counts)) < len(counts)
 
 
-def _regroup_fused(optimizer: Optimizer) -> Regrouped:
+def _regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
     groups: list[Group] = []
     for group in optimizer.param_groups:
         fused: list[Tensor] = []

@@ -52,6 +52,50 @@ def test_an_own_step_makes_the_device_stale_whatever_it_does_to_versions(store, 
     assert refilled(store, fills) == (False, True)  # `after_step` converted the wire copies
 
 
+def nothing(store, conversion):
+    pass
+
+
+def written(store, conversion):
+    store.params[0].mul_(2)
+
+
+def replaced(store, conversion):
+    store.params[0].data = store.params[0].data * 2
+
+
+def laid_out_again(store, conversion):
+    store.free()
+    store.retype({})
+
+
+def not_converted(store, conversion):
+    conversion.source = None
+
+
+@pytest.mark.parametrize("meanwhile", [nothing, written, replaced, laid_out_again, not_converted])
+def test_what_a_step_converted_is_not_converted_again_if_it_is_still_so(store, meanwhile):
+    with torch.no_grad():
+        conversion = store.conversion(0)
+        store.params[0].mul_(3)
+        conversion.done(store.params[0])
+        conversion.wire.fill_(7)  # so that it shows who converted
+        meanwhile(store, conversion)
+    store.after_step(conversions={0: conversion})
+    kept = store.weights[0].wire.eq(7).all()
+    assert kept if meanwhile is nothing else store.weights[0].wire.equal(true_data(store.params[0]).bfloat16())
+    assert store.weights[1].wire.equal(true_data(store.params[1]).bfloat16())
+
+
+def test_no_step_converts_what_autograd_saved(store):
+    store.free()
+    store.retype({0: torch.bfloat16})
+    assert store.conversion(0) is not None
+    saved = store.memory
+    assert store.conversion(0) is None and store.conversion(1) is not None
+    del saved
+
+
 def test_steps_that_told_of_themselves_are_not_told_of_again(store, fills):
     store.after_step()
     store.load()

@@ -753,16 +753,16 @@ def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monk
         retype(self, unit, types)
         changed.set()
 
-    def fill_until_then(weights, data, remembered):
+    def fill_until_then(weights, data, remembered, done):
         first = 0
         if weights[0].host.name.startswith("net.blocks.1.") and HostThread.is_current():
             first = 1
-            fill(weights[:first], data[:first], [index for index in remembered if index < first])
+            fill(weights[:first], data[:first], remembered, done)
             changed.clear()
             midway.set()
             changed.wait(0.5)
             midway.clear()
-        fill(weights[first:], data[first:], [index - first for index in remembered if index >= first])
+        fill(weights[first:], data[first:], *([index - first for index in of] for of in (remembered, done)))
 
     monkeypatch.setattr(Window, "retype", change)
     monkeypatch.setattr(unit_store, "fill_wire", fill_until_then)

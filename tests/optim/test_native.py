@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import models
 import parity
+from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native
 from sp_lightning.optim.pieces import step_in_pieces
 
@@ -137,6 +138,32 @@ def natively(cls=AdamW, shapes=SHAPES, **options):
     return any(compare(lambda: make(cls, options, shapes)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cls", list(OPTIONS))
+def test_a_step_converts_wire_copies_as_torch_does(cls, dtype):
+    """All but those of other types, and those in which there is a NaN, of which torch makes several."""
+    params = [torch.nn.Parameter(numbers(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    extreme = torch.tensor([0.0, -0.0, 1e-45, 3e-39, 6e-8, 3e-8, 65504, 65520, 3.39e38, 3.4e38, float("inf")])
+    params[1].data[: len(extreme)] = extreme
+    params[2].data[0, 0, 0] = float("nan")
+    optimizer = cls(params, lr=1e-30, **({"momentum": 0.9} if cls is SGD else {}))  # so that the numbers stay
+    shadow = step_in_pieces(optimizer)
+    for _ in range(2):
+        conversions = {param: Conversion(torch.ones(param.shape, dtype=dtype)) for param in params}
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with compiled_at_once() as results:
+            shadow.step_groups(optimizer, optimizer.param_groups, optimizer.state, conversions)
+    shadow.close()
+    assert results == [True]
+    for index, (param, conversion) in enumerate(conversions.items()):
+        if index == 2 or dtype is torch.float32:
+            assert conversion.source is None
+        else:
+            assert conversion.source == (param._version, param.data_ptr())
+            assert not parity.difference(param.detach().to(dtype), conversion.wire)
+
+
 WRONG = {
     "addcmul": ("return fma<Fused>(value * x, y, a);", "return a + value * x * y;"),
     "root": ("switch (request.root)", "switch (kRounded)"),
@@ -158,6 +185,25 @@ def test_code_with_other_bits_is_never_used(library, what, monkeypatch, tmp_path
         pytest.skip("torch's roots are correctly rounded here")
     assert not natively(betas=(0.3, 0.9))
     assert "bits are different here for AdamW" in caplog.text or library.failure
+
+
+WRONG_CONVERSIONS = {
+    torch.bfloat16: ("0x7fff", "0x8000"),
+    torch.float16: ("_MM_FROUND_TO_NEAREST_INT", "_MM_FROUND_TO_ZERO"),
+}
+
+
+@pytest.mark.parametrize("dtype", WRONG_CONVERSIONS)
+def test_conversions_with_other_bits_are_never_used(library, dtype, monkeypatch, tmp_path):
+    source = native.SOURCE.read_text()
+    assert WRONG_CONVERSIONS[dtype][0] in source
+    (tmp_path / "wrong.cpp").write_text(source.replace(*WRONG_CONVERSIONS[dtype]))
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "wrong.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert natively()
+    assert [bool(library.wire_type(torch.empty(0, dtype=each))) for each in WRONG_CONVERSIONS] == [
+        each is not dtype for each in WRONG_CONVERSIONS
+    ]
 
 
 def test_without_a_compiler_torchs_operators_step(library, monkeypatch, tmp_path, caplog):
@@ -342,6 +388,14 @@ def small_steps(monkeypatch):
         yield results
 
 
+@pytest.fixture
+def converted(monkeypatch):
+    """Lists the types of the wire copies that steps convert."""
+    done, types = Conversion.done, []
+    monkeypatch.setattr(Conversion, "done", lambda self, data: types.append(self.wire.dtype) or done(self, data))
+    return types
+
+
 def streaming(accelerator, overlap):
     return parity.streaming_strategy(accelerator, window=1, optimizer_overlap=overlap)
 
@@ -356,7 +410,7 @@ def streaming(accelerator, overlap):
     accelerator=["simgpu", "cpu"],
 )
 def test_streamed_weights_are_stepped_by_compiled_code(
-    small_steps, cls, precision, overlap, clip, accumulate, accelerator
+    small_steps, converted, cls, precision, overlap, clip, accumulate, accelerator
 ):
     if (precision, accelerator) == ("16-mixed", "cpu"):
         precision = "32-true"  # Lightning has no FP16 autocast there
@@ -367,6 +421,8 @@ def test_streamed_weights_are_stepped_by_compiled_code(
     parity.compare(expected, parity.record(make_module, streaming(accelerator, overlap), **options))
     steps = 6 // accumulate - 1 - (precision == "16-mixed")  # the first makes state, and the scaler may skip one
     assert sum(small_steps) >= 2 * steps, native.LIBRARY.failure  # two groups
+    narrow = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
+    assert set(converted) == (narrow.get(precision, set()) if overlap else set())
 
 
 @pytest.mark.simgpu
