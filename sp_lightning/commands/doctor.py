@@ -67,6 +67,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         pinned = f"{size(facts.pinned_nbytes)} of {size(facts.pin_tried_nbytes)} tried"
     memory = f"{size(facts.host_free_nbytes)} free of {size(machine.host_nbytes)}"
     fused = f"{facts.fused_parameters_per_s / 1e9:.2f}e9 with fused_optimizer=True"
+    how = f"by torch's operators ({facts.why_not_compiled})" if facts.why_not_compiled else "in compiled code"
     return [
         ("device", f"{facts.device} ({facts.device_name})"),
         ("device memory", f"{size(facts.device_free_nbytes)} free of {size(machine.device_nbytes)}"),
@@ -75,7 +76,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("page locks", f"{pinned} (ulimit -l: {limit})"),
         ("host memory", f"{memory}{', limited by the cgroup' * (facts.host_limited_by == 'cgroup')}"),
         ("memory speed", f"{machine.dram_bytes_per_s / 1e9:.1f} GB/s read and written"),
-        ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW, {fused}"),
+        ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW {how}, {fused}"),
         ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),
         ("disk", _disk(report)),
         ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),

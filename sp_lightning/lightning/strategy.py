@@ -69,7 +69,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
             step prevents it. Units that are not stepped by then are stepped beside the next forward (a deferred
             step), unless a hook of yours runs in between.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
-            ``fused``: faster, but not the bits of the default loop.
+            ``fused``: not the bits of the default loop, and faster only where compiled code cannot step.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
             convolutions, and their gradients, travel in autocast's type where the layer's forward is the only use:
             half the bytes, the same bits. "as-is": every weight travels in its own type.

@@ -43,6 +43,7 @@ State = dict[str, Any]
 
 SOURCE = pathlib.Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+DIFFERENT = "its bits are different here"
 FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast (Rule 4)
 
 MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
@@ -172,7 +173,7 @@ class Library:
         self._fused = False
         self._mkl: int | None = None
         self._wires: dict[torch.dtype, int] = {}  # the types to which it converts with torch's bits
-        self._known: dict[Any, bool] = {}  # by options: whether they have torch's bits
+        self._reasons: dict[Any, str] = {}  # by options: why they are not used, or empty
         self._asked: list[tuple[Any, Callable[[], bool]]] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -180,19 +181,23 @@ class Library:
 
     def steps(self, optimizer: Optimizer, group: Group) -> bool:
         """Return whether code with torch's bits is at hand for this group; if that is not known, begin to find out."""
+        return not self.why_not(optimizer, group)
+
+    def why_not(self, optimizer: Optimizer, group: Group) -> str:
+        """Say why no such code is at hand, or nothing if it is; if that is not known, begin to find out."""
         recipe = RECIPES[type(optimizer)]
         options = {name: group[name] for name in recipe.options}
         key = (type(optimizer), *map(repr, options.values()))
-        known = self._known.get(key)
-        if known is None and not self.failure:
+        reason = self._reasons.get(key)
+        if reason is None and not self.failure:
             with self._lock:
-                if key not in self._known:
-                    self._known[key] = False  # until it is compared
+                if key not in self._reasons:
+                    self._reasons[key] = "it is not compared yet"
                     self._asked.append((key, lambda: self._equals_the_loop(type(optimizer), options)))
                     if self._thread is None:
                         self._thread = threading.Thread(target=self._find_out, name="native optimizer")
                         self._thread.start()
-        return bool(known)
+        return self.failure or self._reasons[key] if reason is None else reason
 
     def wait(self) -> None:
         """Wait until nothing is compiled or compared."""
@@ -227,10 +232,10 @@ class Library:
                         self._wires = {dtype: number for dtype, number in WIRES.items() if _converts(code, dtype)}
                     self._code = code
                 with _unforked:
-                    self._known[key] = equals()
-                reason = "" if self._known[key] else f"its bits are different here for {key[0].__name__}{key[1:]}"
+                    reason = "" if equals() else f"{DIFFERENT} for {key[0].__name__}{key[1:]}"
             except Exception as error:
                 self.failure = reason = str(error)
+            self._reasons[key] = reason
             if reason:
                 log.info(
                     "superpipeline: an optimizer steps by torch's operators, which take 2 to 3 times as long as "

@@ -155,6 +155,14 @@ def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:
         shadow.close()
 
 
+def why_not_compiled() -> str:
+    """Say why AdamW does not step in compiled code on the host, or nothing if it does. Waits for the compiler."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="cpu"))])
+    native.LIBRARY.steps(optimizer, optimizer.param_groups[0])
+    native.LIBRARY.wait()
+    return native.LIBRARY.why_not(optimizer, optimizer.param_groups[0])
+
+
 # ---- work
 
 

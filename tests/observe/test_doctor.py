@@ -29,6 +29,7 @@ HEALTHY = Facts(
     lock_limit_nbytes=None,
     parameters_per_s=2 * GB,
     fused_parameters_per_s=2.2 * GB,
+    why_not_compiled="",
     cores=16,
     threads=16,
     numa_nodes=1,
@@ -68,6 +69,11 @@ def test_a_healthy_machine_has_none():
 
 
 SICK = {
+    "no compiled code": (
+        facts(why_not_compiled="no C++ compiler ('c++') is on this machine"),
+        "compiled steps",
+        r"2\.00e9 parameters/s by torch's operators, .* as no C\+\+ compiler .*: install a C\+\+ compiler",
+    ),
     "a slow link": (
         facts(up_bytes_per_s=3.1 * GB),
         "link",
@@ -179,6 +185,7 @@ def run(capsys, *arguments):
 def test_the_table_has_every_fact_and_the_summary(capsys):
     status, out, _ = run(capsys, "--device", "cpu")
     assert status == 0
+    assert re.search(r"parameters/s of AdamW (in compiled code|by torch's operators \(.+\)),", " ".join(out.split()))
     for name in ("device", "link", "page locks", "host memory", "host optimizer", "threads", "disk", "versions"):
         assert re.search(rf"^{name}  ", out, re.MULTILINE), name
     assert "copies in memory, as the CPU computes" in " ".join(out.split())
