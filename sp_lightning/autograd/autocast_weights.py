@@ -6,7 +6,9 @@ bits are the same as long as the operator is all that ever sees the weight. So:
 
 1. *Which.* FP32 weights with one place in the model: ``weight`` of a module of torch's own classes, whose forward reads
    it once and passes it to an operator that autocast casts for. Units that are compiled, as a whole or in part, are
-   left out: compiled code reads weights unnoticed, and has to find modules unchanged.
+   left out: compiled code reads weights unnoticed, and has to find modules unchanged. The use that counts may also be a
+   function that is handed the weight elsewhere (weight_reads.py), if all it does with it is to cast it under autocast:
+   an operator that autocast casts for, or a cast to autocast's type, of which the result has bytes of its own.
 2. *Seen.* During a visit ``module._parameters`` is a dictionary that notices every read of the weight: by a hook, by
    another module, through ``named_parameters()``, by a function that reads its type. Only for the module's own forward
    a plain dictionary with the weight takes its place, if autocast is on, no mode, transform or trace observes
@@ -14,13 +16,13 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    not stay there instead, with reads left to weight_reads.py: ``.data``, ``detach()``, a copy of the module and code
    outside of torch would find the bytes on the host, and a write would miss those on the device.
 3. *Recorded.* In the first pass of a kind that makes gradients all weights travel as they are. A weight qualifies if
-   its forward ran once in the graph, cast to one type, and nothing else read it. Recomputation in backward is counted
-   separately; a forward that makes no gradient may run any number of times.
+   it was used once in the graph, cast to one type, and nothing else read it. Recomputation in backward is counted
+   separately; without gradients there may be any number of uses.
 4. *Changed between passes.* A unit's layout changes where a pass begins, if nothing of the unit is bound, referenced
    elsewhere, or saved by a graph that waits for its backward; otherwise it waits for a later pass.
 5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
    given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
-   second use by the forward is exact (bridge.py, Rule 4), and has the same consequence.
+   second use of those that count is exact (bridge.py, Rule 4), and has the same consequence.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ import contextlib
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
@@ -43,6 +46,11 @@ from .stand_ins import StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NAME = "weight"
+CAST_FOR = {  # functions that do nothing else with a weight than an operator that autocast casts for (Rule 1)
+    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.addmm),
+}
+CASTS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}  # and ``Tensor.to``
 
 
 class Entry(Protocol):
@@ -51,6 +59,23 @@ class Entry(Protocol):
     module: nn.Module
     forward: Callable[..., Any]
     hidden: bool
+
+
+class Read(NamedTuple):
+    """A call of a function with a weight that only casts the weight, under autocast (Rule 1)."""
+
+    dtype: torch.dtype | None  # that the function names; None: autocast's
+
+
+def cast_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Read | None:
+    """Tell how a function that is called with a weight casts it; None if it may do anything else with it."""
+    if func in CAST_FOR:
+        return None if "out" in kwargs else Read(None)
+    if func is Tensor.to:
+        asked = (*args[1:], *kwargs.values())
+        plain = len(asked) == 1 and not kwargs.keys() - {"dtype"} and isinstance(asked[0], torch.dtype)
+        return Read(asked[0]) if plain else None
+    return Read(CASTS[func]) if func in CASTS and len(args) == 1 and not kwargs else None
 
 
 class CastCandidate:
@@ -126,8 +151,22 @@ class CastCandidate:
         if dtype is None or self.dtype not in (None, dtype):
             self.give_up()
             return None
+        return self._counted(dtype)
+
+    def lend(self, read: Read) -> Tensor | None:
+        """Count such a use by other code than the module's forward; return the weight for it as ``_use`` does."""
+        dtype = self._cast_to() if self.unit.stand_ins.bound and not self.given_up else None
+        if dtype is None or self.dtype not in (None, dtype) or read.dtype not in (None, dtype):
+            self.give_up()
+            return None
+        return self._counted(dtype, copied=read.dtype is not None)
+
+    def _counted(self, dtype: torch.dtype, copied: bool = False) -> Tensor:
+        """Count a use; ``copied``: the code that uses the weight makes a copy of it in this type in any case."""
+        stand_ins = self.unit.stand_ins
         self.dtype = dtype
         self._runs += 1
+        self._copies += copied
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if recorded and in_backward():
             self._runs_in_backward += 1
@@ -183,7 +222,7 @@ class CastCandidate:
         store = self.unit.store
         if self.dtype is None or self.index in store.autocast:
             return 0
-        return self._forward_runs * store.params[self.index].numel() * self.dtype.itemsize
+        return max(0, self._forward_runs - self._copies) * store.params[self.index].numel() * self.dtype.itemsize
 
     @property
     def trainable(self) -> bool:
@@ -195,6 +234,7 @@ class CastCandidate:
         self._forward_runs = 0  # in this pass, recorded by autograd
         self._runs_in_backward = 0  # recorded too, by a recomputation
         self._runs = 0  # all
+        self._copies = 0  # of all: those for which the code that used the weight made a copy
 
 
 class GuardedParameters(dict[str, Any]):
@@ -255,10 +295,18 @@ class AutocastWeights:
     def _mark_dirty(self) -> None:
         self._dirty = True
 
-    def read(self, parameter: Tensor) -> None:
-        """Note that a parameter is read outside of its module (weight_reads.py)."""
-        if (weight := self._weights.get(id(parameter))) is not None:
-            weight.give_up()
+    def read(self, parameter: Tensor, read: Read | None) -> Tensor | None:
+        """Note that a parameter is read outside of its module (weight_reads.py), in a way that only casts it or not.
+
+        Return the stand-in for the read, or None for the one that all code may see.
+        """
+        weight = self._weights.get(id(parameter))
+        if weight is None:
+            return None
+        if read is not None:
+            return weight.lend(read)
+        weight.give_up()
+        return None
 
     def stop(self) -> None:
         """Let all weights travel as they are: compiled code is about to read some (Rule 1)."""

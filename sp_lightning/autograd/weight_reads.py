@@ -35,6 +35,7 @@ from ..compat.patches import FUNCTION_APPLY
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, without_dispatch
 from ..memory.device import Device
 from ..memory.parameters import HostParameter, owner_of
+from .autocast_weights import cast_by
 from .backward_pass import in_backward
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
@@ -158,9 +159,12 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
         # The graph to differentiate leads to the host parameters, through no stand-in that could be borrowed.
         grads, device = func(*args, **kwargs), owner_of(hosts[0]).device.torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
+    read = cast_by(func, args, kwargs)
     with contextlib.ExitStack() as visits:
-        stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in hosts}
+        stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
         result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+        if read is not None and read.dtype is not None and owner_of(hosts[0]).has_hidden_stand_in(hosts[0]):
+            return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
     return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
 
 

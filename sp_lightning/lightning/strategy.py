@@ -71,8 +71,8 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: not the bits of the default loop, and faster only where compiled code cannot step.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
-            convolutions, and their gradients, travel in autocast's type where the layer's forward is the only use:
-            half the bytes, the same bits. "as-is": every weight travels in its own type.
+            convolutions, and their gradients, travel in autocast's type where all that reads them is one use that
+            casts them: half the bytes, the same bits. "as-is": every weight travels in its own type.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
         host_memory: "pinned" puts weights and gradients into page-locked memory, which the device copies by itself, or

@@ -95,8 +95,8 @@ class ParameterOwner(Protocol):
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type that ``p.dtype`` shows for this true type."""
 
-    def lend(self, parameter: nn.Parameter) -> AbstractContextManager[Tensor]:
-        """Borrow the parameter's stand-in for the time of a call."""
+    def lend(self, parameter: nn.Parameter, read: Any = None) -> AbstractContextManager[Tensor]:
+        """Borrow the parameter's stand-in for the time of a call; ``read``: how the call only casts the weight."""
 
     def mark_stale(self, parameters: Iterable[Tensor]) -> None:
         """Mark these parameters' device copies as stale: the host bytes are about to be written."""

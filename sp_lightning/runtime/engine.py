@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autograd import weight_reads
-from ..autograd.autocast_weights import AutocastWeights
+from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
@@ -199,15 +199,16 @@ class Engine:
         return store.index_of[id(parameter)] in store.autocast
 
     @contextlib.contextmanager
-    def lend(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """Visit a host parameter's unit and yield the parameter's stand-in."""
+    def lend(self, parameter: nn.Parameter, read: Read | None = None) -> Iterator[Tensor]:
+        """Visit a host parameter's unit and yield the parameter's stand-in for this read."""
         unit = self._by_parameter[id(parameter)]
         depth = len(self._open)
         self.enter(unit)
         try:
-            self.autocast_weights.read(parameter)
-            with quietly():  # it may be made here
-                stand_in = unit.stand_in(parameter)
+            stand_in = self.autocast_weights.read(parameter, read)
+            if stand_in is None:
+                with quietly():  # it may be made here
+                    stand_in = unit.stand_in(parameter)
             yield stand_in
         finally:
             self.leave_to(depth)

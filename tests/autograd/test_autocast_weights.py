@@ -198,6 +198,143 @@ def test_a_unit_that_is_fetched_with_its_new_types_and_then_not_visited(device):
     check(lambda: Skipping(Layer() for _ in range(4)), run, device, window=2)
 
 
+# --- What code elsewhere uses, and only casts
+
+
+class Scored(nn.Module):
+    """Blocks and a head that is never called: the loss is handed its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(12, models.WIDTH), Layer(), Layer(), Layer())
+        self.head = nn.Linear(models.WIDTH, 64, bias=False)
+        self.score = None
+
+    def forward(self, x):
+        return self.score(self.head, self.blocks(x)).float()
+
+
+def cross_entropy(options):
+    def score(head, x):
+        targets = torch.arange(len(x), device=x.device) % 64
+        weight = head.weight.to(torch.bfloat16)
+        return F.linear_cross_entropy(x.to(torch.bfloat16), weight, targets, options=options, reduction="none")
+
+    return score
+
+
+def no_longer(head, x):
+    """A cast's result is a copy: what is written to it does not reach the weight."""
+    with torch.no_grad():
+        zeros = head.weight.bfloat16().mul_(0)
+    return F.linear(x, head.weight) + zeros.sum()
+
+
+CASTING = {
+    "linear": lambda head, x: F.linear(x, head.weight),
+    "to": lambda head, x: x.bfloat16() @ head.weight.to(torch.bfloat16).t(),
+    "to_by_name": lambda head, x: x.bfloat16() @ head.weight.to(dtype=torch.bfloat16).t(),
+    "bfloat16": lambda head, x: x.bfloat16() @ head.weight.bfloat16().t(),
+    "matmul": lambda head, x: x.new_ones(len(x), 64) @ head.weight * x.sum(),
+    "convolution": lambda head, x: F.conv1d(x[..., None].float(), head.weight.bfloat16()[..., None]),
+    "written": no_longer,
+}
+if hasattr(F, "linear_cross_entropy"):
+    CASTING["full_loss"] = cross_entropy(None)
+    CASTING["chunked_loss"] = cross_entropy(nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None))
+
+
+def scoring(scores, accumulate=1, around=autocast):
+    """Trains with each of these in turn."""
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for score, x in zip(scores, inputs(device, len(scores)), strict=True):
+            net.score = score
+            for _ in range(accumulate):
+                with around(device):
+                    loss = net(x).square().mean()
+                loss.backward()
+                yield loss
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        net.score = scores[0]
+        with torch.no_grad(), around(device):
+            yield net(x)
+
+    return run
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("name", CASTING)
+def test_a_weight_that_other_code_only_casts_is_exact(device, name, activations):
+    check(Scored, scoring([CASTING[name]] * 4, accumulate=2), device, activations=activations)
+
+
+@pytest.mark.parametrize("late", ["a norm", "both ways", *CASTING])
+@pytest.mark.parametrize("first", ["linear", "to"])
+def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, first, late):
+    scores = CASTING | {
+        "a norm": lambda head, x: head(x) * head.weight.detach().norm(),
+        "both ways": lambda head, x: head(x) + CASTING["to"](head, x) + CASTING["linear"](head, x),
+    }
+    check(Scored, scoring([*[CASTING[first]] * 3, scores[late], CASTING[first]]), device)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted({"linear", "to", "bfloat16", "chunked_loss"} & CASTING.keys()))
+def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_uses(device, name, precision):
+    """The layer's own forward decides what goes up and down; the loss must not need more."""
+    if precision is torch.float16 and name != "linear":
+        pytest.skip("casts to another type")
+
+    def moved(score):
+        net = Scored()
+        with sp_lightning.stream(net, device, window=1) as handle:
+            for _ in scoring([score] * 3, around=lambda device: autocast(device, dtype=precision))(net, device):
+                pass
+            assert "head.weight" in travelling(handle)
+            return [handle.stats()[way] for way in ("bytes_up", "bytes_down")]
+
+    own, other = moved(lambda head, x: head(x)), moved(CASTING[name])
+    assert other == own
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda head, x: x.bfloat16() @ head.weight.to(torch.bfloat16, memory_format=torch.contiguous_format).t(),
+        lambda head, x: x @ head.weight.t(),
+        lambda head, x: F.linear(x, head.weight) + head.weight.sum(),
+        lambda head, x: F.linear(x, head.weight) + F.linear(x, head.weight),
+        lambda head, x: x.half() @ head.weight.half().t(),
+    ],
+)
+def test_a_weight_that_other_code_uses_otherwise_travels_as_it_is(device, read):
+    if device.type == "cpu" and not torch.backends.mkldnn.is_available():
+        pytest.skip("the CPU has no FP16 kernel for its backward")
+    check(Scored, scoring([read] * 3), device)
+    net = Scored()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        for _ in scoring([read] * 3)(net, device):
+            pass
+        assert "head.weight" not in travelling(handle)
+
+
+def test_functions_that_autocast_casts_for_are_these(device):
+    from sp_lightning.autograd.autocast_weights import CAST_FOR
+
+    x, matrix = torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)
+    for function in CAST_FOR:
+        name = function.__name__
+        dims = int(name[-2]) if name.startswith("conv") else 0
+        arguments = [torch.ones([2] * (2 + dims), device=device)] * 2 if dims else [x, matrix]
+        with autocast(device):
+            made = function(x, *arguments) if name == "addmm" else function(*arguments)
+        assert made.dtype is torch.bfloat16, name
+
+
 # --- What is read in another way, later
 
 
