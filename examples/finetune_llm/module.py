@@ -7,6 +7,7 @@ import lightning as L
 import torch
 
 from ..common import checkpoints, tiny
+from ..common.loss import Kind, NextTokens
 from ..common.packing import check_apart
 from ..common.schedule import warmup_then_cosine
 
@@ -20,6 +21,8 @@ class FineTuneLLM(L.LightningModule):
         lr: The highest learning rate.
         weight_decay: AdamW's, of matrices.
         warmup_steps: Steps until the learning rate is reached; then it falls along a cosine until training ends.
+        loss: "full": the model's own. "chunked": never the logits of all tokens at once. "auto": chunked where torch
+            has it, the vocabulary is large, and the model's loss is nothing else.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class FineTuneLLM(L.LightningModule):
         lr: float = 1e-4,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
+        loss: Kind = "auto",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -37,6 +41,7 @@ class FineTuneLLM(L.LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
+        self.next_tokens = NextTokens(loss)
         self.model: Any = None
         self.apart = False  # packed documents were seen not to see each other
 
@@ -58,11 +63,11 @@ class FineTuneLLM(L.LightningModule):
         return checkpoints.load(AutoModelForCausalLM, self.checkpoint, self.dtype_name)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of the next tokens. With a cache the model would take positions that begin again for one long document."""
+        """Of the next tokens."""
         if "position_ids" in batch and not self.apart:
             check_apart(self.model, self.device)
             self.apart = True
-        return self.model(**batch, use_cache=False).loss
+        return self.next_tokens(self.model, batch)
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss = self.loss(batch)

@@ -15,6 +15,7 @@ from ..common import checkpoints, tiny
 from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl
 from ..common.loading import Data, TrainLoader
+from ..common.loss import Kind, NextTokens
 from ..common.schedule import warmup_then_cosine
 from ..common.text import IGNORED
 
@@ -32,6 +33,8 @@ class FineTuneVLM(L.LightningModule):
         lr: The highest learning rate; after warming up it falls along a cosine until training ends.
         weight_decay: AdamW's, of matrices.
         warmup_steps: Steps until the learning rate is reached.
+        loss: "full": the model's own. "chunked": never the logits of all tokens at once. "auto": chunked where torch
+            has it, the vocabulary is large, and the model's loss is nothing else.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class FineTuneVLM(L.LightningModule):
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
+        loss: Kind = "auto",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -52,6 +56,7 @@ class FineTuneVLM(L.LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
+        self.next_tokens = NextTokens(loss)
         self.model: Any = None
 
     @property
@@ -96,7 +101,7 @@ class FineTuneVLM(L.LightningModule):
                 name: nn.functional.pad(value, (1, 0), value=front.get(name, 0)) if value.shape == shape else value
                 for name, value in batch.items()
             }
-        return self.model(**batch, use_cache=False).loss
+        return self.next_tokens(self.model, batch)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         loss = self.loss(batch)

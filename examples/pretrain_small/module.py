@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Timer
 from ..common import tiny
 from ..common.checkpoints import read
 from ..common.files import existing, read_jsonl, whole
+from ..common.loss import Kind
 from ..common.schedule import adamw, scheduled
 from ..common.text import TextData
 from ..finetune_llm.module import FineTuneLLM
@@ -30,12 +31,19 @@ class PretrainLLM(FineTuneLLM):
         heads: Of attention.
         lr: The highest learning rate.
         weight_decay: AdamW's, of matrices.
+        loss: As FineTuneLLM's.
     """
 
     def __init__(
-        self, hidden_size: int = 64, layers: int = 6, heads: int = 4, lr: float = 3e-3, weight_decay: float = 0.1
+        self,
+        hidden_size: int = 64,
+        layers: int = 6,
+        heads: int = 4,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        loss: Kind = "auto",
     ) -> None:
-        super().__init__(lr=lr, weight_decay=weight_decay)
+        super().__init__(lr=lr, weight_decay=weight_decay, loss=loss)
         self.save_hyperparameters()
         self.sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "num_attention_heads": heads}
 

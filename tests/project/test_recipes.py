@@ -323,6 +323,229 @@ def test_rows_of_which_nothing_is_learned_are_left_out(tiny_llm, caplog):
     assert all(tensor.isfinite().all() for tensor in torch.load(last(run), weights_only=True)["state_dict"].values())
 
 
+# ---- the loss in chunks
+
+CHUNKED = pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def causal(kind, **config):
+    """A tiny model of this family."""
+    import transformers
+
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES | config))
+
+
+def rows(count=3, length=12):
+    """Tokens, some of which are not learned."""
+    tokens = torch.randint(1, 96, (count, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
+
+
+def said_of(model, batch=None):
+    from examples.common.loss import why_not
+
+    return why_not(model, batch or rows())
+
+
+@CHUNKED
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+@pytest.mark.parametrize("recipe", ["finetune_llm", "pretrain_small", "moe", "finetune_vlm", "lora_llm"])
+def test_the_loss_in_chunks_is_plain_lightnings_too(recipe, precision):
+    """A Llama, one with a tied head, a mixture, a model of images and texts, adapters."""
+    arguments = ["--model.loss=chunked", f"--trainer.precision={precision}"]
+    streamed, plain = fit(recipe, *arguments, folder="streamed"), fit(recipe, PLAIN, *arguments, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    full = fit(recipe, PLAIN, "--model.loss=full", f"--trainer.precision={precision}", folder="full")
+    with pytest.raises(AssertionError):
+        parity.compare(left(full), left(plain))  # or no chunks were taken
+
+
+@CHUNKED
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+def test_a_model_that_is_left_with_all_its_logits_is_plain_lightnings_too(precision, words, monkeypatch, caplog):
+    from examples.common import loss
+
+    monkeypatch.setattr(loss, "LARGE", 96)
+    causal("Gemma2", head_dim=8, vocab_size=len(words), max_position_embeddings=256).save_pretrained("gemma")
+    words.save_pretrained("gemma")
+    arguments = ["--model.name_or_path=gemma", "--data.packing=false", f"--trainer.precision={precision}"]
+    streamed = fit("finetune_llm", *arguments, folder="streamed")
+    plain = fit("finetune_llm", PLAIN, *arguments, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    assert caplog.text.count("Gemma2ForCausalLM does more to its logits") == 2
+
+
+@CHUNKED
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Gemma2", {"final_logit_softcapping": None, "head_dim": 8}),
+        ("Granite", {"logits_scaling": 1.0}),
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Phi", {}),  # whose head has a bias
+    ],
+)
+def test_the_loss_in_chunks_is_the_models_own(kind, config):
+    from examples.common.loss import in_chunks
+
+    model, batch = causal(kind, **config), rows()
+    assert said_of(model) is None
+    own, chunked = model(**batch, use_cache=False).loss, in_chunks(model, batch)
+    torch.testing.assert_close(chunked, own)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected, found = (torch.autograd.grad(loss, parameters) for loss in (own, chunked))
+    for name, one, other in zip(names, expected, found, strict=True):
+        torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}", rtol=1e-4, atol=1e-6)
+
+
+@CHUNKED
+@pytest.mark.parametrize("count, length", [(1, 2), (1, 7), (5, 13)])
+def test_rows_of_any_number_are_cut_into_chunks(count, length):
+    from examples.common.loss import in_chunks
+
+    model, batch = causal("Llama"), rows(count, length)
+    batch["labels"][:] = batch["input_ids"]
+    torch.testing.assert_close(in_chunks(model, batch), model(**batch).loss)
+
+
+@CHUNKED
+def test_where_nothing_is_learned_the_loss_in_chunks_is_the_models_own_nan():
+    from examples.common.loss import in_chunks
+
+    model, batch = causal("Llama"), rows()
+    batch["labels"][:] = -100
+    assert in_chunks(model, batch).isnan() and model(**batch).loss.isnan()
+
+
+@CHUNKED
+def test_in_half_precision_the_loss_in_chunks_is_as_exact_as_the_models_own():
+    """torch's own mean is added up in bf16, and off by 2 %; a scaler's factor would be infinite in FP16."""
+    from examples.common.loss import in_chunks
+
+    model, batch = causal("Llama", vocab_size=2048), rows(16, 60)
+    exact = model(**batch).loss
+    for dtype, near in ((torch.bfloat16, 2e-3), (torch.float16, 3e-4)):
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            loss = in_chunks(model, batch)
+        assert loss.dtype is torch.float32 and abs(loss - exact) < near * exact
+        (loss * 2.0**17).backward()
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+        model.zero_grad()
+
+
+@CHUNKED
+@pytest.mark.parametrize(
+    "kind, config, said",
+    [
+        ("Gemma2", {"head_dim": 8}, "Gemma2ForCausalLM does more to its logits than its head's weight does"),
+        ("Granite", {"logits_scaling": 8.0}, "GraniteForCausalLM does more to its logits"),
+        ("Cohere", {"logit_scale": 0.5}, "CohereForCausalLM does more to its logits"),
+        (
+            "Mixtral",
+            {"num_local_experts": 4, "output_router_logits": True},
+            "the loss of MixtralForCausalLM is not the cross entropy of its logits alone",
+        ),
+    ],
+)
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_else_a_head_or_a_loss_does_is_found_and_named(kind, config, said, precision):
+    with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
+        assert said in said_of(causal(kind, **config))
+
+
+@CHUNKED
+def test_a_head_that_is_no_linear_layer_is_named():
+    class Louder(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = causal("Llama")
+    model.lm_head.__class__ = Louder
+    assert "Louder, not an nn.Linear" in said_of(model)
+    model = causal("Llama")
+    model.lm_head.register_forward_hook(lambda module, args, made: made * 2)
+    assert "does more to its logits" in said_of(model)
+    model = causal("Llama")
+    model.model.register_forward_pre_hook(lambda module, args: None)
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 2,), prepend=True)
+    assert "is given something else than what its base model returns" in said_of(model)
+    model = torch.compile(causal("Llama"))
+    assert said_of(model).endswith("is compiled")
+    assert "num_items_in_batch, which are for the model's own" in said_of(
+        causal("Llama"), rows() | {"num_items_in_batch": torch.tensor(3)}
+    )
+
+
+@CHUNKED
+def test_a_head_with_an_adapter_is_named():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(causal("Llama"), peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    assert said_of(adapted) == "the head of LlamaForCausalLM is a peft.tuners.lora.layer.Linear, not an nn.Linear"
+
+
+@CHUNKED
+def test_trying_a_model_leaves_its_dropout_as_it_was_drawn():
+    model = causal("Llama", attention_dropout=0.5).train()
+    torch.manual_seed(2)
+    expected = torch.rand(3)
+    torch.manual_seed(2)
+    assert said_of(model) is None and model.training and torch.equal(torch.rand(3), expected)
+
+
+@CHUNKED
+def test_auto_takes_chunks_where_the_vocabulary_is_large_and_says_once_why_not(monkeypatch, caplog):
+    from examples.common import loss
+
+    for model, chunked in ((causal("Llama"), True), (causal("Gemma2", head_dim=8), False)):
+        tokens = loss.NextTokens("auto")
+        tokens(model, rows())
+        assert tokens.chunked is False and not caplog.text
+        monkeypatch.setattr(loss, "LARGE", 96)
+        tokens = loss.NextTokens("auto")
+        for _ in range(2):
+            value = tokens(model, rows())
+        assert tokens.chunked is chunked
+        assert torch.equal(value, loss.in_chunks(model, rows()) if chunked else model(**rows()).loss)
+        monkeypatch.undo()
+    assert caplog.text.count("the loss is computed from the logits of all tokens at once: Gemma2ForCausalLM does") == 1
+
+
+def test_an_older_torch_takes_no_chunks(monkeypatch, caplog):
+    from examples.common import loss
+    from examples.common.errors import BadInput
+
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    monkeypatch.setattr(loss, "LARGE", 96)
+    model = causal("Llama")
+    assert torch.equal(loss.NextTokens("auto")(model, rows()), model(**rows()).loss)
+    said = r"computes none in chunks, torch 2.15 does \(pip install 'torch>=2.15'\)"
+    with pytest.raises(BadInput, match=rf"model.loss=chunked: torch .* {said}; set model.loss=full, or leave it at"):
+        loss.NextTokens("chunked")(model, rows())
+
+
+@CHUNKED
+def test_a_graph_of_the_backward_is_refused_instead_of_missing():
+    from examples.common.errors import BadInput
+    from examples.common.loss import in_chunks
+
+    model = causal("Llama")
+    with pytest.raises(BadInput, match=r"create_graph=True\) needs all logits at once: set model.loss=full"):
+        in_chunks(model, rows()).backward(create_graph=True)
+
+
 def test_a_file_as_windows_writes_it_is_read():
     from examples.common.files import read_jsonl
 

@@ -1,0 +1,164 @@
+"""The loss of next tokens without the logits of all: from hidden states and the head's weight, in chunks of rows.
+
+1. torch's own ``linear_cross_entropy`` computes it (torch >= 2.15). It gives the loss of each token, which is averaged
+   in FP32. Its own mean would be added up in the type of the hidden states: in bf16 it is off by up to 2 %, and in FP16
+   the factor of a gradient scaler, which has to pass through it, is infinite. The price is that backward makes each
+   chunk's logits again.
+2. A head may do more than its matrix (cap, scale, adapt), and a model's loss may have more terms than this one (that
+   of a router). Neither is looked up: the given model is tried with two passes of few tokens. What its head is given
+   has to be what its base model returns, its logits what the head's weight makes of that, to the last bit, and its loss
+   the cross entropy of these logits.
+3. No graph of its backward can be made: asked for one, it is an error. In compiled code it is not used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear, pad
+
+from .errors import BadInput
+from .text import IGNORED
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["auto", "chunked", "full"]
+LARGE = 16_384  # tokens of a vocabulary from which "auto" takes chunks
+LENGTH = 8  # of the rows that are tried
+PLAIN = 1e-5  # the relative difference between two sums of a few FP32 numbers, at most
+GIVEN = {"num_items_in_batch", "shift_labels"}  # what else a model's own loss may be given
+
+
+class NextTokens:
+    """The loss of next tokens, the model's own or in chunks."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.chunked: bool | None = None if kind != "full" else False  # None: not decided yet
+
+    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the loss. With a cache a model would take positions that begin again for one long document."""
+        if self.chunked is None:
+            self.chunked = self.decide(model, batch)
+        if not self.chunked or (self.kind == "auto" and torch.compiler.is_compiling()):
+            return model(**batch, use_cache=False).loss
+        return in_chunks(model, batch)
+
+    def decide(self, model: Any, batch: dict[str, Tensor]) -> bool:
+        """Decide whether to take chunks; in "auto" log why not where they would have paid, else raise."""
+        if self.kind == "auto" and vocabulary(model) < LARGE:
+            return False
+        reason = why_not(model, batch)
+        if reason is None:
+            return True
+        if self.kind == "chunked":
+            raise BadInput(f"model.loss=chunked: {reason}; set model.loss=full, or leave it at auto")
+        logger.warning("the loss is computed from the logits of all tokens at once: %s", reason)
+        return False
+
+
+def vocabulary(model: Any) -> int:
+    """Return the number of tokens that a model tells apart."""
+    return unadapted(model).config.get_text_config().vocab_size
+
+
+def unadapted(model: Any) -> Any:
+    """Return the model of transformers, which may be under adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
+    """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 3), or None."""
+    whole = unadapted(model)
+    name, head = type(whole).__name__, whole.get_output_embeddings()
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        return f"torch {torch.__version__} computes none in chunks, torch 2.15 does (pip install 'torch>=2.15')"
+    if torch.compiler.is_compiling() or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        return f"{name} is compiled"
+    if type(head) is not nn.Linear:
+        return f"the head of {name} is a {type(head).__module__}.{type(head).__qualname__}, not an nn.Linear"
+    if whole.base_model is whole:
+        return f"{name} has no base model that runs without its head"
+    if found := GIVEN & batch.keys():
+        return f"a batch holds {', '.join(sorted(found))}, which are for the model's own loss"
+    try:
+        return differs(model, whole, head)
+    except Exception as error:
+        return f"{name} does not run on a few tokens alone ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def differs(model: Any, whole: Any, head: nn.Linear) -> str | None:
+    """Return what tells a model's logits or loss from those of its head's weight (Rule 2), or None."""
+    device, seen, name = head.weight.device, [], type(whole).__name__
+    tokens = torch.arange(2 * LENGTH, device=device).add(vocabulary(model) // 2).remainder(vocabulary(model))
+    tokens = tokens.view(2, LENGTH)
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == tokens[0, 3], IGNORED)}
+    hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        with unchanged(device):
+            own = model(**batch, use_cache=False)
+    finally:
+        hook.remove()
+    with unchanged(device):
+        hidden = hidden_states(model, batch)
+    if len(seen) != 1 or hidden.shape != seen[0].shape or not torch.equal(hidden, seen[0]):
+        return f"the head of {name} is given something else than what its base model returns"
+    if not torch.equal(linear(hidden, head.weight, head.bias).float(), own.logits.float()):
+        return f"{name} does more to its logits than its head's weight does (a cap, a scale, a slice)"
+    logits, labels = own.logits.float().flatten(0, 1), following(batch["labels"])
+    expected = cross_entropy(logits, labels, ignore_index=IGNORED)
+    if abs(float(own.loss.float() - expected)) > PLAIN * abs(float(expected)):
+        return f"the loss of {name} is not the cross entropy of its logits alone (a router's loss, smoothed labels)"
+    return None
+
+
+def unchanged(device: torch.device) -> Any:
+    """Return a context that leaves the random state as it was, so that two passes draw the same dropout."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def hidden_states(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Run the base model, up to what its head is given."""
+    base = unadapted(model).base_model
+    takes_labels = "labels" in inspect.signature(base.forward).parameters
+    given = {name: value for name, value in batch.items() if name != "labels" or takes_labels}
+    return base(**given, use_cache=False)[0]
+
+
+def following(labels: Tensor) -> Tensor:
+    """Return the label of what follows each token, for all rows one after the other."""
+    return pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()
+
+
+def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Compute the mean loss of the next tokens in chunks of rows (Rule 1)."""
+    head = unadapted(model).get_output_embeddings()
+    hidden, labels = hidden_states(model, batch).flatten(0, 1), following(batch["labels"])
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+    def cast(tensor: Any) -> Any:
+        return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
+
+    with torch.autocast(kind, enabled=False):  # backward makes the chunks again without it
+        losses = nn.functional.linear_cross_entropy(
+            *(cast(hidden), cast(head.weight), labels),
+            linear_bias=cast(head.bias),
+            ignore_index=IGNORED,
+            reduction="none",
+            options=nn.LinearCrossEntropyOptions(),
+        )
+    if losses.requires_grad:
+        losses.register_hook(refuse_a_graph)
+    return losses.float().sum() / (labels != IGNORED).sum()
+
+
+def refuse_a_graph(_: Tensor) -> None:
+    """Raise if backward makes a graph of itself, in which this loss would be missing (Rule 3)."""
+    if torch.is_grad_enabled():
+        raise BadInput("a graph of the backward (create_graph=True) needs all logits at once: set model.loss=full")
