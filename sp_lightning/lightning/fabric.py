@@ -7,11 +7,14 @@
 3. Nothing tells what the user's loop does between ``backward`` and ``step``: no unit is stepped while backward runs. A
    step may be deferred (pending_step.py): code that reads or writes weights, gradients or state waits for it.
 4. A handle lives as long as the strategy. When the strategy is gone, its modules are plain again.
+5. A deep copy of a module that Fabric wrapped has a strategy of its own, a copy of this one. It begins to stream when
+   it is called, with that strategy: many copies are only kept, such as the best weights so far.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from typing import Any
@@ -61,15 +64,42 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
         self.options = Options.parse(**options)
         super().__init__(device or "cpu", accelerator, checkpoint_io, precision)
         self._device_given = device is not None
-        self.handles: list[Handle] = []  # of the modules that were set up
-        weakref.finalize(self, _close_all, self.handles).atexit = False  # Rule 4
+        self._begin_without_modules()
         check_supported(self.root_device)
+
+    def _begin_without_modules(self) -> None:
+        self.handles: list[Handle] = []  # of the modules that were set up
+        self._copies: list[nn.Module] = []  # of streamed modules; they begin to stream when they are called
+        weakref.finalize(self, _close_all, self.handles).atexit = False  # Rule 4
+
+    # ---- copies (Rule 5)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave handles out of a copy: they stream the original's modules."""
+        return {key: value for key, value in vars(self).items() if key not in ("handles", "_copies")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, without handles."""
+        vars(self).update(state)
+        self._begin_without_modules()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuperpipelineFabricStrategy:
+        """Copy the strategy for the copies of its modules that were made on the way here."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        modules = [*(handle.module for handle in self.handles), *self._copies]
+        copied._copies += [memo[id(module)] for module in modules if id(module) in memo]
+        return copied
 
     # ---- precision
 
     @property
     def precision(self) -> FabricPrecision:
-        """The precision plugin; with master weights, one that leaves parameters in FP32."""
+        """The precision plugin; with master weights, one that leaves parameters in FP32.
+
+        What Fabric wrapped asks for it first when it is called: a copy begins to stream."""
+        while self._copies:
+            self.module_to_device(self._copies.pop())
         return super().precision
 
     @precision.setter

@@ -232,6 +232,30 @@ def a_lightning_module(fabric):
     yield trained(module)
 
 
+def with_copies(fabric):
+    """Averages weights in copies of what Fabric wrapped, keeps the best ones, and goes on with one of those."""
+    net = blocks()
+    net, optimizer = fabric.setup(net, adamw(net))
+    average = torch.optim.swa_utils.AveragedModel(net, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9))
+    kept = []
+    for x, y in batches(fabric):
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        average.update_parameters(net)
+        kept.append(copy.deepcopy(net))
+        with torch.no_grad():
+            yield average(x), net(x)
+    best = copy.deepcopy(kept[2])  # a copy that was never called
+    again = fabric.setup_optimizers(adamw(best))
+    for x, y in batches(fabric):
+        again.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(best(x), y))
+        again.step()
+    yield trained(net, average, best, *kept)
+
+
 LOOPS = [
     plainly,
     with_everything_in_between,
@@ -241,6 +265,7 @@ LOOPS = [
     adversaries,
     one_module_and_two_optimizers,
     a_lightning_module,
+    with_copies,
 ]
 
 
@@ -421,6 +446,33 @@ def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
     fabric.to_device(net)
     x, _ = next(iter(batches(fabric)))
     assert wrapped(x).device == device and len(fabric.strategy.handles) == 1
+
+
+def test_a_copy_streams_when_it_is_called_and_for_as_long_as_it_is_there(device):
+    fabric = fabric_on(device, streaming(device))
+    net = fabric.setup(blocks())
+    copied = copy.deepcopy(net)
+    assert_plain(copied)
+    x, _ = next(iter(batches(fabric)))
+    with torch.no_grad():
+        assert torch.equal(copied(x), net(x))
+    assert [len(wrapped._strategy.handles) for wrapped in (net, copied)] == [1, 1]
+    inner = copied.module
+    del copied
+    gc.collect()
+    assert_plain(inner)
+
+
+def test_a_pickle_is_of_plain_modules(device, tmp_path):
+    fabric = fabric_on(device, streaming(device))
+    net = fabric.setup(blocks())
+    torch.save(net, tmp_path / "net.pt")
+    again = torch.load(tmp_path / "net.pt", weights_only=False)
+    assert_plain(again)
+    fabric.to_device(again)
+    x, _ = next(iter(batches(fabric)))
+    with torch.no_grad():
+        assert torch.equal(again(x), net(x))
 
 
 def test_modules_are_plain_again_when_the_strategy_is_gone(device):
