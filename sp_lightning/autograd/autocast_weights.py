@@ -17,12 +17,18 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    outside of torch would find the bytes on the host, and a write would miss those on the device.
 3. *Recorded.* In the first pass of a kind that makes gradients all weights travel as they are. A weight qualifies if
    it was used once in the graph, cast to one type, and nothing else read it. Recomputation in backward is counted
-   separately; without gradients there may be any number of uses.
+   separately; without gradients there may be any number of uses. While a pass is recorded, the window is half as wide,
+   because weights take up to twice the bytes of later passes.
 4. *Changed between passes.* A unit's layout changes where a pass begins, if nothing of the unit is bound, referenced
    elsewhere, or saved by a graph that waits for its backward; otherwise it waits for a later pass.
 5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
    given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
    second use of those that count is exact (bridge.py, Rule 4), and has the same consequence.
+6. *Cast on the device.* The weight that travels as it is is cast on the device before its module's forward, as
+   autocast would cast it, and its gradient comes down in autocast's type. Saved by autograd, such casts would take half
+   a copy of all weights: they are dropped after the forward and made again in backward from the resident unit. A plain
+   run saves them, so they have to keep their values when the weight changes in the meantime: the host has a copy for
+   that case. Other code is given the weight as it is: autograd saves its cast, and sums the gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -39,8 +46,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
-from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, tracing_state
-from ..memory.parameters import HostParameter, quietly
+from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, storage_id, tracing_state
+from ..memory.parameters import HostParameter, quietly, true_data, true_version
 from .backward_pass import in_backward
 from .stand_ins import StreamedUnit
 
@@ -78,13 +85,65 @@ def cast_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Read |
     return Read(CASTS[func]) if func in CASTS and len(args) == 1 and not kwargs else None
 
 
+class CastBytes:
+    """The bytes of a weight's cast on the device, for what autograd saved of them (Rule 6)."""
+
+    def __init__(self, unit: StreamedUnit, index: int, cast: Tensor) -> None:
+        self.unit = unit
+        self._index = index
+        self._state = self._state_now()
+        self._host = unit.store.device.host_copy(true_data(unit.store.params[index]), cast)
+
+    def _state_now(self) -> tuple[Any, ...]:
+        """Return what changes when the weight may have other bytes, on the host or on the device."""
+        stand_ins = self.unit.stand_ins
+        version = true_version(stand_ins.outputs[self._index]) if stand_ins.outputs else None
+        return stand_ins.build, version, stand_ins.data_exposed[0], self.unit.store.stamp()
+
+    @property
+    def current(self) -> bool:
+        """Whether the weight still has these bytes for certain."""
+        return self._state_now() == self._state
+
+    def again(self) -> Tensor:
+        """Make the cast again; the unit is resident."""
+        store = self.unit.store
+        with torch.inference_mode(False), torch.no_grad():
+            if self.current:
+                return store.device.cast(store.device_view(self._index), self._host.dtype)
+            store.counters.bytes_up += self._host.nbytes
+            return self._host.to(store.storage.device, copy=True)
+
+
+class SavedCast(NamedTuple):
+    """A note of a tensor that autograd saved: a weight's cast on the device, or a view of it."""
+
+    bytes: CastBytes
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """Return the tensor; the unit is resident."""
+        cast = self.bytes.again()
+        empty = torch.empty(0, dtype=cast.dtype, device=cast.device)
+        return empty.set_(cast.untyped_storage(), self.offset, self.shape, self.stride)
+
+
 class CastCandidate:
     """One weight that may travel in autocast's type: the uses that were counted, and its guard during visits (Rule 2).
 
     The guard stands in the places of the module's parameters and of its forward.
     """
 
-    def __init__(self, unit: StreamedUnit, entry: Entry, hides_entry: bool, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        unit: StreamedUnit,
+        entry: Entry,
+        hides_entry: bool,
+        on_change: Callable[[], None],
+        casts: dict[int, Callable[[Tensor], SavedCast]],
+    ) -> None:
         self.unit = unit
         self.module = entry.module
         self.index = unit.store.index_of[id(self.module._parameters[NAME])]
@@ -98,6 +157,9 @@ class CastCandidate:
         self._parameters: dict[str, Any] = self.module._parameters
         self._guard = GuardedParameters(self._parameters, self.give_up)
         self._on_change = on_change  # the weight may have to travel in another type from now on
+        self._casts = casts
+        self._cast: Tensor | None = None  # on the device, while the forward runs (Rule 6)
+        self._saved: Callable[[], CastBytes | None] = lambda: None  # a weak reference, so that they go with the graph
         self._device = unit.store.device
         self.forget_pass()
 
@@ -134,6 +196,9 @@ class CastCandidate:
             return self._forward(*args, **kwargs)
         finally:
             places["_parameters"] = self._guard if self.on else self._parameters
+            if self._cast is not None:
+                del self._casts[storage_id(self._cast.untyped_storage())]
+                self._cast = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
@@ -159,14 +224,13 @@ class CastCandidate:
         if dtype is None or self.dtype not in (None, dtype) or read.dtype not in (None, dtype):
             self.give_up()
             return None
-        return self._counted(dtype, copied=read.dtype is not None)
+        return self._counted(dtype, lent=True)
 
-    def _counted(self, dtype: torch.dtype, copied: bool = False) -> Tensor:
-        """Count a use; ``copied``: the code that uses the weight makes a copy of it in this type in any case."""
+    def _counted(self, dtype: torch.dtype, lent: bool = False) -> Tensor:
+        """Count a use, and return the weight for it; ``lent``: by other code than the module's forward."""
         stand_ins = self.unit.stand_ins
         self.dtype = dtype
         self._runs += 1
-        self._copies += copied
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if recorded and in_backward():
             self._runs_in_backward += 1
@@ -174,12 +238,41 @@ class CastCandidate:
             self._forward_runs += 1
         output = stand_ins.outputs[self.index]
         if self.index not in self.unit.store.autocast:
+            if recorded and not lent:
+                return self._cast_on_device(output, dtype)
+            if recorded:  # the code casts by itself, and autograd sums the gradients of all uses
+                self._leave_to_autograd()
             return output
         if not recorded or not output.requires_grad:
             return output.detach()  # like a cast without autograd: ``requires_grad`` decides on kernels
         use = output.view_as(output)
         use.grad_fn.register_prehook(functools.partial(stand_ins.uses.arrive, self.index))  # type: ignore[union-attr]
         return use
+
+    def _cast_on_device(self, output: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast the weight as autocast does; until its forward ends, what autograd saves of the cast is noted."""
+        use = self._device.cast(output, dtype)
+        if use.grad_fn is not None:
+            uses = self.unit.stand_ins.uses
+            use.grad_fn.register_prehook(functools.partial(uses.arrive_at_cast, self.index))
+            if self._several:  # whose sum is FP32
+                self.unit.store.cast_gradients.pop(self.index, None)
+            else:
+                self.unit.store.cast_gradients[self.index] = dtype
+        if self._cast is None:
+            self._cast = use
+            self._casts[storage_id(use.untyped_storage())] = self._note
+        return use
+
+    def _note(self, tensor: Tensor) -> SavedCast:
+        """Note what autograd saves of the running forward's cast."""
+        saved = self._saved()
+        if saved is None or not saved.current:
+            assert self._cast is not None
+            with quietly():
+                saved = CastBytes(self.unit, self.index, self._cast)
+            self._saved = weakref.ref(saved)
+        return SavedCast(saved, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def _cast_to(self) -> torch.dtype | None:
         """Return the type that autocast casts the weight to now; None if it does not, or if operators are observed."""
@@ -198,31 +291,33 @@ class CastCandidate:
         """Let the weight travel as it is, for good: it is read elsewhere, or not cast by its forward (Rule 5)."""
         if not self.given_up:
             self.given_up = True
+            self._leave_to_autograd()
             with quietly():
                 self.unit.stand_ins.expose(self.index)
             self._on_change()
 
+    def _leave_to_autograd(self) -> None:
+        """Have autograd sum the gradients of casts on the device: the weight is read in another way as well."""
+        self.unit.stand_ins.uses.left_to_autograd.add(self.index)
+        self.unit.store.cast_gradients.pop(self.index, None)
+
     def learn(self, gradients: bool) -> None:
         """Record the uses in a finished pass, which made gradients or not (Rule 3)."""
-        several = self._forward_runs > 1 or self._runs_in_backward > 1
         if self._runs and gradients not in self.seen_in:
             self.seen_in.add(gradients)
             self._on_change()
-        if several and self.trainable:
+        if self._several and self.trainable:
             self.give_up()
         self.forget_pass()
+
+    @property
+    def _several(self) -> bool:
+        """Whether the weight has several uses in a graph, as far as the pass has come."""
+        return self._forward_runs > 1 or self._runs_in_backward > 1
 
     def travels_cast(self, trained: bool) -> bool:
         """Whether the weight qualifies; of a trainable one, once the model trains, only passes with gradients tell."""
         return not self.given_up and bool(self.seen_in) and (True in self.seen_in or not (trained and self.trainable))
-
-    @property
-    def copied_nbytes(self) -> int:
-        """Bytes of the copies that autocast made of the weight in this pass, and that autograd saved."""
-        store = self.unit.store
-        if self.dtype is None or self.index in store.autocast:
-            return 0
-        return max(0, self._forward_runs - self._copies) * store.params[self.index].numel() * self.dtype.itemsize
 
     @property
     def trainable(self) -> bool:
@@ -234,7 +329,6 @@ class CastCandidate:
         self._forward_runs = 0  # in this pass, recorded by autograd
         self._runs_in_backward = 0  # recorded too, by a recomputation
         self._runs = 0  # all
-        self._copies = 0  # of all: those for which the code that used the weight made a copy
 
 
 class GuardedParameters(dict[str, Any]):
@@ -273,6 +367,8 @@ class AutocastWeights:
         self._known: set[Any] = set()  # kinds of passes that were recorded (Rule 3)
         self._kind: Any = None
         self._dirty = False  # whether some weight may travel in another type than it should
+        self.recording = False  # whether weights take more bytes in this pass than later, under autocast (Rule 3)
+        self.casts: dict[int, Callable[[Tensor], SavedCast]] = {}  # on the device now, by storage: notes what is saved
 
     def guard(self, entry: Entry, units: list[StreamedUnit], hides_entry: bool) -> None:
         """Have a module's parameters guarded in visits, if its weight may travel cast (Rule 1).
@@ -287,7 +383,7 @@ class AutocastWeights:
             return
         if weight.dtype is not torch.float32 or getattr(entry.forward, "__func__", None) is not type(module).forward:
             return
-        candidate = CastCandidate(units[0], entry, hides_entry, self._mark_dirty)
+        candidate = CastCandidate(units[0], entry, hides_entry, self._mark_dirty, self.casts)
         if sum(at == candidate.index for at, _ in units[0].stand_ins.slots) == 1:
             self._weights[id(weight)] = candidate
             units[0].stand_ins.hidden.append(candidate)
@@ -350,6 +446,7 @@ class AutocastWeights:
         if self._dirty or recorded is not was_recorded:
             self._forget_those_never_cast()
             self._change_types(recorded)
+        self.recording = not recorded and any(not weight.given_up for weight in self._weights.values())
 
     def close(self) -> None:
         """Stop watching compilations."""
@@ -384,11 +481,6 @@ class AutocastWeights:
                 self._change(unit, of_unit)
             else:
                 self._dirty = True
-
-    @property
-    def copied_nbytes(self) -> int:
-        """Lower bound of the bytes that autograd saved of autocast's own copies of weights in this pass."""
-        return sum(weight.copied_nbytes for weight in self._weights.values())
 
     def backward_done(self) -> None:
         """End a backward: drop what its gradients left behind."""

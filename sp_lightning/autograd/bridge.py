@@ -8,7 +8,8 @@
 3. The node's outputs share the unit's storage but no version counter: an in-place write to one weight concerns only it.
 4. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each. The gradient
    that arrives there is the one that the cast's backward would convert to FP32. The gradients of several uses are
-   summed in FP32, in the order in which they arrive.
+   summed in FP32, in the order in which they arrive. Gradients of casts that are made on the device are collected
+   likewise (autocast_weights.py, Rule 6).
 """
 
 from __future__ import annotations
@@ -68,27 +69,35 @@ def check_not_recorded(output: Tensor, name: str) -> None:
 
 
 class CastUses:
-    """The gradients of a unit's weights that travel in autocast's type, by their uses in a graph (Rule 4)."""
+    """The gradients of a unit's weights in autocast's type, by their uses in a graph (Rule 4)."""
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[int, int], list[Tensor]] = {}  # by the number of autograd's task, and by weight
+        self._arrived: dict[int, dict[int, list[Tensor]]] = {}  # by the number of autograd's task, then by weight
+        self.left_to_autograd: set[int] = set()  # weights of casts on the device that are read in another way as well
 
     def arrive(self, index: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
         if grads[0] is not None:
-            self._arrived.setdefault((graph_task(), index), []).append(grads[0])
+            self._arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
         return (None,)
 
-    def sum(self, index: int) -> Tensor | None:
-        """Return and forget the sum of a weight's gradients that arrived in the running task of autograd."""
-        arrived = self._arrived.pop((graph_task(), index), [])
-        if len(arrived) < 2:
-            return arrived[0] if arrived else None
-        total = arrived[0].float()
-        for grad in arrived[1:]:
-            total = total + grad.float()
-        return total
+    def arrive_at_cast(self, index: int, grads: Gradients) -> Gradients | None:
+        """Collect the gradient of a cast on the device, unless autograd sums it with others of the weight."""
+        return None if index in self.left_to_autograd else self.arrive(index, grads)
+
+    def sums(self) -> dict[int, Tensor]:
+        """Return and forget the sums of gradients that arrived in the running task of autograd, by weight."""
+        return {index: _sum(arrived) for index, arrived in self._arrived.pop(graph_task(), {}).items()}
 
     def clear(self) -> None:
         """Drop gradients of tasks that ended before they reached the bridge."""
         self._arrived.clear()
+
+
+def _sum(arrived: list[Tensor]) -> Tensor:
+    if len(arrived) == 1:
+        return arrived[0]
+    total = arrived[0].float()
+    for grad in arrived[1:]:
+        total = total + grad.float()
+    return total

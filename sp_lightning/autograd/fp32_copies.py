@@ -75,10 +75,14 @@ class FullPrecisionCopies:
     def check_source(self, index: int, receive: Any) -> None:
         """Record which receiver a gradient of this weight came to; raise if another one had one before (Rule 2)."""
         if self._sources.setdefault((graph_task(), index), receive) is not receive:
-            raise ExactnessError(
-                f"a loss depends on {self._store.names[index]} through its layer, and also through another read, or "
-                f"through a run of the layer outside autocast: {AS_IS}"
-            )
+            self.refuse_sources(index)
+
+    def refuse_sources(self, index: int) -> None:
+        """Raise: gradients of this weight came in two ways, and cannot be summed in the order of a plain run."""
+        raise ExactnessError(
+            f"a loss depends on {self._store.names[index]} through its layer, and also through another read, or "
+            f"through a run of the layer outside autocast: {AS_IS}"
+        )
 
     def backward_done(self) -> None:
         """End a backward: all gradients have arrived."""

@@ -8,7 +8,7 @@
    written. Where ``p.data = ...`` replaced its data, autograd's reference to the weight itself gives the new bytes, and
    one to a view of it the old ones, as in a plain run: the old bytes are left to it (unit_store.py, Rule 8).
 4. Under autocast a plain run saves a cast copy, which does not change when the weight is written. Nor do the saved
-   bytes of a weight that travelled as that copy.
+   bytes of a weight that travelled as that copy, or was cast on the device (autocast_weights.py, Rule 6).
 5. Code that disables saved-tensor hooks (``torch.func`` does) would be refused where ours are in force: ours are taken
    out meanwhile. What autograd saves then refers to the weights themselves, and keeps their units on the device.
 """
@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, s
 from ..errors import ExactnessError
 from ..memory.parameters import DeviceParameter, true_version
 from ..memory.weights import SavedBytes
+from .autocast_weights import SavedCast
 from .offload import Offload, OffloadedTensor
 from .stand_ins import StreamedUnit
 
@@ -130,11 +131,13 @@ class SavedTensors:
         owner_of: Callable[[Tensor], StreamedUnit | None],
         require: Callable[[StreamedUnit], None],
         offload: Offload,
+        casts: Mapping[int, Callable[[Tensor], SavedCast]],
     ) -> None:
         self._owner = owner  # of a storage
         self._owner_of = owner_of  # of a host parameter
         self._require = require
         self._offload = offload
+        self._casts = casts
 
     def push(self, name: str) -> None:
         """Put our hooks in force, in front of those that were (Rule 2)."""
@@ -171,6 +174,10 @@ class SavedTensors:
         unit = self._unit_of(tensor)
         if unit is not None:
             return SavedWeight.of(unit, tensor)
+        if self._casts and has_storage(tensor):
+            note = self._casts.get(storage_id(tensor.untyped_storage()))
+            if note is not None:
+                return note(tensor)
         packed = self._offload.pack(tensor)
         return SavedActivation(tensor.detach(), true_version(tensor)) if packed is tensor else packed
 
@@ -179,6 +186,9 @@ class SavedTensors:
         if type(saved) is SavedWeight:
             self._require(saved.unit)
             saved.check()
+            return saved.tensor()
+        if type(saved) is SavedCast:
+            self._require(saved.bytes.unit)
             return saved.tensor()
         if type(saved) is OffloadedTensor:
             return self._offload.unpack(saved)

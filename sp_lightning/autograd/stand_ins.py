@@ -64,7 +64,7 @@ class StandIns:
         self.build = -1  # number of times that the stand-ins were made anew
         self.outputs: list[Tensor] = []
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
-        self.uses = CastUses()  # of the hidden stand-ins
+        self.uses = CastUses()
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
@@ -82,7 +82,7 @@ class StandIns:
             return False
         assert not self.bound
         self.uses = CastUses()
-        receive = self._receiver(self.uses, list(self.store.autocast))
+        receive = self._receiver(self.uses)
         views = [*map(self.store.device_view, range(len(trainable)))]
         self.outputs = [  # the only reference to them: references are counted below
             stand_in(output, parameter, self.data_exposed)
@@ -95,18 +95,18 @@ class StandIns:
         self.store.own_aliases, self._own_references = self.store.aliases(), self._references()
         return changed
 
-    def _receiver(self, uses: CastUses, indices: list[int]) -> Receive:
-        """Return the receiver of the bridge's gradients: it adds those of hidden stand-ins, which come by ``uses``."""
-        if not indices:
-            return self.receive
+    def _receiver(self, uses: CastUses) -> Receive:
+        """Return the receiver of the bridge's gradients: it adds those in autocast's type, which come by ``uses``."""
+        hidden = frozenset(self.store.autocast)
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             merged = list(grads)
-            for index in indices:
-                total = uses.sum(index)
-                if total is not None:
-                    merged[index] = total
+            for index, total in uses.sums().items():
+                if index in hidden:
                     self.full_precision.check_source(index, receive)
+                elif merged[index] is not None:
+                    self.full_precision.refuse_sources(index)
+                merged[index] = total
             return self.receive(node, tuple(merged))
 
         return receive

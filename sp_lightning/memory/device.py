@@ -251,6 +251,16 @@ class Device:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast a weight on the device."""
+        return weight.to(dtype)
+
+    def host_copy(self, data: Tensor, like: Tensor) -> Tensor:
+        """Copy a host tensor to other host memory, with the type, the shape and the strides of ``like``."""
+        with torch.inference_mode(False), torch.no_grad():
+            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+            return copy.copy_(data)
+
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
         """Lock no more memory (Rule 3), which is an error if the user requires it."""
         self._refusal = (

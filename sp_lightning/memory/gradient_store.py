@@ -85,12 +85,13 @@ class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
     def __init__(self, store: UnitStore, device: Device) -> None:
-        self.autocast = store.autocast
-        self._fields = store.layout.fields
+        self._made_for = store.autocast, dict(store.cast_gradients)
+        self._fields = store.gradient_fields()
         self._device = device
+        self.narrow = store.narrow | store.cast_gradients.keys()
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
-        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in store.narrow)
-        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in store.narrow)
+        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in self.narrow)
+        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._slots = dict(self._lay_out(store, device.slab(self.nbytes), trained, narrow))
         self._wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
@@ -107,7 +108,7 @@ class GradientSlab:
         first, then = 0, 2 * narrow
         for index in trained:
             field, travelling = store.host_layout.fields[index], self._fields[index]
-            if index in store.narrow:
+            if index in self.narrow:
                 at = narrow + first
                 wide = Layout.own_view(storage, replace(field, offset=2 * first))
                 yield index, GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide)
@@ -115,6 +116,11 @@ class GradientSlab:
             else:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
                 then += aligned(field.nbytes)
+
+    def fits(self, store: UnitStore) -> bool:
+        """Whether the unit's gradients still come down in the types that the slab was made for."""
+        autocast, cast_gradients = self._made_for
+        return autocast is store.autocast and cast_gradients == store.cast_gradients
 
     def references(self, index: int, grad: Tensor | None) -> int:
         """Count the references from this slab to a parameter's gradient."""

@@ -50,7 +50,7 @@ from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
 from ..core.telemetry import Counters
 from .device import Device
-from .layout import ALIGNMENT, Layout, as_few_runs
+from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
@@ -103,6 +103,7 @@ class UnitStore:
         for weight, field in zip(self.weights, self.layout.fields, strict=True):
             weight.field, weight.wire, weight.saved, weight.parted, weight.saved_again = field, None, None, False, False
         self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
+        self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
         self.wire = lay_out_wire(self.weights, self.device)
         self._wire_stamp: Stamp | None = None
         # Of a fill; else made at the first one, because slices of the device buffer need its memory.
@@ -121,6 +122,13 @@ class UnitStore:
     def remembered(self) -> bool:
         """Whether autograd saved any of the unit's bytes, for a backward that may follow (Rule 8)."""
         return is_entry_shared(vars(self), "memory")
+
+    def gradient_fields(self) -> tuple[Field, ...]:
+        """Return the parameters' fields with the types in which their gradients come down."""
+        if not self.cast_gradients:
+            return self.layout.fields
+        types = [self.cast_gradients.get(index, field.dtype) for index, field in enumerate(self.layout.fields)]
+        return layout_with(self.layout.fields, types).fields
 
     def saved_bytes(self, index: int) -> SavedBytes:
         """Return the token for the bytes that a weight has now (Rule 8)."""
@@ -246,6 +254,11 @@ class UnitStore:
         """
         with without_dispatch():
             return self._device_stamp.epoch != self._epoch or self._device_stamp != self._stamp(self.params)
+
+    def stamp(self) -> Stamp:
+        """Return the stamp of the host bytes (Rule 6)."""
+        with without_dispatch():
+            return self._stamp(self.params)
 
     def version(self, index: int) -> int:
         """Return a parameter's version counter, which does not count as a read of it (weight_reads.py)."""

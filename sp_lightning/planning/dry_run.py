@@ -6,8 +6,9 @@
    engine's phases and finds the visits.
 3. A gradient takes memory while autograd collects its unit's gradients, and again as part of the packed ones, until the
    next unit's are packed (gradients.py, Rule 3).
-4. The step is a run's first one, in which all weights travel as they are: it takes the most memory. Another step is
-   only begun: then the engine has decided which weights travel cast.
+4. The step is a run's first one, in which all weights travel as they are, and are cast on the device. What these casts
+   take is counted apart, so that the trace also tells what later steps take. Another step is only begun: then the
+   engine has decided which weights travel cast.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def dry_run(
             handle = Handle(module, device, _with_all_units(options), compute_dtype)
         with handle:
             engine = handle.engine
+            engine.window.halves = False  # Rule 2
             engine.gradient_return = _CountedGradients(device, engine.counters)
             recorder.listen_to(engine)
             sizes = tuple(unit.sizes() for unit in engine.units)
@@ -154,6 +156,14 @@ class _CountingDevice(Device):
         """Make a buffer that is not counted: the schedule decides which weights are on the device."""
         with self.tracker.on_host():
             return super().device_bytes(nbytes)
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        with self.tracker.casting():
+            return super().cast(weight, dtype)
+
+    def host_copy(self, data: Tensor, like: Tensor) -> Tensor:
+        with self.tracker.on_host():
+            return super().host_copy(data, like)
 
     def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         super().claim(storage, nbytes)

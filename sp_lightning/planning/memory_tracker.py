@@ -2,7 +2,7 @@
 
 1. Each storage that appears is counted until it is freed, rounded up as the device's allocator rounds.
 2. A storage has the term of the moment in which it appears (step_trace.py, Rule 2), unless it turns out to be a
-   gradient.
+   gradient. Casts of weights, which only a run's first step makes, are counted apart as well.
 3. Operators count with the current visit: their FLOPs as torch counts them, by precision. What only some versions of
    torch count is counted here, as matrix products: attention with fewer key heads than query heads, and experts.
 """
@@ -37,13 +37,14 @@ class _Allocation:
     term: str
     visit: int
     moment: int
+    is_cast: bool
 
 
 class MemoryTracker:
     """Counts what is on the device beside weights (Rules 1 and 2), and what is done there (Rule 3)."""
 
     def __init__(self, term: Callable[[], str]) -> None:
-        self.visits = [Visit(None, (), False, totals=[0])]
+        self.visits = [Visit(None, (), False, totals=[0], casts=[0])]
         self._term = term
         self._live: dict[int, _Allocation] = {}
         self._now: dict[str, int] = {}
@@ -51,6 +52,8 @@ class MemoryTracker:
         self._moment = 0
         self._working: list[int] = []  # storages that the current visit made
         self._on_host = False
+        self._casting = False
+        self._casts = 0  # bytes of casts of weights
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that ran: its work and the storages it made."""
@@ -84,7 +87,8 @@ class MemoryTracker:
         nbytes = 0 if self._on_host else aligned(storage.nbytes())
         term = term or self._term()
         self._moment += 1
-        self._live[key] = _Allocation(nbytes, term, len(self.visits) - 1, self._moment)
+        self._live[key] = _Allocation(nbytes, term, len(self.visits) - 1, self._moment, self._casting)
+        self._casts += nbytes * self._casting
         if term == WORKING:
             self._working.append(key)
         self.change(term, nbytes)
@@ -92,6 +96,7 @@ class MemoryTracker:
 
     def _remove(self, key: int) -> None:
         allocation = self._live.pop(key)
+        self._casts -= allocation.nbytes * allocation.is_cast
         self.change(allocation.term, -allocation.nbytes)
 
     def change(self, term: str, nbytes: int) -> None:
@@ -101,6 +106,7 @@ class MemoryTracker:
         visit = self.visits[-1]
         if nbytes > 0:
             visit.totals.append(self._total)
+            visit.casts.append(self._casts)
         if self._total > visit.nbytes:
             visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
 
@@ -114,7 +120,7 @@ class MemoryTracker:
                 self._now[KEPT] = self._now.get(KEPT, 0) + allocation.nbytes
         self._working = []
         visit.nbytes, visit.terms, visit.moment = self._total, dict(self._now), self._moment
-        visit.totals = [self._total]
+        visit.totals, visit.casts = [self._total], [self._casts]
         self.visits.append(visit)
 
     def mark_gradient(self, tensor: Tensor) -> None:
@@ -131,6 +137,15 @@ class MemoryTracker:
         self._now[allocation.term] -= allocation.nbytes
         self._now[GRADIENTS] = self._now.get(GRADIENTS, 0) + allocation.nbytes
         allocation.term = GRADIENTS
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Count storages made within this context as casts of weights (Rule 2)."""
+        self._casting = True
+        try:
+            yield
+        finally:
+            self._casting = False
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The trace of a step: which unit is visited when, and what each visit takes, whatever the window is.
 
 1. The schedule decides which weights are on the device: ``StepTrace.peak`` runs it over the visits, and adds the
-   resident weights to the bytes of each visit. So one trace serves every window.
+   resident weights to the bytes of each visit. So one trace serves every window. If some weights travel cast, it does
+   so twice: for the first step, with weights as they are and half the window (window.py, Rule 4), and for a later one.
 2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is "activations of one
    unit".
 3. The trace of a batch between two others lies on the straight line between theirs, visit by visit.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.schedule import Schedule
@@ -45,6 +47,15 @@ class Visit:
     terms: dict[str, int] = field(default_factory=dict)  # of the peak
     moment: int = 0  # of the peak: storages allocated by then
     totals: list[int] = field(default_factory=list)  # after each increase: which is the peak depends on the batch
+    casts: list[int] = field(default_factory=list)  # of those bytes the casts of weights, which later steps do not make
+
+    def later(self) -> Visit:
+        """Return the same visit in a later step."""
+        fewer = self.nbytes - max(
+            (total - casts for total, casts in zip(self.totals, self.casts, strict=True)), default=0
+        )
+        term = WORKING if self.terms.get(WORKING, 0) >= fewer else max(self.terms, key=self.terms.__getitem__)
+        return replace(self, nbytes=self.nbytes - fewer, terms={**self.terms, term: self.terms.get(term, 0) - fewer})
 
 
 @dataclass(frozen=True)
@@ -90,11 +101,6 @@ class StepTrace:
         return [size for size in self.sizes if not size.resident]
 
     @property
-    def root_nbytes(self) -> int:
-        """Bytes of the units that stay on the device."""
-        return sum(size.nbytes for size in self.sizes if size.resident)
-
-    @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
         return sum(unit.numel for unit in self.units)
@@ -106,18 +112,27 @@ class StepTrace:
         return [index for index in indices if index is not None]
 
     def peak(self, window: int, transfer: int = 1) -> dict[str, int]:
-        """Return the peak of the bytes on the device with that window, term by term."""
+        """Return the peak of the bytes on the device with that window, term by term: in the first step, or later."""
+        if self.sizes == self.wire:
+            return self._peak(self.sizes, self.visits, window, transfer)
+        narrow = max(1, window // 2)
+        first = self._peak(self.sizes, self.visits, narrow, min(transfer, narrow))
+        later = self._peak(self.wire, [visit.later() for visit in self.visits], window, transfer)
+        return max(later, first, key=lambda terms: sum(terms.values()))
+
+    def _peak(self, sizes: Sequence[UnitBytes], visits: Sequence[Visit], window: int, transfer: int) -> dict[str, int]:
         worst, most = -1, {}
-        schedule = Schedule([size.nbytes for size in self.sizes], window, transfer)
+        schedule = Schedule([size.nbytes for size in sizes], window, transfer)
+        root = sum(size.nbytes for size in sizes if size.resident)
         trained = [unit.index for unit in self.units if unit.trainable]
         for number in range(PASSES):
             schedule.invalidate(trained)
             schedule.begin(self.order if number else ())
-            for visit in self.visits:
+            for visit in visits:
                 if visit.unit is not None:
                     schedule.visit(visit.unit, visit.in_use)
                 weights = schedule.resident_nbytes
                 if weights + visit.nbytes > worst:
                     worst = weights + visit.nbytes
-                    most = {WINDOW: weights, ROOT: self.root_nbytes, **visit.terms}
+                    most = {WINDOW: weights, ROOT: root, **visit.terms}
         return most

@@ -78,12 +78,13 @@ class Engine:
         self.written = Written()
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(device, self.written, offload_arguments)
-        self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload)
-        self.window = Window(self.units, device, options, counters)
-        self.backward_pass = BackwardPass()
         self.autocast_weights = AutocastWeights(
             options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
         )
+        casts = self.autocast_weights.casts
+        self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
+        self.window = Window(self.units, device, options, counters)
+        self.backward_pass = BackwardPass()
         self._open: list[StreamedUnit] = []  # the visited units, in order of entering
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks
@@ -121,7 +122,7 @@ class Engine:
                     self.reset()  # what an interrupted step left
                 self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
                 self.autocast_weights.begin_pass(kind)
-                self.window.begin_pass(kind)
+                self.window.begin_pass(kind, self.autocast_weights.recording)
         self.phases.begin_step()
 
     def close_scope(self) -> None:

@@ -180,11 +180,11 @@ class GradientReturn:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         slab = self._slabs.get(store)
-        if slab is None or slab.autocast is not store.autocast:
+        if slab is None or not slab.fits(store):
             slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = list(taken)
-        if store.narrow:
-            indices.sort(key=lambda index: index not in store.narrow)  # gradient_store.py, Rule 2
+        if slab.narrow:
+            indices.sort(key=lambda index: index not in slab.narrow)  # gradient_store.py, Rule 2
         grads = [taken[index] for index in indices]
         places, packing = slab.slots_for(indices, grads)
         transfer = self._send(store, grads, packing)

@@ -216,7 +216,6 @@ class Handle:
             window_nbytes=window.schedule.resident_nbytes,
             largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
             activations=self.options.activations,
-            copies=self.engine.autocast_weights.copied_nbytes if self.options.activations == "keep" else 0,
             finer=preflight.finer_classes(self.units),
             step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
             forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,

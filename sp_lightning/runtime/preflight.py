@@ -165,7 +165,6 @@ class OutOfMemoryReport:
     window_nbytes: int  # that the window's units take now
     largest_unit: int
     activations: str
-    copies: int  # bytes of weights that autocast cast and autograd saved, which it does in the first step only
     finer: list[str]  # classes of smaller units
     step_s: Callable[[int], float] | None  # seconds of a step with a window, if times were measured
     forward_s: float  # seconds of all forwards; 0 if they were not measured
@@ -173,8 +172,6 @@ class OutOfMemoryReport:
     def message(self) -> str:
         """Say what fills the device, and name three changes that make room."""
         others = format_bytes(self.allocated - self.window_nbytes)
-        if self.copies:
-            others += f" ({format_bytes(self.copies)} are weights in autocast's type, which the first step alone keeps)"
         return (
             f"superpipeline: of {format_bytes(self.capacity)} on {self.where}, the window of {self.window} took "
             f"{format_bytes(self.window_nbytes)}, and activations, gradients, buffers and all else {others}; "

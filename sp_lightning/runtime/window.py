@@ -6,6 +6,8 @@
 2. Leaving a unit frees nothing: the schedule says at later visits which units go. A unit in use stays.
 3. Where the device has no memory for a unit or its gradients, an "auto" window shrinks: each unit that can go is
    evicted. The tuner decides how large the window should be (tuner.py).
+4. In a pass under autocast whose weights take up to twice the bytes of later passes (autocast_weights.py, Rule 3) the
+   window is half as wide, so that it takes no more memory.
 """
 
 from __future__ import annotations
@@ -51,16 +53,19 @@ class Window:
         self._kind: Any = None
         self._recorded: list[int] = []
         self._last: StreamedUnit | None = None  # the unit required last
+        self.halves = True  # Rule 4
+        self._recorded_pass = self._halved = False
 
     # ---- passes
 
-    def begin_pass(self, kind: Any) -> None:
-        """End the pass so far and begin one of this kind (Rule 1)."""
+    def begin_pass(self, kind: Any, recorded: bool = False) -> None:
+        """End the pass so far and begin one of this kind (Rule 1); ``recorded``: as in Rule 4."""
         shows_all = self._kind is not None and (self._kind[1] or self.only_inference)
         self._orders[self._kind] = self._recorded
         self._recorded = []
         self._kind = (kind, torch.is_grad_enabled())
         self.tuner.next_pass(self._kind, self._kind[1], shows_all)
+        self._recorded_pass, self._halved = recorded and self.halves, False
         self._follow_tuner()
         self._last = None
         self._drop_stale()
@@ -86,8 +91,10 @@ class Window:
         self._follow_tuner()
 
     def _follow_tuner(self) -> None:
-        if (self.tuner.window, self.tuner.transfer) != (self.schedule.window, self.schedule.transfer):
-            self.schedule.resize(self.tuner.window, self.tuner.transfer)
+        window = max(1, self.tuner.window // 2) if self._halved else self.tuner.window
+        sizes = window, min(self.tuner.transfer, window)
+        if sizes != (self.schedule.window, self.schedule.transfer):
+            self.schedule.resize(*sizes)
 
     def _drop_stale(self) -> None:
         """Evict stale units, so that the schedule plans their loads instead of meeting them at their visits."""
@@ -117,6 +124,8 @@ class Window:
     def _visit(self, unit: StreamedUnit) -> None:
         """Load and evict what the schedule says for a visit of this unit."""
         self.tuner.visiting(self.schedule.resident_nbytes)
+        if self._recorded_pass and torch.is_autocast_enabled(self.device.torch_device.type):
+            self._recorded_pass, self._halved = False, True
         self._follow_tuner()
         has_room = len(self.schedule.resident) < self.schedule.window
         decision = self.schedule.visit(unit.index, self._in_use)

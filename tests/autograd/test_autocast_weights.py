@@ -47,13 +47,13 @@ def autocast(device, **options):
     return torch.autocast(device.type, **{"dtype": torch.bfloat16, "cache_enabled": False} | options)
 
 
-def training(other=None, loss=squares, around=contextlib.nullcontext, steps=LATE + 3, accumulate=1):
-    """Trains under autocast. From step `LATE` on, every other step, a block runs `other`; `around` is entered, too."""
+def training(other=None, loss=squares, around=contextlib.nullcontext, steps=LATE + 3, accumulate=1, first=LATE):
+    """Trains under autocast. From step `first` on, every other step, a block runs `other`; `around` is entered, too."""
 
     def run(net, device):
         optimizer = sgd(net)
         for step, x in enumerate(inputs(device, steps)):
-            late = step >= LATE and (step - LATE) % 2 == 0
+            late = step >= first and (step - first) % 2 == 0
             net.blocks[1].other = other if late else None
             for _ in range(accumulate):
                 with around() if late else contextlib.nullcontext(), autocast(device):
@@ -282,20 +282,35 @@ def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, fir
     check(Scored, scoring([*[CASTING[first]] * 3, scores[late], CASTING[first]]), device)
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", CASTING)
+def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step_on(device, name, order, activations):
+    ways = [lambda head, x: head(x).float(), lambda head, x: CASTING[name](head, x).float()][::order]
+
+    def both(head, x):
+        one, other = (way(head, x) for way in ways)
+        return one.mean() + other.square().mean()
+
+    check(Scored, scoring([both] * 3, accumulate=2), device, activations=activations)
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted({"linear", "to", "bfloat16", "chunked_loss"} & CASTING.keys()))
 def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_uses(device, name, precision):
-    """The layer's own forward decides what goes up and down; the loss must not need more."""
+    """The layer's own forward decides what goes up and, from the second step on, down; the loss must not need more."""
     if precision is torch.float16 and name != "linear":
         pytest.skip("casts to another type")
 
     def moved(score):
         net = Scored()
         with sp_lightning.stream(net, device, window=1) as handle:
-            for _ in scoring([score] * 3, around=lambda device: autocast(device, dtype=precision))(net, device):
-                pass
+            for steps in (1, 3):
+                first = handle.stats()["bytes_down"]
+                for _ in scoring([score] * steps, around=lambda device: autocast(device, dtype=precision))(net, device):
+                    pass
             assert "head.weight" in travelling(handle)
-            return [handle.stats()[way] for way in ("bytes_up", "bytes_down")]
+            return handle.stats()["bytes_up"], handle.stats()["bytes_down"] - first
 
     own, other = moved(lambda head, x: head(x)), moved(CASTING[name])
     assert other == own
@@ -684,16 +699,81 @@ def replace(weight):
     weight.data = weight.data * 2
 
 
-@pytest.mark.parametrize("change", [write_in_place, write_unseen, replace])
+def write_a_neighbour(weight):
+    with torch.no_grad():
+        weight.mul_(2 if weight.dim() == 1 else 1)
+
+
+@pytest.mark.parametrize("first", [0, LATE])
+@pytest.mark.parametrize("change", [write_in_place, write_unseen, replace, write_a_neighbour])
 @pytest.mark.parametrize("activations", ["keep", "offload"])
-def test_a_weight_that_changes_between_forward_and_backward_is_exact(device, change, activations):
+def test_a_weight_that_changes_between_forward_and_backward_is_exact(device, change, activations, first):
     def loss(net, x):
         value = squares(net, x)
         for weight in net.parameters():
             change(weight)
         return value
 
-    check(layers, training(loss=loss), device, window=2, activations=activations)
+    check(layers, training(loss=loss, first=first), device, window=2, activations=activations)
+
+
+def test_a_view_that_writes_weights_unseen_between_forward_and_backward_is_exact(device):
+    def run(net, device):
+        views = [p.data for p in net.parameters()]  # kept: no write through them is announced
+        optimizer = sgd(net)
+        for x in inputs(device, 3):
+            with autocast(device):
+                value = squares(net, x)
+            for view in views:
+                view.mul_(2)
+            value.backward()
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(layers, run, device)
+
+
+def read_after(linear, x):
+    y = linear(x) + linear(-2 * x)
+    return y + linear.weight.exp().mean() + (linear.weight * 0.3).sum() + linear(3 * x)
+
+
+def read_between(linear, x):
+    return linear(linear(x) * linear.weight.sum()) - F.linear(x, linear.weight * 2)
+
+
+@pytest.mark.parametrize("other", [read_after, read_between])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_weight_that_is_also_read_as_it_is_from_the_first_step_on_is_exact(device, other, activations):
+    check(layers, training(other, first=0), device, window=2, activations=activations)
+
+
+def test_a_graph_that_lives_on_past_the_first_step_is_exact(device):
+    def run(net, device):
+        optimizer, older = sgd(net), None
+        for x in inputs(device, 5):
+            with autocast(device):
+                value = squares(net, x)
+            if older is not None:
+                older.backward()  # made before the optimizer wrote all weights
+            value.backward(retain_graph=True)
+            yield [p.grad for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            older = value
+
+    check(lambda: nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3))), run, device, units=["Linear"])
+
+
+def test_a_forward_without_gradients_between_forward_and_backward_of_the_first_step_is_exact(device):
+    def loss(net, x):
+        value = squares(net, x)
+        with torch.no_grad():
+            net(x)
+        return value
+
+    check(layers, training(loss=loss, first=0), device)
 
 
 @pytest.mark.parametrize("change", [write_in_place, write_unseen, replace])

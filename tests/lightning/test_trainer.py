@@ -864,9 +864,7 @@ def test_mps_is_refused_and_told_what_to_use():
 
 
 def test_a_device_of_another_accelerator_is_refused():
-    with pytest.raises(
-        OptionError, match=r"device must be on the chosen accelerator \('cpu'\).*got 'simgpu:0'"
-    ):
+    with pytest.raises(OptionError, match=r"device must be on the chosen accelerator \('cpu'\).*got 'simgpu:0'"):
         trainer_with(sp_lightning.SuperpipelineStrategy(device="simgpu:0"))
 
 

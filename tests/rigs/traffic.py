@@ -7,7 +7,9 @@
    filled again in place when the optimizer stepped; and which are being stepped: those do not come up ahead of a visit.
 3. What a pass may send down are its gradients: their bytes are counted in the plain run, where they reach the leaves.
 4. What travels in another type than it has on the host is asked of the stores where a pass begins: a unit for which
-   that changed is not resident then. Bytes of its gradients change with those of the weight.
+   that changed is not resident then. Bytes of its gradients change with those of the weight. A weight that travels as
+   it is, and that autocast may cast, may have a gradient of half the bytes (autocast_weights.py, Rule 6). The window's
+   width, which is another one in a pass that is recorded, is asked of the schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Pass:
     before: dict[str, Any]  # the counters at its beginning
     nbytes: list[int] = dataclasses.field(default_factory=list)  # of the units
     share: dict[str, float] = dataclasses.field(default_factory=dict)  # of a parameter's bytes that travel
+    cast_there: frozenset[str] = frozenset()  # weights that autocast may cast on the device
     retyped: frozenset[int] = frozenset()
+    sizes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # window and transfer at each visit
     visits: list[int] = dataclasses.field(default_factory=list)
     held: list[frozenset[int]] = dataclasses.field(default_factory=list)
     stepping: list[frozenset[int]] = dataclasses.field(default_factory=list)
@@ -89,7 +93,8 @@ class Ledger:
 
         def see_begin(original: Any, order: Any = (), wrap: bool = False) -> None:
             kept = self._kept.pop(engine, None)
-            begun = Pass(kind, tuple(order), wrap, kept, before, *travelling(engine), self._retyped(engine))
+            sizes = *travelling(engine), cast_there(engine), self._retyped(engine)
+            begun = Pass(kind, tuple(order), wrap, kept, before, *sizes)
             self.passes.setdefault(engine, []).append(begun)
             original(order, wrap)
 
@@ -106,6 +111,7 @@ class Ledger:
         for engine, passes in self.passes.items():
             if engine.window.schedule is schedule:
                 passes[-1].visits.append(unit)
+                passes[-1].sizes.append((schedule.window, schedule.transfer))
                 passes[-1].held.append(frozenset(index for index in schedule.resident if index in held))
                 passes[-1].stepping.append(frozenset(each.index for each in engine.units if each.store.stepping))
         return original(schedule, unit, held)
@@ -128,6 +134,14 @@ def travelling(engine: Engine) -> tuple[list[int], dict[str, float]]:
     return [unit.store.nbytes for unit in engine.units], share
 
 
+def cast_there(engine: Engine) -> frozenset[str]:
+    """The weights that travel as they are, and that autocast may cast on the device."""
+    weights = engine.autocast_weights._weights.values()
+    return frozenset(
+        each.unit.store.names[each.index] for each in weights if each.index not in each.unit.store.autocast
+    )
+
+
 def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
     """What each pass brings up by Rule 2."""
     resident = [unit.index for unit in engine.units if unit.unit.resident]
@@ -139,7 +153,9 @@ def expected_bytes_up(engine: Engine, passes: list[Pass]) -> list[int]:
         schedule.invalidate(recorded.retyped)
         schedule.begin(recorded.predicted, recorded.wraps)
         loaded: list[int] = []
-        for visited, held, stepping in zip(recorded.visits, recorded.held, recorded.stepping, strict=True):
+        visits = zip(recorded.visits, recorded.held, recorded.stepping, recorded.sizes, strict=True)
+        for visited, held, stepping, sizes in visits:
+            schedule.resize(*sizes)
             coming = schedule.visit(visited, held).load
             schedule.invalidate(stepping & {*coming} - {visited})
             loaded += [unit for unit in coming if unit == visited or unit not in stepping]
@@ -163,8 +179,10 @@ def assert_streamed(ledger: Ledger, gradient_nbytes: list[dict[str, int]], write
         assert bool(written) == bool(passes[-1].after["writebacks"]) and (writes or not written)
     trained = [recorded for passes in ledger.passes.values() for recorded in passes if recorded.kind == "train"]
     pairs = zip(trained, gradient_nbytes, strict=True)
-    expected = [sum(nbytes * recorded.share[name] for name, nbytes in leaves.items()) for recorded, leaves in pairs]
-    assert [recorded.moved("bytes_down") for recorded in trained] == expected
+    for recorded, leaves in pairs:
+        nbytes = {name: nbytes * recorded.share[name] for name, nbytes in leaves.items()}
+        less = sum(nbytes.get(name, 0) for name in recorded.cast_there) / 2
+        assert sum(nbytes.values()) - less <= recorded.moved("bytes_down") <= sum(nbytes.values())
     assert sum(recorded.moved("bytes_up") for recorded in trained) > 0
 
 

@@ -194,3 +194,67 @@ def test_an_allocator_that_knows_no_limit_has_all_memory(monkeypatch):
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_per_process_memory_fraction", unknown, raising=False)
     assert Device(DEVICE).memory_capacity() == 2**30
+
+
+def texts(step):
+    return {"input_ids": torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))}
+
+
+def pictures(step):
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))}
+
+
+def vit():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 176, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=32, patch_size=16, **sizes))
+
+
+def frozen():
+    net = llama(BLOCKS)
+    net.requires_grad_(False)
+    net.model.layers[0].input_layernorm.requires_grad_(True)  # gradients go through all blocks
+    return net
+
+
+def convolutions():
+    blocks = [torch.nn.Sequential(torch.nn.Conv2d(48, 48, 3, padding=1), torch.nn.ReLU()) for _ in range(BLOCKS)]
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 48, 1), *blocks)
+    net.forward = lambda pixel_values: torch.nn.Sequential.forward(net, pixel_values[..., :4, :4])
+    return net
+
+
+MODELS = {"llama": (lambda: llama(BLOCKS), texts), "frozen": (frozen, texts), "vit": (vit, pictures)}
+MODELS["convolutions"] = (convolutions, pictures)
+
+
+def peaks(name, dtype, **options):
+    """The device's peaks of the first steps under autocast, and what the first may take more: the bytes of the largest
+    unit, and those that the resident root takes less once its matrices are cast."""
+    make, batch = MODELS[name]
+    net, found = make(), []
+    with sp_lightning.stream(net, DEVICE, **options) as handle:
+        unit = max(sum(aligned(p.nbytes) for _, p in unit.params) for unit in handle.units)
+        root = handle.stats()["resident_root_bytes"]
+        optimizer = torch.optim.SGD(net.parameters(), 0.01, foreach=False)
+        for step in range(4):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            with torch.autocast("simgpu", dtype=dtype, cache_enabled=False):
+                output = net(**{key: value.to(DEVICE) for key, value in batch(step).items()})
+                loss = getattr(output, "logits", output).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del output, loss
+            torch.accelerator.synchronize()
+            found.append(torch.accelerator.max_memory_allocated())
+        return found, unit + root - handle.stats()["resident_root_bytes"]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("window, dtype", [(1, torch.bfloat16), (2, torch.float16), (4, torch.bfloat16)])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_takes_more_than_the_steady_one_and_one_unit(name, window, dtype, activations):
+    found, more = peaks(name, dtype, window=window, activations=activations)
+    assert max(found) <= found[-1] + more, [round((peak - found[-1]) / more, 2) for peak in found]
