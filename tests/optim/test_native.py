@@ -429,6 +429,8 @@ def test_streamed_weights_are_stepped_by_compiled_code(
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("first, then", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
 def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first, then, overlap, tmp_path):
+    import simgpu.lightning  # noqa: F401
+
     def run(*sides):
         for steps, side in zip((3, 6), sides, strict=True):
             L.seed_everything(0, verbose=False)
