@@ -19,11 +19,14 @@
 7. Host parameters take part in torch's function dispatch only while reads are watched; nothing else ever does. A
    function mode would see the same reads, but torch's evaluation fast paths check whether a mode is active and then run
    other kernels.
+8. A function may also have arguments of other classes that take part in it: a subclass of tensors, a tensor that a file
+   still has. Their dispatch goes on as if the host parameters were plain ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from ..compat.dynamo import never_compiled
 from ..compat.patches import FUNCTION_APPLY
-from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, without_dispatch
+from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.device import Device
 from ..memory.parameters import HostParameter, owner_of
 from .autocast_weights import cast_by
@@ -110,13 +113,14 @@ def release(finish: Callable[[], None]) -> None:
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    call = func if len(types) == 1 else _dispatched(func, types)
     with without_dispatch():
         is_property = name in ("__get__", "__set__")
         if is_property:
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         is_about_parameter = name not in _VIEWS if is_property else name in _ABOUT
         if is_about_parameter and name in _METADATA:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         hosts = _hosts(args, kwargs)
         served = [] if is_about_parameter else [host for host in hosts if owner_of(host).serving]
         if served:
@@ -125,17 +129,30 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 _wait_steps(hosts)
                 for host in served:
                     owner_of(host).mark_stale([host])
-                return func(*args, **kwargs)
+                return call(*args, **kwargs)
             if not _computes_on_host(args, kwargs, device):
-                return _call_with_stand_ins(func, args, kwargs, served)
+                return _call_with_stand_ins(call, args, kwargs, served)
         elif not is_about_parameter and _are_combined_on_device(func, hosts, args, kwargs):
-            return _call_with_stand_ins(func, args, kwargs, hosts)
+            return _call_with_stand_ins(call, args, kwargs, hosts)
         _wait_steps(hosts)
         if not served and not is_about_parameter and torch.is_grad_enabled():
             for host in hosts:
                 if host.requires_grad:
                     owner_of(host).read_on_host(host)  # Rule 3
-        return _note_exposed(func(*args, **kwargs), hosts)
+        return _note_exposed(call(*args, **kwargs), hosts)
+
+
+def _dispatched(func: Any, types: Any) -> Any:
+    """Return a function that calls this one as the classes of its other arguments have it (Rule 8)."""
+    others = tuple(kind for kind in types if not issubclass(kind, HostParameter))
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with with_dispatch():
+            results = (kind.__torch_function__(func, others, args, kwargs) for kind in others)
+            return next((result for result in results if result is not NotImplemented), NotImplemented)
+
+    return call
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name

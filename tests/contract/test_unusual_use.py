@@ -26,6 +26,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedError
+from sp_lightning.memory.parameters import HostParameter
 
 # --- Weights where they are not looked for
 
@@ -1275,6 +1276,65 @@ def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed
             return HANDED[handed](self, super().run(x)).sum() + x
 
     check(lambda: Net(models.Block() for _ in range(3)), training(), device, activations=activations)
+
+
+class Labelled(torch.Tensor):
+    """Whose class takes part in torch's functions, and makes their results."""
+
+
+class Unread:
+    """Is no tensor, but read from a file when a function takes it, as in Lightning's lazy loading."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.shape, self.is_cpu = tensor.shape, tensor.is_cpu
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*(arg.tensor if isinstance(arg, cls) else arg for arg in args), **kwargs or {})
+
+
+class Refusing(Unread):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+BESIDE = {"a subclass of tensors": lambda x: x.as_subclass(Labelled), "no tensor": Unread}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_weights_beside_an_argument_that_takes_part_in_torchs_functions(device, beside):
+    """Within a step, between backward and the step, and between steps, while the optimizer's may be pending."""
+
+    def made(x):
+        return BESIDE[beside](x.detach().clone())
+
+    def loss(net, x):
+        products = [nn.functional.linear(made(x), net.stem.weight), torch.add(net.stem.bias, made(x.mean()))]
+        classes.extend(type(product).__name__ for product in products)
+        return (net(x).sum() + sum(product.square().sum() for product in products)).as_subclass(torch.Tensor)
+
+    def between(net):
+        net.load_state_dict({name: made(value * 0.9) for name, value in net.state_dict().items()})
+        with torch.no_grad():
+            classes.append(type(net.head.weight.mul_(made(net.head.weight.new_ones(())))).__name__)
+            assert type(net.head.weight) in (nn.Parameter, HostParameter)
+
+    def run(net, device):
+        yield from training(loss, between=between)(net, device)
+        yield [name.replace("HostParameter", "Parameter") for name in classes]
+        classes.clear()
+
+    classes = []
+    check(blocks, run, device)
+
+
+def test_a_weight_beside_an_argument_that_refuses_a_function_is_torchs_error():
+    net = blocks()
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        with pytest.raises(TypeError, match=r"(Multiple dispatch failed|no implementation found) for '.*copy_'"):
+            net.stem.weight.copy_(Refusing(torch.ones(1)))
 
 
 @pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
