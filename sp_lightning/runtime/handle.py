@@ -346,10 +346,13 @@ class Handle:
             entry.remove()
 
     def _modules_above_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield, by name, the submodules above units: neither the managed module nor inside of a unit."""
+        """Yield, by name, the submodules above units: neither the managed module nor inside of a unit.
+
+        A unit's root is above units too if it shares submodules with others: its forward enters their units.
+        """
         roots = {module for unit in self._units for _, module in unit.modules}
         for name, module in self.module.named_modules():
-            if name and module not in roots and not roots.isdisjoint(module.modules()):
+            if name and not roots.isdisjoint(part for part in module.modules() if part is not module):
                 yield name, module
 
     def _module_entries(self) -> Iterator[ForwardEntry]:

@@ -151,6 +151,34 @@ def test_two_modules_stream_side_by_side(device):
         assert [train(net, device) for net in nets] == expected
 
 
+def test_modules_that_share_an_encoder_are_called_one_by_one(device):
+    class Head(nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.encoder = encoder
+            self.last = nn.Linear(models.CLASSES, models.CLASSES)
+
+        def forward(self, x):
+            return self.last(self.encoder(x))
+
+    torch.manual_seed(0)
+    encoder = blocks()
+    nets = nn.ModuleList([Head(encoder), Head(encoder)])
+    plain = copy.deepcopy(nets).to(device)
+
+    def both(nets):
+        optimizer = sgd(nets)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            sum(squares(net, x) for net in nets).backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in nets.parameters()]
+
+    expected = both(plain)
+    with sp_lightning.stream(nets, device, window=1):
+        assert all(map(torch.equal, both(nets), expected))
+
+
 # --- The end
 
 
