@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit
+from ..errors import UnsupportedError
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..options import Options
@@ -120,10 +121,16 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Begin to stream a module, if it has parameters and is not a part of one that is streamed (Rule 1)."""
         self.handles[:] = [handle for handle in self.handles if not handle.closed]
-        parameters = list(module.parameters())
-        if not parameters:
+        streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
+        if not streamed:
             super().module_to_device(module)
-        elif not all(map(is_watched, parameters)):
+        elif not all(streamed.values()):
+            if any(streamed.values()):
+                raise UnsupportedError(
+                    f"{next(filter(streamed.get, streamed))} is streamed already, as a part of another module that was "
+                    "set up; set up, or pass to fabric.to_device(), a module that has all those which share weights "
+                    "(nn.ModuleList([first, second])) before any of them"
+                )
             compute_dtype = self.precision.half if isinstance(self.precision, MasterWeights) else None
             self.handles.append(Handle(module, self.root_device, self.options, compute_dtype, methods=STEPS))
 

@@ -18,7 +18,7 @@ from torch import nn
 import models
 import parity
 import sp_lightning
-from sp_lightning.errors import OptionError
+from sp_lightning.errors import OptionError, UnsupportedError
 
 BATCHES = 5
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
@@ -232,6 +232,34 @@ def a_lightning_module(fabric):
     yield trained(module)
 
 
+class Head(nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+        self.last = nn.Linear(models.CLASSES, models.CLASSES)
+
+    def forward(self, x):
+        return self.last(self.encoder(x))
+
+
+def sharing_an_encoder(fabric):
+    """Two modules with an optimizer each have the same encoder."""
+    encoder = blocks()
+    first, second = Head(encoder), Head(encoder)
+    fabric.to_device(nn.ModuleList([first, second]))
+    first, by_first = fabric.setup(first, adamw(first))
+    second, by_second = fabric.setup(second, adamw(second))
+    for x, y in batches(fabric):
+        by_first.zero_grad()
+        by_second.zero_grad()
+        loss = nn.functional.cross_entropy(first(x), y) + second(x).square().mean()
+        fabric.backward(loss)
+        by_first.step()
+        by_second.step()
+        yield loss
+    yield trained(first, second)
+
+
 def with_copies(fabric):
     """Averages weights in copies of what Fabric wrapped, keeps the best ones, and goes on with one of those."""
     net = blocks()
@@ -265,6 +293,7 @@ LOOPS = [
     adversaries,
     one_module_and_two_optimizers,
     a_lightning_module,
+    sharing_an_encoder,
     with_copies,
 ]
 
@@ -512,6 +541,16 @@ def test_a_teardown_makes_all_modules_plain(device):
 def test_more_than_one_device_is_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
         Fabric(accelerator="cpu", strategy="superpipeline", **{"devices": 1, **arguments})
+
+
+def test_modules_that_share_weights_are_set_up_together(device):
+    fabric = fabric_on(device, streaming(device))
+    encoder = blocks()
+    fabric.setup(Head(encoder))
+    with pytest.raises(
+        UnsupportedError, match=r"encoder\.stem\.weight is streamed already, as a part of another module"
+    ):
+        fabric.setup(Head(encoder))
 
 
 def test_a_wrong_option_is_refused_by_name():
