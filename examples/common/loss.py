@@ -145,10 +145,11 @@ def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
     def cast(tensor: Any) -> Any:
         return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
 
+    hidden, weight, bias = cast(hidden), cast(head.weight), cast(head.bias)
     with torch.autocast(kind, enabled=False):  # backward makes the chunks again without it
         losses = nn.functional.linear_cross_entropy(
-            *(cast(hidden), cast(head.weight), labels),
-            linear_bias=cast(head.bias),
+            *(hidden, weight, labels),
+            linear_bias=bias,
             ignore_index=IGNORED,
             reduction="none",
             options=nn.LinearCrossEntropyOptions(),

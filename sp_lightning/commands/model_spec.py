@@ -63,11 +63,7 @@ def _of_shape(name: str, rows: int, length: int | None) -> Spec:
         _needed(library)
     length = length or shape.seq
     shape.check(length)
-    return Spec(name, shape.make, shape.inputs(rows, length, torch.Generator()), _own_loss)
-
-
-def _own_loss(net: nn.Module, batch: Any) -> Any:
-    return net(**batch)
+    return Spec(name, shape.make, shape.inputs(rows, length, torch.Generator()))
 
 
 def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
@@ -75,7 +71,7 @@ def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
     if text in WORKLOADS:
         return Spec(text, WORKLOADS[text], rows * length)
     if text in SHAPES:
-        return Spec(text, SHAPES[text].make, None, _own_loss)
+        return Spec(text, SHAPES[text].make, None)
     if path.is_dir() or path.suffix == ".json":
         return _of_config(path / "config.json" if path.is_dir() else path, rows, length, data)
     if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):

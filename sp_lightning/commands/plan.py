@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", nargs="+", default="auto", help="class names of the units (default: auto)")
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or recompute+offload")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
+    parser.add_argument("--loss", default="full", help="full, or chunked: never all logits of a language model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
@@ -60,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         optimizer=args.optimizer,
         machine=args.machine,
         device_memory=args.device_memory,
-        loss=spec.loss,
+        loss=args.loss if spec.loss is None or args.loss != "full" else spec.loss,
         name=spec.name,
         window=args.window,
         transfer=args.transfer,

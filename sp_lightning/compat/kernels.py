@@ -8,6 +8,7 @@ figures each visit of a unit under ``window="auto"`` would take ten times as lon
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,20 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 ]
+
+# Whether torch has the loss of a linear layer's logits in chunks: operators in Python, whose own operators a dry run
+# would not see otherwise.
+has_chunked_loss = hasattr(torch.nn, "LinearCrossEntropyOptions")
+
+
+def body_of(operator: Any) -> Callable[..., Any] | None:
+    """Return the function in Python that an operator of the loss in chunks runs; None for any other operator."""
+    if getattr(operator, "namespace", "") != "torch_nn":
+        return None
+    loss = importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    made = getattr(loss, operator.__name__.partition(".")[0], None)
+    return getattr(made, "_init_fn", None)
+
 
 memory_figures: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
 

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from typing import Any
 
@@ -81,3 +83,11 @@ RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 # planning/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
 # device than the first, and raise an error.
 DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")
+
+
+# planning/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
+@functools.cache
+def chunked_loss() -> Patch:
+    """Make the patch of the loop over chunks: its module is slow to import, and absent before torch 2.15."""
+    loss = importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    return Patch(loss, "_linear_cross_entropy_batch_chunked_accumulator")

@@ -27,6 +27,7 @@ ADAPTERS = Remedy("training adapters beside frozen weights", _NO_OPTIONS)
 TENTH = Remedy("training a tenth of the parameters (adapters)", _NO_OPTIONS)
 HALF_STATE = Remedy("an optimizer with half the state", _NO_OPTIONS)
 WIRE_AS_IS = Remedy("wire_dtype='as-is'", {"wire_dtype": "as-is"})
+LOSS_IN_CHUNKS = Remedy("loss in chunks", _NO_OPTIONS, "the head's products are computed once more")
 HALF_BATCHES = Remedy(
     "batches of half the size and accumulate_grad_batches twice as large",
     _NO_OPTIONS,

@@ -26,7 +26,7 @@ def plan(
     machine: Machine | str = "here",
     device: torch.device | str | None = None,
     device_memory: int | str | None = None,
-    loss: Callable[[nn.Module, Any], Any] | None = None,
+    loss: Callable[[nn.Module, Any], Any] | str | None = None,
     name: str | None = None,
     **options: Any,
 ) -> Plan:
@@ -46,7 +46,8 @@ def plan(
         device: The device type whose kernels are counted. By default "cuda" for a machine's name, this machine's
             device for "here", and its accelerator, or else "cuda", for a profile.
         device_memory: Bytes of device memory, such as "24GiB", if they differ from the machine's.
-        loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``.
+        loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``. "chunked":
+            the loss of a language model of transformers, or of a workload, in chunks as the recipes compute it.
         name: The model's name in the plan.
         **options: Options of ``SuperpipelineStrategy``.
     """

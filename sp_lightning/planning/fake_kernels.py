@@ -4,13 +4,16 @@
    dispatch key above autograd is switched on for the calling thread: under it, operators are cast as CUDA's autocast
    casts them, and attention and dropout become the kernels that the target would run.
 2. The CPU's autocast flag decides whether to cast: model code sees the CPU, and switches that flag off and on.
-3. A target device at hand shows which attention kernel it picks by running a tiny one; for others the choice is listed.
+3. torch's loss in chunks chooses types and buffers in Python, by the device: it is told the target's. Of a CUDA device
+   that is absent it is assumed that it multiplies half precision into FP32, as all since 2020 do.
+4. A target device at hand shows which attention kernel it picks by running a tiny one; for others the choice is listed.
    Such a device is initialized before model code runs: torch refuses a checkpoint in which one is initialized.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Iterator
@@ -18,7 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from ..compat.kernels import has_chunked_loss
+from ..compat.patches import chunked_loss
 from ..compat.tensors import (
     dispatch_key,
     is_key_excluded,
@@ -28,6 +34,7 @@ from ..compat.tensors import (
     operators_with_key,
     schema_of,
     set_key_excluded,
+    with_functions,
     without_dispatch_modes,
     without_function_modes,
 )
@@ -57,14 +64,14 @@ def kernels_of(target: str, autocast: torch.dtype | None) -> Iterator[None]:
     before = _target.target, _target.device
     _target.target, _target.device = target, _at_hand(target)
     try:
-        with _key_is_on(), _autocast_flag(autocast):
+        with _key_is_on(), _autocast_flag(autocast), _chunks_of_target():
             yield
     finally:
         _target.target, _target.device = before
 
 
 def _at_hand(target: str) -> torch.device | None:
-    """Return the initialized device of that type; None if there is none (Rule 3)."""
+    """Return the initialized device of that type; None if there is none (Rule 4)."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type != target:
         return None
@@ -100,6 +107,55 @@ def _autocast_flag(dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         torch.set_autocast_enabled("cpu", before[0])
         torch.set_autocast_dtype("cpu", before[1])
+
+
+# The loss in chunks (Rule 3)
+
+_GET_DEVICE: Any = Tensor.device.__get__
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _chunks_of_target() -> Iterator[None]:
+    if not has_chunked_loss:
+        yield
+        return
+    chunked_loss().install(_loop_over_chunks)
+    try:
+        yield
+    finally:
+        chunked_loss().remove()
+
+
+def _loop_over_chunks(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with without_function_modes():
+        is_fake = tensor.is_meta
+    with contextlib.ExitStack() as stack:
+        if is_fake:  # else another thread trains
+            stack.enter_context(with_functions())
+            stack.enter_context(_OnTarget())
+        return chunked_loss().original(tensor, *args, **kwargs)
+
+
+class _OnTarget(TorchFunctionMode):
+    """A mode in which tensors appear to be on the target device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_DEVICE:
+            return torch.device(_target.target)
+        if kwargs and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": META}
+        return func(*args, **(kwargs or {}))
+
+
+def options_on_target(options: Any, dtype: torch.dtype) -> Any:
+    """Return the options of a loss in chunks with what "auto" is for inputs of this type on the target device."""
+    if options.acc_policy != "auto":
+        return options
+    emulated = _target.target == "cpu" and dtype in HALVES
+    widened = torch.float32 if _target.target in ("cpu", "cuda") and dtype in HALVES else None
+    policy = "accurate" if emulated else "compact"
+    return dataclasses.replace(options, acc_policy=policy, acc_dtype=options.acc_dtype or widened)
 
 
 # CUDA's autocast: operators that run in the lower precision, in FP32, in the widest of their arguments' types, and

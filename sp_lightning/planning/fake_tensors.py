@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..compat.kernels import body_of
 from ..compat.modules import tree_map_only
 from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
 from ..compat.tensors import (
@@ -175,6 +176,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor if tensor.is_meta else self._known_values.adopt(tensor)
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if (body := body_of(func)) is not None:
+            with self:  # its own operators are seen
+                return body(*args, **kwargs)
         known = self._known(func, tensors)
         if func is aten.masked_select.default and (mask := self._known_values.of(args[1])) is not None:
             return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
@@ -318,6 +322,7 @@ _GET_DEVICE, _GET_META, _GET_CPU = (getattr(Tensor, name).__get__ for name in ("
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _MOVES = (Tensor.cuda, Tensor.cpu)
 _INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
+_LOSS = getattr(torch.nn.functional, "linear_cross_entropy", None)  # torch 2.15
 
 
 class _Attributes(TorchFunctionMode):
@@ -343,6 +348,8 @@ class _Attributes(TorchFunctionMode):
             kwargs = {**kwargs, "device": HOST}
         if func in _INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
+        if func is _LOSS and kwargs and kwargs.get("options") is not None:
+            kwargs = {**kwargs, "options": fake_kernels.options_on_target(kwargs["options"], args[0].dtype)}
         if func is Tensor.to:
             args = (args[0], *(HOST if _is_device(value) else value for value in args[1:]))
         return func(*args, **(kwargs or {}))

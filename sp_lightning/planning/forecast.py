@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..core import remedies
 from ..core.machine import Machine
 from ..core.simulation import Simulation
 from ..errors import MemoryBudgetError
@@ -70,7 +71,7 @@ class Plan:
     largest_window: int  # that fits; 0 if none does
     largest_batch: int | None  # rows that fit with this window; None if unknown
     sweep: tuple[SweepPoint, ...]
-    changes: tuple[Change, ...]  # cheapest first; those that fit before those that do not
+    changes: tuple[Change, ...]  # those that fit first, cheapest first; before them a loss in chunks (`first`)
     host_changes: tuple[Change, ...] = ()  # that free host memory, if the host has too little
     notes: tuple[str, ...] = ()
     flops: float = 0.0
@@ -146,6 +147,10 @@ class Plan:
         if not self.fits:
             return self._host_remedies()
         floor = self.simulation.floor
+        if self.changes and self.changes[0].what == remedies.LOSS_IN_CHUNKS.what:  # logits are the largest term
+            chunks = self.changes[0]
+            sizes = f"{format_bytes(chunks.nbytes)} instead of {format_bytes(self.device_nbytes)} on the device"
+            return f"{chunks.what}: {sizes}, {chunks.cost(self):.2f} times as long per sample, and room for more rows"
         if self.binds == "compute" and self.simulation.merit > 0.9:
             return f"nothing: compute takes {self.simulation.compute_s / self.step_s:.0%} of the step"
         faster = [change for change in self.changes if change.nbytes <= self.available and change.cost(self) < 0.95]

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,16 +63,16 @@ class MemoryTracker:
         visit = self.visits[-1]
         operator = operator_of(func)
         if operator in _ATTENTION:
-            self._count(visit, _attention_flops(_ATTENTION[operator], args), out)
+            self._count(visit, _attention_flops(_ATTENTION[operator], args), args)
         elif operator is torch.ops.aten._grouped_mm:
             rows = args[0].shape[-2:].numel() if args[1].dim() == 2 else args[0].numel()
-            self._count(visit, 2 * rows * args[1].shape[-1], out)
-        elif (formula := flop_registry.get(operator)) is not None:
-            self._count(visit, formula(*args, **kwargs, out_val=out), out)
+            self._count(visit, 2 * rows * args[1].shape[-1], args)
+        elif (formula := _formula(operator)) is not None:
+            self._count(visit, formula(*args, **kwargs, out_val=out), args)
 
     @staticmethod
-    def _count(visit: Visit, flops: float, out: Any) -> None:
-        if tensors_of((out,))[0].dtype in (torch.float16, torch.bfloat16):
+    def _count(visit: Visit, flops: float, args: Any) -> None:
+        if tensors_of(args)[0].dtype in (torch.float16, torch.bfloat16):
             visit.flops += flops
         else:
             visit.fp32_flops += flops
@@ -155,6 +156,16 @@ class MemoryTracker:
             yield
         finally:
             self._on_host = before
+
+
+@functools.cache
+def _formula(operator: Any) -> Any:
+    """Return the function that counts an operator's FLOPs, of one that writes in place too; None if there is none."""
+    found = flop_registry.get(operator)
+    name = operator.__name__
+    if found is None and name.endswith("_") and hasattr(torch.ops.aten, name[:-1]):
+        found = flop_registry.get(getattr(torch.ops.aten, name[:-1]))
+    return found
 
 
 def storage_key(tensor: Tensor) -> int:

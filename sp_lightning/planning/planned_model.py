@@ -4,10 +4,13 @@
    its Trainer is replaced by ``forward``; a model whose control flow depends on values that it computes runs on the
    CPU, with data, if it is small enough.
 2. A workload's numbers are listed (workloads.py).
+3. The loss of a language model of transformers may be in chunks, if the dry run saw that it is nothing else than the
+   cross entropy of what its head, one linear layer, makes of what its base model returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -23,7 +26,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..autograd.saved_tensors import tensors_in
-from ..compat.tensors import without_dispatch_modes, without_function_modes
+from ..compat.kernels import has_chunked_loss
+from ..compat.tensors import storage_id, without_dispatch_modes, without_function_modes
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
@@ -82,6 +86,15 @@ class PlannedModel(ABC):
         """Return the same model computed in half precision; None unless it is a module that computes in FP32."""
         return None
 
+    @property
+    def logits_nbytes(self) -> int:
+        """Lower bound of the bytes of logits that a loss in chunks would not have; 0 if there can be none (Rule 3)."""
+        return 0
+
+    def in_chunks(self) -> PlannedModel | None:
+        """Return the same model with its loss in chunks; None if there can be none."""
+        return None
+
 
 class TracedModel(PlannedModel):
     """A module, measured by a dry run."""
@@ -105,6 +118,7 @@ class TracedModel(PlannedModel):
         self._real = False  # whether the model has to run with data
         self._forward = False  # whether forward replaces training_step
         self._made_class: Any = None  # class of the module that was made, if one was
+        self._logits_nbytes = 0
         self.rows = _rows(self._batch)
         self.notes: list[str] = []
         self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
@@ -149,6 +163,16 @@ class TracedModel(PlannedModel):
     def in_half(self) -> PlannedModel | None:
         module, precision, *others = self._given
         return TracedModel(module, self._batch, "bf16-true", *others) if precision == "32-true" else None
+
+    @property
+    def logits_nbytes(self) -> int:
+        return self._logits_nbytes if has_chunked_loss else 0
+
+    def in_chunks(self) -> PlannedModel | None:
+        if not self.logits_nbytes:
+            return None
+        module, precision, optimizer, target, _ = self._given
+        return TracedModel(module, self._batch, precision, optimizer, target, _loss_in_chunks)
 
     def _half(self) -> torch.dtype | None:
         return HALF.get(self._precision.split("-")[0])
@@ -232,7 +256,41 @@ class TracedModel(PlannedModel):
         if self._states is None:
             self._states = self._states_of_optimizer(module)
         compute_dtype = half if options.master_weights else None
-        return dry_run(module, adopted, self._runner(module), options, tensors, compute_dtype)
+        run = self._runner(module)
+        with self._seeing_logits(module) if run is _forward else contextlib.nullcontext():
+            return dry_run(module, adopted, run, options, tensors, compute_dtype)
+
+    @contextlib.contextmanager
+    def _seeing_logits(self, module: nn.Module) -> Iterator[None]:
+        """Find out, within this context, whether the loss may be in chunks (Rule 3)."""
+        model, seen = _language_model(module), []
+        if model is None or self._forward:
+            yield
+            return
+
+        def base_ran(_module: Any, _args: Any, output: Any) -> None:
+            seen.append(_storage(output[0]))
+
+        def head_ran(_module: Any, args: Any, logits: Tensor) -> None:
+            seen.extend((_storage(args[0]), _storage(logits)))
+
+        def model_ran(_module: Any, _args: Any, output: Any) -> None:
+            logits, node = getattr(output, "logits", None), getattr(getattr(output, "loss", None), "grad_fn", None)
+            alone = node is not None and node.name().startswith("NllLoss")
+            if alone and isinstance(logits, Tensor) and len(seen) == 3:
+                base, given, made = seen
+                self._logits_nbytes = 4 * logits.numel() * (given == base and made == _storage(logits))
+
+        hooks = [
+            model.base_model.register_forward_hook(base_ran),
+            model.get_output_embeddings().register_forward_hook(head_ran),
+            model.register_forward_hook(model_ran),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _make(self, tensors: FakeTensors | RealTensors) -> nn.Module:
         if not isinstance(self._module, nn.Module):
@@ -276,13 +334,14 @@ class ListedModel(PlannedModel):
 
     counted = "tokens"
 
-    def __init__(self, workload: Workload, tokens: int, options: Options) -> None:
+    def __init__(self, workload: Workload, tokens: int, options: Options, chunked: bool = False) -> None:
         if not isinstance(tokens, int) or tokens < 1:
             raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
         if options.activations not in ("keep", "recompute"):
             found, allowed = options.activations, "'keep' or 'recompute' for a workload, which lists nothing else"
             raise OptionError(argument="activations", found=found, allowed=allowed)
         self._workload = workload
+        self._chunked = chunked
         self.rows = tokens
         self.name = workload.name
         self.notes = [
@@ -293,10 +352,13 @@ class ListedModel(PlannedModel):
         return self.with_rows(self.rows, options, machine)
 
     def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements:
-        costs = self._workload.units(rows)
-        costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
+        costs = self._workload.units(rows, chunked=self._chunked)
         recompute = options.activations == "recompute"
-        costs = [replace(c, backward_flops=c.backward_flops + recompute * c.forward_flops) for c in costs]
+        if recompute:  # what is in chunks is made again in any case
+            again = [not (self._chunked and part.vocabulary) for part in self._workload.parts]
+            pairs = zip(costs, again, strict=True)
+            costs = [replace(c, backward_flops=c.backward_flops + more * c.forward_flops) for c, more in pairs]
+        costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
         works = _sweep(costs)
 
         def peak(window: int, transfer: int) -> dict[str, int]:
@@ -312,6 +374,14 @@ class ListedModel(PlannedModel):
 
         sizes = [UnitBytes(c.name, c.up_nbytes, c.down_nbytes, c.resident, c.parameters) for c in costs]
         return Requirements(costs, works, peak, sizes)
+
+    @property
+    def logits_nbytes(self) -> int:
+        vocabularies = (part.vocabulary for part in self._workload.parts if has_chunked_loss and not self._chunked)
+        return 4 * self.rows * sum(vocabularies)
+
+    def in_chunks(self) -> PlannedModel | None:
+        return ListedModel(self._workload, self.rows, Options(), True) if self.logits_nbytes else None
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         count = self._workload.parameters
@@ -413,6 +483,38 @@ def _copied(module: nn.Module, tensors: FakeTensors | RealTensors) -> nn.Module:
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
             "pass a function without arguments that makes it"
         ) from error
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def _language_model(module: nn.Module) -> Any:
+    """Return the language model of transformers in a module, if its head is one linear layer; else None."""
+    for child in module.modules():
+        if (head_of := getattr(child, "get_output_embeddings", None)) is not None:
+            return child if type(head_of()) is nn.Linear and child.base_model is not child else None
+    return None
+
+
+def _loss_in_chunks(module: nn.Module, batch: Any) -> Tensor:
+    """Compute the loss of next tokens in chunks of rows, as the recipes do (examples/common/loss.py)."""
+    model = _language_model(module)
+    head = model.get_output_embeddings()
+    hidden = model.base_model(**{name: batch[name] for name in batch if name != "labels"}, use_cache=False)[0]
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+    weight, bias = (
+        each if each is None or each.dtype is dtype else each.to(dtype) for each in (head.weight, head.bias)
+    )
+    with torch.autocast("cpu", enabled=False):
+        losses = nn.functional.linear_cross_entropy(
+            *(hidden.flatten(0, 1).to(dtype), weight, labels),
+            linear_bias=bias,
+            reduction="none",
+            options=nn.LinearCrossEntropyOptions(),
+        )
+    return losses.float().mean()
 
 
 def _forward(module: nn.Module, batch: Any) -> Any:

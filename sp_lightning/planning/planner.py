@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..compat.kernels import has_chunked_loss
 from ..core import remedies
 from ..core.machine import MACHINES, Machine
 from ..core.remedies import Remedy
@@ -38,6 +39,7 @@ WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
 ENOUGH = 3  # changes that fit: no more are searched for
+COPIES = 8  # of logits in FP32, at most, that all logits take: less is not worth another dry run
 NEAR = 1.6  # times the available memory: windows that take more are left out
 EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
 ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
@@ -52,13 +54,18 @@ def make_plan(
     machine: Machine | str,
     device: torch.device | str | None,
     device_memory: int | str | None,
-    loss: Runner | None,
+    loss: Runner | str | None,
     name: str | None,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
     parsed = Options.parse(**options)
     precision = _precision(precision)
+    chunked = loss == "chunked"
+    if isinstance(loss, str):
+        if loss not in ("full", "chunked"):
+            raise OptionError(argument="loss", found=loss, allowed="'full', 'chunked' or a function")
+        loss = None
     profile, target = _machine(machine, device, precision)
     if device_memory is not None:
         nbytes = parse_bytes(device_memory, "device_memory") if isinstance(device_memory, str) else device_memory
@@ -72,10 +79,25 @@ def make_plan(
     else:
         source = TracedModel(module, batch, precision, optimizer, target, loss)
     source.name = name or source.name
+    if chunked:
+        source = _in_chunks(source, parsed, profile)
     return _Planner(source, profile, target, precision, parsed).plan()
 
 
 # ---- arguments
+
+
+def _in_chunks(source: PlannedModel, options: Options, machine: Machine) -> PlannedModel:
+    """Return the model with its loss in chunks."""
+    source.needs(options, machine)  # which finds out whether there can be one
+    found = source.in_chunks()
+    if found is None:
+        why = f"the loss of {source.name} is more than the cross entropy of what one linear layer makes"
+        if not has_chunked_loss:
+            why = f"torch {torch.__version__} computes none in chunks, torch 2.15 does"
+        raise OptionError(argument="loss", found="chunked", allowed=f"'full': {why}")
+    found.name = source.name
+    return found
 
 
 def _precision(given: str | int) -> str:
@@ -267,7 +289,26 @@ class _Planner:
         def cost(change: Change) -> tuple[bool, float]:
             return change.nbytes > self.available, change.step_s / change.samples
 
-        return sorted(changes, key=cost)
+        first = list(self._loss_in_chunks(chosen))
+        if first and first[0].nbytes > self.available:
+            return sorted([*first, *changes], key=cost)
+        return first + sorted(changes, key=cost)
+
+    def _loss_in_chunks(self, chosen: SweepPoint) -> Iterator[Change]:
+        """Yield the loss in chunks where logits are the largest term: larger than any that is left without them."""
+        given = sum(self.needs.peak(chosen.window, chosen.transfer).values())
+        source = self.source.in_chunks() if COPIES * self.source.logits_nbytes > given else None
+        if source is None:
+            return
+        try:
+            needs = source.needs(self.options, self.machine)
+        except SuperpipelineError:
+            return  # the model cannot run that way
+        terms = needs.peak(chosen.window, chosen.transfer).values()
+        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+        if given - sum(terms) > max(terms):
+            step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
+            yield Change(remedies.LOSS_IN_CHUNKS.what, nbytes, step_s)
 
     def _other_windows(self, chosen: SweepPoint) -> Iterable[Change]:
         if chosen.window > 1:

@@ -6,8 +6,9 @@ and gradients. Products of activations with each other (attention's quadratic pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.machine import Machine
 from ..core.simulation import UnitCost, floor
@@ -25,6 +26,17 @@ class WorkloadPart:
     activation_nbytes: float = 0  # per token
     input_nbytes: float = 0  # per token
     resident: bool = False
+    vocabulary: int = 0  # of a head, whose loss may be in chunks
+    hidden: int = 0  # features that it is given
+
+    def in_chunks(self, tokens: float) -> float:
+        """Return a head's bytes of activations, for any number of tokens, with its loss in chunks of rows.
+
+        Beside the logits of a chunk in two types there are a copy of its weight, and hidden states and their gradient.
+        """
+        rows = math.ceil(tokens / math.ceil(self.vocabulary / self.hidden))
+        rows = 1 << (rows - 1).bit_length()  # torch's own choice
+        return (HALF + 4) * self.vocabulary * rows + HALF * self.hidden * (self.vocabulary + 2 * tokens)
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,18 @@ class Workload:
         """Number of parameters of the whole model."""
         return sum(part.parameters for part in self.parts)
 
-    def units(self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF) -> list[UnitCost]:
-        """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each."""
+    @property
+    def has_logits(self) -> bool:
+        """Whether there is a head whose loss may be in chunks."""
+        return any(part.vocabulary for part in self.parts)
+
+    def units(
+        self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF, chunked: bool = False
+    ) -> list[UnitCost]:
+        """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each.
+
+        ``chunked``: the loss is in chunks, whose logits are made once more in backward.
+        """
         return [
             UnitCost(
                 name=part.name,
@@ -49,8 +71,10 @@ class Workload:
                 down_nbytes=part.parameters * down_bytes,
                 parameters=part.parameters,
                 forward_flops=2 * part.active * tokens,
-                backward_flops=4 * part.active * tokens,
-                activation_nbytes=round(part.activation_nbytes * tokens),
+                backward_flops=(6 if chunked and part.vocabulary else 4) * part.active * tokens,
+                activation_nbytes=round(
+                    part.in_chunks(tokens) if chunked and part.vocabulary else part.activation_nbytes * tokens
+                ),
                 input_nbytes=round(part.input_nbytes * tokens),
                 resident=part.resident,
             )
@@ -102,10 +126,10 @@ def decoder(
     logits = (HALF + 4) * vocabulary  # and their FP32 softmax
     if 4 * table < block.parameters:  # small beside a block: both stay on the device, and travel as one
         embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True)
-        head = WorkloadPart("head", 0, table, logits, HALF * hidden, resident=True)
+        head = WorkloadPart("head", 0, table, logits, HALF * hidden, True, vocabulary, hidden)
     else:
         embedding = WorkloadPart("embedding", table, 0)
-        head = WorkloadPart("head", table, table, logits, HALF * hidden)
+        head = WorkloadPart("head", table, table, logits, HALF * hidden, False, vocabulary, hidden)
     return Workload(name, (embedding, *_numbered(block, layers), head), uniform=True)
 
 
@@ -168,14 +192,7 @@ def _numbered(block: WorkloadPart, count: int) -> Iterator[WorkloadPart]:
 
 def _named(parts: list[WorkloadPart]) -> Iterator[WorkloadPart]:
     for index, part in enumerate(parts):
-        yield WorkloadPart(
-            f"{part.name} {index}",
-            part.parameters,
-            part.active,
-            part.activation_nbytes,
-            part.input_nbytes,
-            part.resident,
-        )
+        yield replace(part, name=f"{part.name} {index}")
 
 
 # From the models' published config.json files.

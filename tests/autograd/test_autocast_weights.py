@@ -239,7 +239,7 @@ CASTING = {
     "convolution": lambda head, x: F.conv1d(x[..., None].float(), head.weight.bfloat16()[..., None]),
     "written": no_longer,
 }
-if hasattr(F, "linear_cross_entropy"):
+if hasattr(nn, "LinearCrossEntropyOptions"):
     CASTING["full_loss"] = cross_entropy(None)
     CASTING["chunked_loss"] = cross_entropy(nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None))
 

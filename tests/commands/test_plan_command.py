@@ -117,6 +117,19 @@ def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
     assert timeline.load(tmp_path / "trace.json").source == "simulated"
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
+@pytest.mark.parametrize("model", ["llama-tiny", "llama3-8b"])
+def test_a_loss_in_chunks_is_planned_for_models_by_name(model, capsys):
+    def planned(loss):
+        run("--model", model, *"--machine h200 --activations recompute --batch 8 --seq 512 --json --loss".split(), loss)
+        return json.loads(capsys.readouterr().out)
+
+    full, chunked = planned("full"), planned("chunked")
+    assert chunked["device_nbytes"] < full["device_nbytes"] and chunked["largest_batch"] > full["largest_batch"]
+    run(*of_this_file("--loss", "chunked"), status=2)
+    assert "must be 'full': the loss of test_plan_command:tower is more than the cross" in capsys.readouterr().err
+
+
 def test_its_options_are_listed(capsys):
     run("--help")
     assert "--device-memory" in capsys.readouterr().out
@@ -158,7 +171,7 @@ def test_a_shape_of_the_benchmarks_has_a_length_of_its_own(name, length, tokens)
     spec, shape = model_spec.find(name, 2, length), SHAPES[name]
     assert spec.batch.keys() == shape.inputs(2, tokens, torch.Generator()).keys()
     assert {tuple(t.shape) for t in spec.batch.values() if t.dim() == 2} <= {(2, tokens)}
-    assert spec.loss(spec.model(), spec.batch).requires_grad
+    assert spec.loss is None and spec.model()(**spec.batch).requires_grad
 
 
 def test_a_shape_refuses_a_length_that_it_can_not_have():
@@ -169,7 +182,7 @@ def test_a_shape_refuses_a_length_that_it_can_not_have():
 def test_a_shape_takes_a_batch_of_the_users():
     spec = model_spec.find("tiny", 3, 8, "test_plan_command:tokens")
     assert spec.batch["tokens"].shape == (3, 9)
-    assert spec.loss(spec.model(), spec.batch).requires_grad
+    assert spec.loss is None and spec.model()(**spec.batch).requires_grad
 
 
 def tokens(rows, length):

@@ -498,6 +498,94 @@ def test_a_budget_that_a_run_refuses_is_refused_by_the_plan(options, message):
         planned(**options)
 
 
+# A loss in chunks
+
+CHUNKED = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
+TOKENS = torch.ones(8, 64, dtype=torch.long)
+TEXTS = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def causal(kind="Llama", **config):
+    """A function that makes a language model whose logits are most of what it has."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
+    made = getattr(transformers, f"{kind}Config")(**sizes | heads | config)
+    return lambda: getattr(transformers, f"{kind}ForCausalLM")(made)
+
+
+def offered(found):
+    return [number for number, change in enumerate(found.changes) if change.what == "loss in chunks"]
+
+
+@CHUNKED
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind, config", [("Llama", {}), ("Llama", {"tie_word_embeddings": True}), ("Gemma", {})])
+def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kind, config, precision):
+    make = causal(kind, **config)
+    found = planned(make, TEXTS, precision=precision)
+    chunked = planned(make, TEXTS, precision=precision, loss="chunked")
+    assert offered(found) == [0] and not offered(chunked)
+    assert found.changes[0].nbytes == pytest.approx(chunked.device_nbytes, rel=0.01)
+    assert chunked.device_nbytes < found.device_nbytes / 2 and chunked.largest_batch > 2 * found.largest_batch
+    assert chunked.flops - found.flops == 2 * TOKENS.numel() * 4096 * 32  # the head's products once more
+    assert re.match(r"loss in chunks: .*MiB instead of .*MiB on the device, 1.\d\d times as long", found.first)
+    assert not offered(planned(make, {name: tokens[:1, :8] for name, tokens in TEXTS.items()}))
+
+
+@CHUNKED
+def test_a_loss_in_chunks_is_offered_first_of_a_workload():
+    """As of Llama 3 8B: 21.1 GiB, of which 11.7 are logits."""
+    options = {"machine": "a100", "activations": "recompute", "precision": "bf16-mixed"}
+    found, chunked = (planned("llama3-8b", 16384, loss=loss, **options) for loss in ("full", "chunked"))
+    assert offered(found) == [0] and found.changes[0].nbytes == chunked.device_nbytes
+    assert found.device_nbytes / GIB == pytest.approx(21.1, rel=0.01)
+    assert chunked.device_nbytes < 12.4 * GIB and chunked.step_s < 1.03 * found.step_s
+    assert chunked.largest_batch > 2 * found.largest_batch
+    short = planned("llama3-8b", 16384, **options, device_memory="14GiB")
+    assert short.changes[0].what == "loss in chunks" and "what would fit: loss in chunks (10.77 GiB" in short.first
+    assert offered(planned("llama3-8b", 16384, **options, device_memory="8GiB")) != [0]  # it would not fit
+    assert not offered(planned("llama3-8b", 512, **options))
+
+
+@CHUNKED
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        ("Gemma2", {}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}),
+    ],
+)
+def test_a_loss_in_chunks_is_not_offered_where_a_recipe_refuses_it(kind, config):
+    """Nor to a model of masked words, whose head is given more than what its base model returns."""
+    transformers = pytest.importorskip("transformers")
+    bert = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=4096)
+    assert not offered(planned(lambda: transformers.BertForMaskedLM(bert), TEXTS))
+    make = causal(kind, **config)
+    assert not offered(planned(make, TEXTS))
+    said = "loss must be 'full': the loss of .* is more than the cross entropy of what one linear layer makes"
+    with pytest.raises(OptionError, match=said):
+        planned(make, TEXTS, loss="chunked")
+
+
+@CHUNKED
+def test_on_a_cpu_a_loss_in_chunks_has_the_buffers_of_the_cpu():
+    """Which has no products of half precision into FP32: copies of the head's weight and gradient instead."""
+    make = causal(hidden_size=256)
+    cuda, cpu = (planned(make, TEXTS, precision="bf16-mixed", device=name, loss="chunked") for name in ("cuda", "cpu"))
+    terms = [sum(nbytes for name, nbytes in found.device_terms.items() if name != "reserve") for found in (cuda, cpu)]
+    assert terms[1] - terms[0] > 4096 * 256 * 4
+
+
+def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
+    for module in ("planner", "planned_model"):
+        monkeypatch.setattr(f"sp_lightning.planning.{module}.has_chunked_loss", False)
+    assert not offered(planned("llama3-8b", 16384)) and not offered(planned(causal(), TEXTS))
+    with pytest.raises(OptionError, match=r"loss must be 'full': torch .* computes none in chunks, torch 2.15 does"):
+        planned("llama3-8b", 16384, loss="chunked")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -507,6 +595,8 @@ def test_a_budget_that_a_run_refuses_is_refused_by_the_plan(options, message):
         ({"windows": 2}, "an option must be one of window, .* got 'windows'"),
         ({"window": 0}, "window must be an int >= 1 or 'auto', got 0"),
         ({"device_memory": "much"}, "device_memory must be bytes such as .*, got 'much'"),
+        ({"loss": "half"}, "loss must be 'full', 'chunked' or a function, got 'half'"),
+        ({"module": "vit-h", "batch": 9, "loss": "chunked"}, "loss must be 'full': .*, got 'chunked'"),
         ({"module": "llama9"}, "module must be a module, or one of llama3-8b, .* got 'llama9'"),
         ({"module": lambda: 3}, "module must be a module, or a function that makes one, got 3"),
         ({"module": lambda: nn.Dropout()}, "module must be a module with parameters, got 'Dropout'"),
