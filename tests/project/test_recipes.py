@@ -853,6 +853,14 @@ def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
     assert streamed == predict(*arguments, PLAIN, folder="plain") and streamed[1]["id"] == 7
 
 
+@pytest.mark.simgpu
+def test_answers_with_a_cache_on_the_host_are_the_same(tiny_llm):
+    import simgpu.lightning  # noqa: F401
+
+    arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.5", "--trainer.accelerator=simgpu"
+    assert predict(*arguments, "--model.cache=host") == predict(*arguments, "--model.cache=device")
+
+
 def test_a_shorter_prompt_is_answered_as_it_is_alone(tiny_llm):
     """It is padded on its left, beside a longer one."""
     prompts = [{"prompt": "The owl"}, {"prompt": "The cat sees a red boat and then another boat"}]
