@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -117,8 +118,12 @@ class StepTrace:
             return self._peak(self.sizes, self.visits, window, transfer)
         narrow = max(1, window // 2)
         first = self._peak(self.sizes, self.visits, narrow, min(transfer, narrow))
-        later = self._peak(self.wire, [visit.later() for visit in self.visits], window, transfer)
+        later = self._peak(self.wire, self._later, window, transfer)
         return max(later, first, key=lambda terms: sum(terms.values()))
+
+    @functools.cached_property
+    def _later(self) -> list[Visit]:
+        return [visit.later() for visit in self.visits]
 
     def _peak(self, sizes: Sequence[UnitBytes], visits: Sequence[Visit], window: int, transfer: int) -> dict[str, int]:
         worst, most = -1, {}
