@@ -350,6 +350,28 @@ def test_a_window_of_two_is_enough_for_that_and_one_of_one_is_not():
         assert one.merit < 0.9, (workload.name, machine.name)
 
 
+def of_what_is_possible(workload, machine, margin, hidden_in_forward=True, window=3):
+    result = stepped(workload, machine, "recompute", margin, hidden_in_forward, into_forward=True, window=window)
+    return max(result.floor.seconds, result.floor.chain) / result.step_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("margin, hidden_in_forward", [(1.2, False), (1.2, True), (0.6, True)])
+def test_no_step_of_the_tables_is_5_percent_longer_than_its_floor_or_its_chain(margin, hidden_in_forward):
+    for workload, machine in CASES:
+        share = of_what_is_possible(workload, machine, margin, hidden_in_forward)
+        assert share >= 0.95, (workload.name, machine.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("margin", [1.0, 0.6, 0.4, 0.3, 0.15])
+def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
+    """Where compute takes as long as the way up, blocks with many weights have to come while others compute."""
+    for machine in MACHINES.values():
+        narrow, wide = (of_what_is_possible(WORKLOADS["sdxl"], machine, margin, window=window) for window in (3, 5))
+        assert narrow >= (0.945 if margin == 1.0 else 0.95) and wide >= 0.95, machine.name
+
+
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_too(activations):
     for workload, machine in CASES:
