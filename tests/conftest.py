@@ -4,6 +4,7 @@ without a race. In the default run nothing is taken from, or left in, the reposi
 import functools
 import gc
 import importlib.abc
+import logging
 import os
 import pathlib
 import signal
@@ -114,6 +115,13 @@ def own_environment():
         for name in after.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """What `lightning` logs goes to its own logger: importing `pytorch_lightning` turned it to that package's."""
+    if (rank_zero := sys.modules.get("lightning.pytorch.utilities.rank_zero")) is not None:
+        sys.modules["lightning_utilities.core.rank_zero"].log = logging.getLogger(rank_zero.__name__)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from sp_lightning.core.machine import Machine
 from sp_lightning.core.recorder import UnitTimes
 from sp_lightning.core.sizing import DeviceBudget, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
 from sp_lightning.memory.device import DeviceMemoryError
-from sp_lightning.options import format_bytes
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)
@@ -369,31 +368,6 @@ def test_what_no_pass_showed_beforehand_is_an_error_that_says_what_makes_room():
         )
         with pytest.raises(DeviceMemoryError, match=said):
             train(net, handle, [64])
-
-
-def test_what_the_first_step_alone_keeps_under_autocast_is_told():
-    net = nn.Sequential(stack(), Sudden(0))
-    weights = sum(module.weight.numel() for module in net.modules() if isinstance(module, nn.Linear))
-    copies = re.escape(format_bytes(2 * weights))
-
-    def step(handle):
-        handle.open_scope("train")
-        try:
-            with handle.explaining(), torch.autocast("simgpu", torch.bfloat16, cache_enabled=False):
-                loss = net(torch.ones(4, WIDTH, device=SIMGPU)).square().mean()
-        finally:
-            handle.close_scope()
-        loss.backward()
-
-    with sp_lightning.stream(net, SIMGPU, units=["Wide"], window=2) as handle:
-        net[1].nbytes = simgpu.config.capacity
-        with pytest.raises(DeviceMemoryError, match=rf"\({copies} are weights in autocast's type, which the first"):
-            step(handle)
-        for net[1].nbytes in (0, 0):
-            step(handle)
-        net[1].nbytes = simgpu.config.capacity
-        with pytest.raises(DeviceMemoryError, match=r"all else [^(]*; to make room"):
-            step(handle)
 
 
 def test_who_catches_that_error_goes_on_with_half_the_window(caplog):

@@ -1043,7 +1043,7 @@ def test_the_token_in_front_moves_what_tells_images_and_texts_apart_too(monkeypa
     from examples.common.text import IGNORED
     from examples.finetune_vlm.module import FineTuneVLM
 
-    module, seen = FineTuneVLM(train="connection"), {}
+    module, seen = FineTuneVLM(train="connection", loss="full"), {}
     module.model = lambda **batch: seen.update(batch) or SimpleNamespace(loss=None)
     monkeypatch.setattr(FineTuneVLM, "trainer", SimpleNamespace(datamodule=SimpleNamespace(filler=9)))
     texts = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
