@@ -1,0 +1,1 @@
+"""Libraries that use Lightning, each run with its own API on tiny data."""
