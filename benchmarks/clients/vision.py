@@ -98,3 +98,35 @@ def anomalib(strategy: str) -> Any:
         predicted = engine.predict(model, datamodule=data)
         results += [model, engine.test(model, datamodule=data, verbose=False), [p.pred_score for p in predicted]]
     return results
+
+
+@client("torchgeo", "lightning", "the Trainer")
+def torchgeo(strategy: str) -> Any:
+    """A U-Net that segments, with a frozen encoder, and a classifier, each tested and predicting."""
+    import lightning as L
+    import torch
+    from torchgeo.trainers import ClassificationTask, SemanticSegmentationTask
+
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {"image": torch.randn(3, 32, 32, generator=draw), "mask": torch.randint(0, 2, (32, 32), generator=draw)}
+        for _ in range(8)
+    ]
+    labelled = [{"image": row["image"], "label": row["mask"].float().mean().round().long()} for row in rows]
+    results = []
+    for task, data in (
+        (SemanticSegmentationTask("unet", "resnet18", in_channels=3, num_classes=2, freeze_backbone=True), rows),
+        (ClassificationTask(model="resnet18", in_channels=3, num_classes=2), labelled),
+    ):
+        loader = torch.utils.data.DataLoader(data, batch_size=4)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            strategy=strategy,
+            max_epochs=2,
+            logger=False,
+            enable_progress_bar=False,
+            log_every_n_steps=1,
+        )
+        trainer.fit(task, loader, loader)
+        results += [task, trainer.test(task, loader, verbose=False), trainer.predict(task, loader)]
+    return results
