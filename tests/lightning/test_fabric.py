@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -561,3 +566,63 @@ def test_a_wrong_option_is_refused_by_name():
 def test_the_name_is_registered():
     fabric = Fabric(accelerator="cpu", devices=1, strategy="superpipeline")
     assert type(fabric.strategy) is sp_lightning.SuperpipelineFabricStrategy
+
+
+# --- The command line
+
+SCRIPT = """
+import sys
+import sp_lightning
+import torch
+from lightning.fabric import Fabric
+
+fabric = Fabric(strategy=sys.argv[2], accelerator="cpu", precision="bf16-mixed")
+fabric.seed_everything(0)
+net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+for _ in range(3):
+    loss = net(torch.ones(2, 8)).square().mean()
+    optimizer.zero_grad()
+    fabric.backward(loss)
+    optimizer.step()
+fabric.save(sys.argv[1], {"net": net, "optimizer": optimizer, "strategy": type(fabric.strategy).__name__})
+"""
+
+
+def by_the_command(folder, *options):
+    """Runs the script as ``fabric run`` does; gives the process."""
+    pytest.importorskip("click")
+    (folder / "script.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(pathlib.Path(sp_lightning.__file__).parents[1]), *filter(None, sys.path)])
+    command = "from lightning.fabric.cli import _run; _run()"
+    given = ["--accelerator=cpu", f"--main-port={free_port()}", *options, "script.py", "streamed.pt", "superpipeline"]
+    return subprocess.run(
+        [sys.executable, "-c", command, *given],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, monkeypatch):
+    done = by_the_command(tmp_path, "--precision=bf16-mixed")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path / "plain.pt"), "auto"])
+    exec(SCRIPT, {})
+    results = [torch.load(tmp_path / f"{name}.pt") for name in ("plain", "streamed")]
+    assert [result.pop("strategy") for result in results] == ["SingleDeviceStrategy", "SuperpipelineFabricStrategy"]
+    parity.compare(*(parity.Record([parity.Entry("", *leaf) for leaf in parity.leaves(result)]) for result in results))
+
+
+@pytest.mark.slow
+def test_the_command_line_cannot_ask_it_for_two_devices(tmp_path):
+    done = by_the_command(tmp_path, "--devices=2")
+    assert done.returncode and "devices must be 1: this strategy streams a model through one device" in done.stderr
