@@ -2,6 +2,7 @@
 wrong with what it was given before it trains on it."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -139,7 +140,7 @@ def test_a_documented_command_runs(command):
     for recipe, needed in NEEDS.items():
         if recipe in command:
             pytest.importorskip(needed)
-    few = ["--steps=2"] if "examples.by_hand" in command else ["--trainer.fast_dev_run=2"]
+    few = ["--steps=2"] if "-m examples." in command else ["--trainer.fast_dev_run=2"]
     done = subprocess.run([sys.executable, *arguments, *few], env=environment(), capture_output=True, text=True)
     assert program == "python" and done.returncode == 0, done.stderr
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", done.stdout)
@@ -1239,3 +1240,91 @@ def test_a_loop_by_hand_trains_as_without_streaming(tiny_llm, monkeypatch, capsy
     assert "device peak" in capsys.readouterr().out
     plain = run(lambda *_, **__: contextlib.nullcontext(), "plain")
     assert torch.equal(streamed, plain) and not torch.equal(plain, logits(tiny_llm))
+
+
+# ---- with Fabric
+
+SMALL = ["--accelerator=cpu", "--layers=3", "--width=32"]
+ROWS = ["--context=64", "--batch-size=2"]
+LOOPS = {
+    "pretrain": [*SMALL, *ROWS, "--steps=10"],
+    "lora": [*SMALL, *ROWS, "--steps=10", "--checkpoint=base/model.pt"],
+    "generate": [*SMALL, *ROWS, "--steps=20", "--checkpoint=base/model.pt"],
+    "gan": [*SMALL, "--steps=20", "--batch-size=8"],
+}
+
+
+def loop(name, strategy, *arguments, out):
+    """Runs a loop; gives what its files hold."""
+    importlib.import_module(f"examples.fabric.{name}").main([f"--strategy={strategy}", f"--out={out}", *arguments])
+    files = [
+        (path, torch.load(path) if path.suffix == ".pt" else path.read_text()) for path in pathlib.Path(out).iterdir()
+    ]
+    found = [(path.name, *leaf) for path, kept in files for leaf in parity.leaves(kept)]
+    return parity.Record([parity.Entry(file, path, leaf) for file, path, leaf in found])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_with_fabric_gives_plain_fabrics_result(name, precision, capsys):
+    if "--checkpoint=base/model.pt" in LOOPS[name]:
+        loop("pretrain", "auto", *SMALL, *ROWS, "--steps=2", out="base")
+    results, printed = [], []
+    for strategy in ("auto", "superpipeline"):
+        capsys.readouterr()
+        results.append(loop(name, strategy, *LOOPS[name], f"--precision={precision}", out=strategy))
+        *steps, last = capsys.readouterr().out.splitlines()
+        printed.append([*steps, last.split(" | ")[0] if name != "generate" else ""])
+        assert ("device peak" in last) == (strategy == "superpipeline")
+    parity.compare(*results)
+    assert printed[0] == printed[1] and any("step" in line for line in printed[0]) == (name != "generate")
+    assert results[0].entries and len(results[0].entries) == len(results[1].entries)
+
+
+def test_adapters_that_a_loop_trained_change_what_is_generated(capsys):
+    loop("pretrain", "auto", *SMALL, *ROWS, "--steps=2", out="base")
+    loop("lora", "superpipeline", *LOOPS["lora"], out="adapted")
+    adapters = torch.load("adapted/adapters.pt")["model"]
+    assert {name.rsplit(".")[-1] for name in adapters} == {"up", "down"} and len(adapters) == 2 * 3 * 4
+    given = [*LOOPS["generate"], "--adapters=adapted/adapters.pt"]
+    with_them = [loop("generate", strategy, *given, out=strategy) for strategy in ("auto", "superpipeline")]
+    parity.compare(*with_them)
+    assert loop("generate", "superpipeline", *LOOPS["generate"], out="without").entries != with_them[0].entries
+
+
+@pytest.mark.parametrize("before, after", [("auto", "superpipeline"), ("superpipeline", "auto")])
+def test_a_loop_that_was_interrupted_goes_on_as_if_it_had_not_been(before, after, monkeypatch):
+    from examples.fabric.running import Clock
+
+    arguments = [*SMALL, *ROWS, "--steps=8", "--save-every=3"]
+    through = loop("pretrain", "auto", *arguments, out="through")
+
+    def tick(clock):
+        clock.seconds.append(0.0)
+        if len(clock.seconds) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupting, pytest.raises(KeyboardInterrupt):
+        interrupting.setattr(Clock, "tick", tick)
+        loop("pretrain", before, *arguments, out="resumed")
+    gc.collect()
+    assert torch.load("resumed/model.pt")["step"] == 3
+    parity.compare(through, loop("pretrain", after, *arguments, "--resume", out="resumed"))
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("pretrain", ["--data=nowhere.txt"], "the text file nowhere.txt does not exist"),
+        ("pretrain", ["--context=100000"], "are fewer than two rows of --context 100000"),
+        ("pretrain", ["--heads=5"], "a width of 32 cannot be divided into 5 heads"),
+        ("lora", ["--checkpoint=nowhere.pt"], "the checkpoint nowhere.pt does not exist"),
+        ("generate", ["--steps=60"], "a prompt of 15 bytes and --steps 60 are more than --context 64"),
+        ("generate", ["--steps=2", "--adapters=nowhere.pt"], "the file of adapters nowhere.pt does not exist"),
+    ],
+)
+def test_what_a_loop_is_given_is_checked(name, arguments, message):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=message):
+        loop(name, "auto", *SMALL, *ROWS, *arguments, out="run")

@@ -1,0 +1,1 @@
+"""Loops of one's own with Lightning's Fabric: pretraining, adapters, generation, and a GAN."""
