@@ -13,15 +13,11 @@ update of these classes is elementwise: the same loop over pieces that fit into 
 4. Pieces are cut after the closure ran, because the closure makes the gradients.
 5. A vectorized kernel treats the last elements of a thread's share differently, and their bits differ in half precision
    and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
-6. Each operator on a piece ends when its slowest thread does. Where other work takes the cores, the waits for that cost
-   more than pieces gain. So, with several threads, whole tensors are stepped as long as that was faster when it was
-   last tried: it has the same bits.
 """
 
 import functools
 import itertools
 import operator
-import time
 from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
@@ -61,8 +57,6 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 GRAIN = 32768
 # A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
 FEWEST_PIECES = 4
-# Steps after which the slower way is tried again (Rule 6): twice as many each time, if it still is.
-SOONEST, LATEST = 16, 1024
 # Elements: a multiple of what any vectorized loop reads at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
 
@@ -80,53 +74,11 @@ def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
     return optimizer.param_groups, optimizer.state
 
 
-class Pace:
-    """The times of steps in pieces and of whole tensors, which tell the way to step next (Rule 6)."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[
-            bool, float
-        ] = {}  # per element, of the last step in pieces, and of the last one of whole tensors
-        self._until_trial = self._patience = SOONEST
-        self._step: tuple[bool, int, float] | None = (
-            None  # the one under way: in pieces or not, its elements, its begin
-        )
-
-    def takes_pieces(self, elements: int) -> bool:
-        """Whether the step of so many elements that is under way takes pieces; its first call begins to time it."""
-        if self._step is None:
-            way = len(self._seconds) == 0 if len(self._seconds) < 2 else self._faster()
-            if len(self._seconds) == 2:
-                self._until_trial -= 1
-                way ^= self._until_trial == 0
-            self._step = way, elements, time.perf_counter()
-        return self._step[0]
-
-    def end(self) -> None:
-        """Note the time of the step that is under way, if it could have taken either way."""
-        if self._step is None:
-            return
-        (way, elements, begin), self._step = self._step, None
-        before = len(self._seconds) < 2 or self._faster()
-        self._seconds[way] = (time.perf_counter() - begin) / elements
-        if self._until_trial == 0:
-            self._patience = min(2 * self._patience, LATEST) if self._faster() is before else SOONEST
-            self._until_trial = self._patience
-
-    def forget(self) -> None:
-        """Forget a step that failed."""
-        self._step = None
-
-    def _faster(self) -> bool:
-        return self._seconds[True] <= self._seconds[False]
-
-
 class ShadowStep:
     """A pair of step hooks that run each ``optimizer.step()`` on a shadow with regrouped parameters, until closed."""
 
-    def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped], pace: Pace) -> None:
+    def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped]) -> None:
         self._regroup = regroup
-        self._pace = pace
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
         # other parameters (pending_step.py).
@@ -173,10 +125,8 @@ class ShadowStep:
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
         shadow.param_groups, shadow.state = self._regroup(shadow, conversions)
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
-        self._pace.end()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._pace.end()
         called_with = getattr(args[0], "called_with", None)
         if called_with is not None:
             args[:] = called_with[0]
@@ -197,8 +147,7 @@ def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | N
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
-    pace = Pace()
-    return ShadowStep(functools.partial(_regroup_in_pieces, piece=piece, pace=pace), pace).attach(optimizer)
+    return ShadowStep(functools.partial(_regroup_in_pieces, piece=piece)).attach(optimizer)
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
@@ -214,11 +163,10 @@ def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """
     if type(optimizer) not in FUSED:
         return None
-    return ShadowStep(_regroup_fused, Pace()).attach(optimizer)
+    return ShadowStep(_regroup_fused).attach(optimizer)
 
 
-def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: int, pace: Pace) -> Regrouped:
-    pace.forget()
+def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: int) -> Regrouped:
     state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
@@ -231,7 +179,7 @@ def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: in
         if shared or param.numel() < FEWEST_PIECES * piece * threads:
             return [param]
         param_state = _state_in_step(optimizer, param)
-        if param_state is None or (threads > 1 and not pace.takes_pieces(numel)):
+        if param_state is None:
             return [param]
         pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, piece))
         state.update(pieces)

@@ -142,7 +142,6 @@ def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, option
 
 def check_bits_with_threads(threads):
     torch.set_num_threads(threads)
-    host.Pace.takes_pieces = lambda self, elements: True  # whatever else the machine does
     sizes = [threads * 5 * host.GRAIN, threads * 5 * host.GRAIN + 1, threads * 7 * host.GRAIN - 101]
     for (cls, options), dtype in ((CASES[1], torch.bfloat16), (CASES[7], torch.bfloat16), (CASES[14], torch.float32)):
         check_bits(cls, options, dtype, sizes, host.GRAIN)
@@ -153,58 +152,6 @@ def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads):
     # Half precision and NaNs show where a kernel split the work; the number of threads is the process's own.
     code = f"import test_pieces; test_pieces.check_bits_with_threads({threads})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
-
-
-class Clock:
-    """A clock that goes on when a step takes pieces, or whole tensors."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(host.time, "perf_counter", lambda: self.now)
-
-    def steps(self, pace, count, **seconds):
-        """Let steps take so long; return how many took pieces."""
-        ways = []
-        for _ in range(count):
-            ways.append(pace.takes_pieces(100))
-            assert pace.takes_pieces(100) is ways[-1]
-            self.now += seconds["pieces" if ways[-1] else "whole"]
-            pace.end()
-        return sum(ways)
-
-
-def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_rarely(monkeypatch):
-    clock, pace = Clock(monkeypatch), host.Pace()
-    assert clock.steps(pace, 2, pieces=1, whole=2) == 1  # each once
-    assert 250 - 4 <= clock.steps(pace, 250, pieces=1, whole=2) < 250
-    assert clock.steps(pace, 250, pieces=9, whole=3) <= 4  # the machine became busy
-    assert clock.steps(pace, 3 * host.LATEST, pieces=1, whole=2) > host.LATEST  # and idle again
-    pace.takes_pieces(100)
-    pace.forget()  # it failed
-    clock.now += 1e6
-    assert clock.steps(pace, 100, pieces=1, whole=2) > 95
-
-
-def test_steps_that_could_not_take_pieces_are_not_timed(monkeypatch):
-    clock, pace = Clock(monkeypatch), host.Pace()
-    pace.end()
-    clock.now += 100
-    pace.end()
-    assert clock.steps(pace, 2, pieces=1, whole=2) == 1
-
-
-def steps_with_two_threads():
-    torch.set_num_threads(2)
-    ways, slow = [], host.Pace.takes_pieces
-    host.Pace.takes_pieces = lambda self, elements: ways.append(slow(self, elements)) or ways[-1]
-    check_bits(*CASES[14], torch.float32, [10 * host.GRAIN + 3] * 2, host.GRAIN)
-    assert ways[:2] == [True] * 2 and ways[2:4] == [False] * 2, ways  # two parameters; the first step made the state
-
-
-def test_steps_of_several_threads_take_both_ways_in_turn():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import sys, test_pieces; test_pieces.native.FEWEST = sys.maxsize; test_pieces.steps_with_two_threads()"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
 
