@@ -8,6 +8,7 @@ figures each visit of a unit under ``window="auto"`` would take ten times as lon
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 has_chunked_loss = hasattr(torch.nn, "LinearCrossEntropyOptions")
 
 
+@functools.cache
 def body_of(operator: Any) -> Callable[..., Any] | None:
     """Return the function in Python that an operator of the loss in chunks runs; None for any other operator."""
     if getattr(operator, "namespace", "") != "torch_nn":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import pathlib
@@ -325,10 +326,14 @@ def _converts(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether compiled code converts every number but NaN to this type as torch does."""
     # The upper bits say between which numbers of that type it lies, and the others whether in the middle.
     kept = 16 if dtype is torch.bfloat16 else 19
-    half = 1 << (31 - kept)
-    upper = torch.arange(-(1 << (kept - 1)), 1 << (kept - 1), dtype=torch.int32) << (32 - kept)
-    for lower in (0, 1, half - 1, half, half + 1, 2 * half - 1):
-        numbers = (upper + lower).view(torch.float32)
+    half, first, chunk = (
+        1 << (31 - kept),
+        -(1 << (kept - 1)),
+        1 << 13,
+    )  # few at a time, since the heap keeps their memory
+    lowers = (0, 1, half - 1, half, half + 1, 2 * half - 1)
+    for start, lower in itertools.product(range(first, -first, chunk), lowers):
+        numbers = ((torch.arange(start, start + chunk, dtype=torch.int32) << (32 - kept)) + lower).view(torch.float32)
         numbers = numbers[~numbers.isnan()]
         found, expected = torch.empty_like(numbers, dtype=dtype), numbers.to(dtype)
         address = ctypes.c_void_p(numbers.data_ptr()), ctypes.c_void_p(found.data_ptr())

@@ -117,9 +117,17 @@ class StepTrace:
         if self.sizes == self.wire:
             return self._peak(self.sizes, self.visits, window, transfer)
         narrow = max(1, window // 2)
-        first = self._peak(self.sizes, self.visits, narrow, min(transfer, narrow))
+        sizes = narrow, min(transfer, narrow)
+        if sizes not in self._firsts:  # two windows have one half
+            self._firsts[sizes] = self._peak(self.sizes, self.visits, *sizes)
+        first = self._firsts[sizes]
         later = self._peak(self.wire, self._later, window, transfer)
         return max(later, first, key=lambda terms: sum(terms.values()))
+
+    @functools.cached_property
+    def _firsts(self) -> dict[tuple[int, int], dict[str, int]]:
+        """The peaks of the first step that were found so far, by window and transfer."""
+        return {}
 
     @functools.cached_property
     def _later(self) -> list[Visit]:

@@ -365,10 +365,14 @@ def test_listed_workloads_are_planned_by_their_numbers():
 
 
 @pytest.mark.slow
-def test_the_largest_config_is_planned_in_seconds_and_less_than_2_gib():
+def test_the_largest_config_is_planned_in_three_times_the_imports_and_less_than_2_gib():
     code = """
-import time, torch, transformers, sp_lightning
+import time
+begin = time.process_time()
+import torch, transformers, sp_lightning
 from sp_lightning.core.host import peak_memory
+transformers.LlamaForCausalLM
+imports = time.process_time() - begin
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, intermediate_size=28672)
 x = torch.ones(8, 2048, dtype=torch.long)
@@ -376,7 +380,7 @@ begin = time.process_time()
 plan = sp_lightning.plan(lambda: transformers.LlamaForCausalLM(config), {"input_ids": x, "labels": x},
     precision="bf16-mixed", machine="h100", activations="recompute")
 seconds, nbytes = time.process_time() - begin, peak_memory()
-assert plan.parameters > 70e9 and seconds < 10 and nbytes < 2 * 2**30, (plan.parameters, seconds, nbytes)
+assert plan.parameters > 70e9 and seconds < 3 * imports and nbytes < 2 * 2**30, (seconds / imports, nbytes)
 """
     for _ in range(3):  # what else the machine does only ever adds to the time
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
