@@ -116,6 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from torch import nn
 
     import sp_lightning
+    from sp_lightning.optim import native
 
     if options.device == "simgpu":
         simulate()
@@ -189,7 +190,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = {"precision": precision, "machine": "h100", "device": options.device, "window": 2, **given}
     terms = vars(sp_lightning.plan(make, batch, **settings).host)
     resident = Resident()
-    train(Model(2, 8), SingleDeviceStrategy(device))  # loads and starts everything that is needed once
+    # Load and start everything that is needed once: of the process, and compiled code with what it is compared with.
+    train(Model(2, 8), SingleDeviceStrategy(device))
+    train(Model(2, 256), sp_lightning.SuperpipelineStrategy(window=1, device=device, **given))
+    native.LIBRARY.wait()
     resident = Resident()
     model = make()
     found["made"] = resident.take_peak()
