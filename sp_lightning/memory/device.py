@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..compat.kernels import CHOICES, memory_figures
+from ..core import malloc
 from ..core.host import host_memory, lock_limit
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
@@ -256,10 +257,17 @@ class Device:
         return weight.to(dtype)
 
     def host_copy(self, data: Tensor, like: Tensor) -> Tensor:
-        """Copy a host tensor to other host memory, with the type, the shape and the strides of ``like``."""
+        """Copy a host tensor to other host memory, with the type, the shape and the strides of ``like``.
+
+        A large copy is mapped by itself: the system has its memory again as soon as it is dropped (malloc.py).
+        """
         with torch.inference_mode(False), torch.no_grad():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-            return copy.copy_(data)
+            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            nbytes = copy.untyped_storage().nbytes()
+            large = nbytes >= malloc.MIB
+            flat = self._slabs.plain(nbytes) if large else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            copy = torch.empty(0, dtype=like.dtype, device="cpu")
+            return copy.set_(flat.untyped_storage(), 0, like.shape, like.stride()).copy_(data)
 
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
         """Lock no more memory (Rule 3), which is an error if the user requires it."""
