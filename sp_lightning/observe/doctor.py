@@ -338,7 +338,7 @@ def _compiled(facts: Facts) -> str | None:
         return None
     return (
         f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s by torch's operators, not in compiled code with "
-        f"the same bits, which is 2 to 3 times as fast, as {facts.why_not_compiled}: install a C++ compiler (g++ or "
+        f"the same bits, which is faster, as {facts.why_not_compiled}: install a C++ compiler (g++ or "
         "clang++, or name it in $CXX), and let XDG_CACHE_HOME name a directory that can be written."
     )
 
