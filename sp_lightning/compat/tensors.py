@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Without these our own work on weights would be taken for the user's: it would borrow them, and wait for itself.
 without_dispatch = torch._C.DisableTorchFunctionSubclass  # of functions by subclasses of Tensor
-with_dispatch = torch._C._EnableTorchFunction  # again, for what other classes do beside our own work
+with_dispatch = torch._C._EnableTorchFunction  # again, by modes too, for what others do inside our own work
 without_function_modes = torch._C.DisableTorchFunction  # nor by modes
-with_functions = torch._C._EnableTorchFunction  # with modes again, inside an operator
 never_dispatched = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of a class that takes no part
 dispatches: Callable[[], bool] = torch._C._is_torch_function_enabled
 

@@ -34,7 +34,7 @@ from ..compat.tensors import (
     operators_with_key,
     schema_of,
     set_key_excluded,
-    with_functions,
+    with_dispatch,
     without_dispatch_modes,
     without_function_modes,
 )
@@ -132,7 +132,7 @@ def _loop_over_chunks(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_fake = tensor.is_meta
     with contextlib.ExitStack() as stack:
         if is_fake:  # else another thread trains
-            stack.enter_context(with_functions())
+            stack.enter_context(with_dispatch())
             stack.enter_context(_OnTarget())
         return chunked_loss().original(tensor, *args, **kwargs)
 
