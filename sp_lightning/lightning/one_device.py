@@ -11,7 +11,7 @@ ONE = "1: this strategy streams a model through one device; use strategy='fsdp' 
 
 
 class OneDevice:
-    """What the strategies for the Trainer and for Fabric have in common: both are given their device by Lightning."""
+    """The one device of a strategy, for the Trainer or for Fabric: Lightning chooses it unless the user did."""
 
     _root_device: torch.device  # Lightning's
     _device_given: bool  # whether the user passed the device

@@ -83,9 +83,7 @@ class Conversion:
     """A wire copy that a step may convert while it has the weight's new bytes at hand."""
 
     wire: Tensor
-    source: tuple[int, int] | None = (
-        None  # version and address of the data from which it was converted; None: it was not
-    )
+    source: tuple[int, int] | None = None  # version and address of the data that was converted; None: none was
 
     def done(self, data: Tensor) -> None:
         """Note that the wire copy was converted from this data."""

@@ -326,11 +326,8 @@ def _converts(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether compiled code converts every number but NaN to this type as torch does."""
     # The upper bits say between which numbers of that type it lies, and the others whether in the middle.
     kept = 16 if dtype is torch.bfloat16 else 19
-    half, first, chunk = (
-        1 << (31 - kept),
-        -(1 << (kept - 1)),
-        1 << 13,
-    )  # few at a time, since the heap keeps their memory
+    half, first = 1 << (31 - kept), -(1 << (kept - 1))
+    chunk = 1 << 13  # few at a time, since the heap keeps their memory
     lowers = (0, 1, half - 1, half, half + 1, 2 * half - 1)
     for start, lower in itertools.product(range(first, -first, chunk), lowers):
         numbers = ((torch.arange(start, start + chunk, dtype=torch.int32) << (32 - kept)) + lower).view(torch.float32)

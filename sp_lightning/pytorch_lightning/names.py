@@ -1,5 +1,6 @@
 """The classes of ``pytorch_lightning``, under the names of sp_lightning/lightning/names.py."""
 
+# ruff: noqa: F401  # the list of names is the other file's
 from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
@@ -26,36 +27,4 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 
 from ..compat.pytorch_lightning import WrappingCheckpointIO, update_properties
-
-__all__ = [
-    "Accelerator",
-    "Callback",
-    "Checkpoint",
-    "CheckpointIO",
-    "DeviceStatsMonitor",
-    "FabricHalfPrecision",
-    "FabricPrecision",
-    "FabricSingleDeviceStrategy",
-    "FabricStrategyRegistry",
-    "HalfPrecision",
-    "LearningRateMonitor",
-    "LightningModule",
-    "Logger",
-    "ModelCheckpoint",
-    "Precision",
-    "RichProgressBar",
-    "SingleDeviceStrategy",
-    "StochasticWeightAveraging",
-    "Strategy",
-    "StrategyRegistry",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "TorchCheckpointIO",
-    "Trainer",
-    "TrainerFn",
-    "WeightAveraging",
-    "WrappingCheckpointIO",
-    "rank_zero_info",
-    "update_properties",
-]
+from ..lightning.names import __all__ as __all__

@@ -210,9 +210,8 @@ class RootEntry(ForwardEntry):
         try:
             with self.steps.explaining():
                 args, kwargs = to_device(args, kwargs, self.steps.device.torch_device)
-                forward = (
-                    getattr(self.module, self.method) if self.removed else self.forward
-                )  # removed: units were made anew
+                # If it was removed, units were made anew.
+                forward = getattr(self.module, self.method) if self.removed else self.forward
                 return forward(*args, **kwargs)
         finally:
             self.steps.close_scope()
