@@ -29,7 +29,7 @@ from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..options import Options
 from ..runtime.handle import Handle
-from ..runtime.optimizer_steps import OTHER_HOOKS, WHOLE_STEP, OptimizerSteps
+from ..runtime.optimizer_steps import WHOLE_STEP, OptimizerSteps
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
 from .names import Accelerator, CheckpointIO, FabricPrecision, FabricSingleDeviceStrategy
@@ -176,7 +176,7 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
 
 
 def _may_defer(steps: OptimizerSteps, optimizer: Optimizer) -> bool:
-    reason = OTHER_HOOKS if steps.has_other_hooks(optimizer, after=True) else None
+    reason = steps.other_hooks(optimizer, after=True)
     steps.say(WHOLE_STEP, reason)
     return reason is None
 

@@ -21,7 +21,7 @@ from ..memory.parameters import is_watched
 from ..observe.progress import waiting
 from ..options import Options
 from ..runtime.handle import Handle
-from ..runtime.optimizer_steps import AFTER_BACKWARD, OTHER_HOOKS, WHOLE_STEP
+from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
 from . import user_hooks
 from .callback import SuperpipelineCallback
@@ -334,8 +334,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         assert self.handle is not None and self.lightning_module is not None
         reason = user_hooks.why_gradients_must_be_final(self, self.lightning_module, optimizer)
-        if reason is None and self.handle.steps.has_other_hooks(optimizer):
-            reason = OTHER_HOOKS
+        reason = reason or self.handle.steps.other_hooks(optimizer)
         self.handle.steps.say(AFTER_BACKWARD, reason)
         return reason is None
 
@@ -347,8 +346,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None and self.handle is not None
         reason = user_hooks.why_weights_must_be_stepped(module)
-        if reason is None and self.handle.steps.has_other_hooks(module.trainer.optimizers[0], after=True):
-            reason = OTHER_HOOKS
+        reason = reason or self.handle.steps.other_hooks(module.trainer.optimizers[0], after=True)
         self.handle.steps.say(WHOLE_STEP, reason)
         return reason is None and user_hooks.next_is_a_training_step(module.trainer)
 

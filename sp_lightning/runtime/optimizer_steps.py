@@ -100,14 +100,14 @@ class OptimizerSteps:
         self._counters.listener.stepped()
         self.engine.end_optimizer(optimizer, self._managed_by(optimizer), self.engine.current_step.params)
 
-    def has_other_hooks(self, optimizer: Optimizer, after: bool = False) -> bool:
-        """Return whether other hooks than the library's run before this optimizer steps, or after it."""
+    def other_hooks(self, optimizer: Optimizer, after: bool = False) -> str | None:
+        """Say that other hooks than the library's run before this optimizer steps, or after it; None if none do."""
         self._prepare(optimizer)
         # A wrapper of another optimizer has no such attribute if it never called the base class's constructor.
         own = getattr(optimizer, HOOKS_AFTER_STEP if after else HOOKS_BEFORE_STEP, ())
         of_all = HOOKS_AFTER_EVERY_STEP if after else HOOKS_BEFORE_EVERY_STEP
         ours = 0 if self._shadows[optimizer] is None else 1
-        return len(own) > ours or len(of_all) > 1
+        return OTHER_HOOKS if len(own) > ours or len(of_all) > 1 else None
 
     @property
     def shares_cores(self) -> bool:
