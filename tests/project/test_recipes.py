@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
+RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small", "distill"]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
@@ -115,9 +115,10 @@ def test_a_documented_command_runs_for_two_steps(command, capsys):
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", capsys.readouterr().out)
 
 
-def test_a_summary_says_of_how_many_batches_a_step_is(capsys):
+def test_a_summary_says_what_a_step_moved_and_of_how_many_batches_it_is(capsys):
     fit("finetune_llm", steps=2)
-    assert re.search(r"[0-9.]+ ms per step of 2 batches", capsys.readouterr().out)
+    said = r"[0-9.]+ MiB up and [0-9.]+ MiB down per step \| [0-9.]+ ms per step of 2 batches"
+    assert re.search(said, capsys.readouterr().out)
 
 
 FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
@@ -833,6 +834,95 @@ def test_a_model_in_which_nothing_would_be_packed_is_refused(monkeypatch):
     monkeypatch.setattr(quantized, "library", lambda bits: None)
     with pytest.raises(BadInput, match=r"base_bits=4 packs nn.Linear, of which Sequential has none but its head"):
         quantized.quantize(torch.nn.Sequential(head := torch.nn.Linear(2, 2)), 4, leave=head)
+
+
+# ---- a student and its teacher
+
+
+def test_of_a_teacher_nothing_travels_down_or_is_saved():
+    run = fit("distill", "--trainer.callbacks+=test_recipes.Moved", "--model.match=both")
+    saved = torch.load(last(run), weights_only=True)["state_dict"]
+    assert {name.partition(".")[0] for name in saved} == {"model", "projection"}
+    assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in saved.values())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data.packing=false", "--model.on_policy=0.5", "--model.max_new_tokens=4", "--trainer.strategy.window=1"],
+        pytest.param(
+            ["--model.match=both", "--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"], marks=SLOW
+        ),
+        pytest.param(["--model.match=hidden", "--trainer.strategy.activations=keep"], marks=SLOW),
+    ],
+)
+def test_a_student_learns_as_with_plain_lightning(arguments):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed, plain = fit("distill", *arguments, folder="streamed"), fit("distill", PLAIN, *on_plain, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+def test_a_students_distance_is_none_from_itself_and_one_block_is_compared_with_the_last_of_two():
+    from examples.distill.module import Distill
+
+    same, module = torch.randn(3, 7), Distill()
+    assert module.divergence(same, same) == 0 and module.divergence(same, -same) > 0
+    blocks, read = (torch.randn(2, 3, 4), torch.randn(2, 3, 4)), torch.ones(2, 3, dtype=torch.bool)
+    assert module.between_blocks(blocks[1:], blocks, read) == 0 < module.between_blocks(blocks[:1], blocks, read)
+
+
+@SLOW
+def test_a_student_comes_nearer_to_its_teacher(capsys):
+    for steps in (1, 40):
+        fit("distill", steps=steps, folder=str(steps))
+    short, long = re.findall(r"^loss ([0-9.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(long) < 0.9 * float(short)
+
+
+def test_a_student_writes_after_its_prompts_and_learns_its_own_words(tiny_llm):
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.distill.module import Distill
+
+    module = Distill(on_policy=1.0, max_new_tokens=3)
+    module.model = AutoModelForCausalLM.from_pretrained(tiny_llm)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_llm)))
+    labels = torch.tensor([[-100, -100, 7, 8], [-100, 6, 7, -100]])
+    made = module.written({"input_ids": torch.tensor([[4, 5, 7, 8], [9, 6, 7, 0]]), "labels": labels})
+    assert made["input_ids"][:, :2].tolist()[0] == [4, 5] and made["input_ids"][1, 0] == 9 and module.model.training
+    for ids, mask, learned, prompt in zip(
+        *(made[name].tolist() for name in ("input_ids", "attention_mask", "labels")), (2, 1), strict=True
+    ):
+        said = sum(mask) - prompt
+        assert 1 <= said <= 3 and learned == [-100] * prompt + ids[prompt : sum(mask)] + [-100] * (len(ids) - sum(mask))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model.on_policy=0.5"], "model.on_policy needs data.packing=false"),
+        (["--model.own=2"], "model.own=2.0 is a share, from 0 to 1"),
+        (["--model.temperature=0"], "model.temperature=0.0 has to be more than 0"),
+        (["--model.teacher=./none"], "directory none does not exist"),
+        (["--model.teacher=other"], "the tokenizer of model.teacher=other has other tokens than that of"),
+        (
+            ["--model.on_policy=0.5", "--data.packing=false", "--data.block_size=250"],
+            r"rows of 282 tokens .* are more than the 256 positions",
+        ),
+    ],
+)
+def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words):
+    from examples.common.errors import BadInput
+
+    shutil.copytree(tiny_llm, "other")
+    words.add_tokens(["owl-like"])
+    words.save_pretrained("other")
+    config = json.loads(pathlib.Path("other/config.json").read_text())
+    pathlib.Path("other/config.json").write_text(json.dumps({**config, "vocab_size": len(words)}))
+    with pytest.raises(BadInput, match=said):
+        fit("distill", *arguments)
 
 
 # ---- batch inference
