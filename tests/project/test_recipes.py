@@ -28,7 +28,16 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small", "distill"]
+RECIPES = [
+    "finetune_llm",
+    "lora_llm",
+    "finetune_vision",
+    "finetune_vlm",
+    "moe",
+    "pretrain_small",
+    "distill",
+    "pseudo_to_real",
+]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
@@ -64,7 +73,7 @@ def last(folder):
 
 def left(folder):
     """Weights and optimizer state as the run left them."""
-    checkpoint = torch.load(last(folder), weights_only=True)
+    checkpoint = torch.load(last(folder), weights_only=True, map_location="cpu")
     kept = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
     return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
 
@@ -923,6 +932,116 @@ def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words)
     pathlib.Path("other/config.json").write_text(json.dumps({**config, "vocab_size": len(words)}))
     with pytest.raises(BadInput, match=said):
         fit("distill", *arguments)
+
+
+# ---- one block for all, then a block for each
+
+
+def test_a_phase_is_said_apart_and_its_first_step_is_not_counted():
+    from examples.common.summary import traffic
+
+    batches = [("one", 9, 9), ("one", 9, 9), ("one", 1, 2), ("one", 3, 4), ("two", 1024, 0)]
+    assert traffic(batches, 2) == "4 B up and 6 B down per step while one, 2.00 KiB up and 0 B down per step while two"
+    assert traffic([("", 5, 6), ("", 1, 2)], 1) == "1 B up and 2 B down per step" and traffic([], 1) == ""
+
+
+def delinking(step, *arguments, steps=4, folder):
+    return fit("pseudo_to_real", f"--model.delink_at={step}", *arguments, steps=steps, folder=folder)
+
+
+@pytest.mark.parametrize(
+    "step, arguments",
+    [
+        (2, []),
+        pytest.param(1, ["--trainer.gradient_clip_val=null", "--trainer.strategy.activations=keep"], marks=SLOW),
+        pytest.param(
+            3,
+            ["--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2", "--trainer.strategy.window=1"],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_a_run_that_delinks_its_blocks_is_plain_lightnings_and_goes_on_from_either_side(step, arguments):
+    """It is resumed at the second step: before the switch, at it, and behind it."""
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    through = delinking(step, PLAIN, "--trainer.callbacks+=test_recipes.Halfway", *on_plain, folder="through")
+    parity.compare(left(through), left(delinking(step, *arguments, folder="streamed")))
+    parity.compare(left(through), left(delinking(step, "--ckpt_path=half.ckpt", *arguments, folder="resumed")))
+
+
+@pytest.mark.simgpu
+def test_blocks_are_delinked_beside_copies_that_are_under_way():
+    importlib.import_module("simgpu.lightning")
+    plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
+    on, seed = "--trainer.accelerator=simgpu", "--trainer.callbacks+=test_recipes.SeededAgain"
+    streamed = delinking(1, on, seed, "--trainer.gradient_clip_val=null", steps=3, folder="streamed")
+    expected = delinking(1, on, seed, *plain, "--trainer.gradient_clip_val=null", steps=3, folder="plain")
+    parity.compare(left(expected), left(streamed))
+
+
+class SeededAgain(L.Callback):
+    """Weights made in configure_model are drawn on the host; a plain run draws them on the device."""
+
+    def on_fit_start(self, trainer, module):
+        L.seed_everything(0)
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, device="cpu")
+            parameter.data.copy_(values * 0.02)
+
+
+def test_blocks_are_delinked_with_their_weights_and_their_state():
+    from types import SimpleNamespace
+
+    from examples.common.schedule import adamw
+    from examples.pseudo_to_real.module import PseudoToReal
+
+    module = PseudoToReal(layers=3, hidden_size=16, heads=2)
+    words = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=2, __len__=lambda: 32)
+    words = type("Words", (), {**vars(words), "__len__": lambda self: 32})()
+    optimizers = []
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=words, block_size=8), optimizers=optimizers)
+    module.configure_model()
+    optimizers.append(adamw(module, 0.1, 0.0))
+    module.model(**rows(2, 8) | {"input_ids": torch.arange(16).view(2, 8), "labels": None}).logits.sum().backward()
+    optimizers[0].step()
+    expected = {name: weight.clone() for name, weight in module.state_dict().items()}
+    count = len(list(module.parameters()))
+    module.delink()
+    assert len(list(module.parameters())) > 2 * count
+    assert module.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in module.state_dict().items())
+    made_anew = adamw(module, 0.1, 0.0).param_groups
+    for mine, anew in zip(optimizers[0].param_groups, made_anew, strict=True):
+        assert all(one is other for one, other in zip(mine["params"], anew["params"], strict=True))
+    layers = module.model.model.layers
+    for parameters in zip(*(layer.parameters() for layer in layers), strict=True):
+        first, *others = (optimizers[0].state[parameter] for parameter in parameters)
+        assert all(torch.equal(first["exp_avg"], other["exp_avg"]) and other["step"] == 1 for other in others)
+        assert all(first["exp_avg"] is not other["exp_avg"] for other in others)
+    assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2]
+
+
+def test_while_blocks_are_one_its_weights_travel_once_and_a_plain_model_reads_the_checkpoint():
+    from transformers import AutoModelForCausalLM
+
+    moved = "--trainer.callbacks+=test_recipes.Moved"
+    run = delinking(2, moved, steps=2, folder="shared")
+    together = dict(Moved.stats)
+    state = torch.load(last(run), weights_only=True)["state_dict"]
+    unique = {weight.data_ptr(): weight.nbytes for weight in state.values()}
+    assert together["bytes_down"] == 2 * sum(unique.values())
+    exported = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()  # of a run that ends before the switch
+    assert exported.keys() == {name.removeprefix("model.") for name in state}
+    assert all(torch.equal(weight, state[f"model.{name}"]) for name, weight in exported.items())
+    delinking(0, moved, steps=2, folder="apart")
+    assert 3 * together["bytes_up"] < Moved.stats["bytes_up"] and 3 * together["bytes_down"] < Moved.stats["bytes_down"]
+
+
+def test_a_step_at_which_nothing_can_be_delinked_is_named():
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=r"model.delink_at=-1 is no step"):
+        delinking(-1, folder="run")
 
 
 # ---- batch inference
