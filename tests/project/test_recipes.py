@@ -105,7 +105,11 @@ class Moved(L.Callback):
 
 @pytest.mark.parametrize(
     "recipe, arguments",
-    [("lora_llm", ["--model.dropout=0.3"]), *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES)],
+    [
+        ("lora_llm", ["--model.dropout=0.3"]),
+        pytest.param("prune", ["--model.every=1"], marks=SLOW),
+        *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES),
+    ],
 )
 def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe, arguments):
     halfway = "--trainer.callbacks+=test_recipes.Halfway"
@@ -932,6 +936,116 @@ def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words)
     pathlib.Path("other/config.json").write_text(json.dumps({**config, "vocab_size": len(words)}))
     with pytest.raises(BadInput, match=said):
         fit("distill", *arguments)
+
+
+# ---- few weights of many
+
+
+def sparse_layer():
+    from examples.prune.sparse import SparseLinear
+
+    layer = torch.nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.tensor([[8.0, -7.0, 1.0, 2.0], [-6.0, 5.0, 3.0, -4.0]])
+    SparseLinear.of(layer, penalty=0.5)
+    layer.renew(0.25, 0.5)
+    return layer
+
+
+def test_a_sparse_layer_uses_its_largest_weights_and_learns_a_few_more():
+    layer, saved = sparse_layer(), sparse_layer().state_dict()
+    layer.renew(1.0, 1.0)
+    layer.load_state_dict(saved)  # as a resumed run does
+    assert layer.codes.tolist() == [[2, 2, 0, 0], [1, 1, 0, 0]]
+    assert torch.equal(layer(torch.eye(4)).T, torch.tensor([[8.0, -7.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    layer(torch.ones(1, 4)).sum().backward()
+    # A gradient of 1, and half of the weight; of those that are not used, times 1 / 0.25.
+    assert layer.weight.grad.tolist() == [[1 + 4.0, 1 - 3.5, 0, 0], [1 - 12.0, 1 + 10.0, 0, 0]]
+
+
+def test_a_weight_that_grows_comes_to_be_used_with_the_value_that_it_kept():
+    layer = sparse_layer()
+    layer.weight.data[1, 0] = -9.0
+    assert layer(torch.eye(4)).T[1, 0] == 0
+    layer.renew(0.25, 0.5)
+    assert layer(torch.eye(4)).T[1, 0] == -9 and layer.codes.tolist() == [[2, 1, 0, 0], [2, 1, 0, 0]]
+
+
+def test_the_share_of_weights_falls_fast_at_first():
+    from examples.prune.module import Prune
+
+    module = Prune(density=0.2, backward_density=0.5, ramp_steps=10)
+    assert [module.shares(step) for step in (0, 10, 99)] == [(1.0, 1.0), (0.2, 0.5), (0.2, 0.5)]
+    assert module.shares(5) == (0.2 + 0.8 / 8, 0.5) and Prune(density=0.2).shares(0) == (0.2, 0.2)
+
+
+def test_kept_weights_are_counted_with_their_bits():
+    from examples.prune.module import kept_share
+    from examples.prune.sparse import LEARNED, USED
+
+    layer, other = sparse_layer(), torch.nn.Parameter(torch.zeros(10))
+    up, down = {layer.weight, layer.codes, other}, {layer.weight, other}
+    assert kept_share([layer], up, USED, 2) == (2 * 4 + 8 * 2 / 8 + 40) / (8 * 4 + 8 + 40)
+    assert kept_share([layer], down, LEARNED, 1) == (4 * 4 + 8 / 8 + 40) / (8 * 4 + 40)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model.every=1"],
+        pytest.param(
+            [
+                *("--model.every=1", "--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"),
+                "--trainer.strategy.window=1",
+            ],
+            marks=SLOW,
+        ),
+        pytest.param(
+            [
+                *("--model.every=2", "--model.ramp_steps=4", "--model.backward_density=null"),
+                *("--trainer.gradient_clip_val=null", "--trainer.strategy.activations=keep"),
+            ],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_weights_are_chosen_anew_as_with_plain_lightning(arguments, capsys):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed = fit("prune", *arguments, steps=3, folder="streamed")
+    printed = r"[0-9.]+% are learned; they alone would be [0-9.]+ .iB up and [0-9.]+ .iB down per step"
+    assert re.search(printed, capsys.readouterr().out)
+    parity.compare(left(fit("prune", PLAIN, *on_plain, steps=3, folder="plain")), left(streamed))
+
+
+def test_what_a_pruned_run_saves_are_the_weights_that_are_used(tiny_llm, monkeypatch):
+    from examples.prune.module import Prune
+    from examples.prune.sparse import load
+
+    kept = []
+    monkeypatch.setattr(Prune, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    run = fit("prune", f"--model.name_or_path={tiny_llm}", "--model.density=0.05")
+    loaded = load(run / "model")
+    with torch.no_grad():
+        mine, theirs = (model.eval()(torch.arange(24)[None]).logits for model in (kept[0], loaded))
+    assert torch.equal(mine, theirs)
+    block = loaded.model.layers[0]
+    assert block.mlp.up_proj.weight.count_nonzero() == round(0.05 * block.mlp.up_proj.weight.numel())
+    dense = sum(path.stat().st_size for path in tiny_llm.glob("*.safetensors"))
+    assert (run / "model/sparse.safetensors").stat().st_size < dense / 3  # the rest are embedding and head
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model.density=0"], r"model.density=0.0 and model.backward_density=0.2 are shares"),
+        (["--model.density=0.3"], r"model.density=0.3 and model.backward_density=0.2 are shares, .* not less than"),
+        (["--model.every=0"], r"model.every=0 has to be 1 or more"),
+    ],
+)
+def test_shares_that_are_none_are_named(arguments, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("prune", *arguments)
 
 
 # ---- one block for all, then a block for each
