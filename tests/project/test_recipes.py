@@ -1048,6 +1048,130 @@ def test_shares_that_are_none_are_named(arguments, said):
         fit("prune", *arguments)
 
 
+# ---- experts out of a dense model
+
+
+def split_feed_forward(experts=2, shared=0.25):
+    from examples.moefy.experts import SplitFeedForward, Tokens
+
+    dense = causal("Llama", hidden_size=8, intermediate_size=8).model.layers[0].mlp
+    return dense, SplitFeedForward(dense, Tokens(), 96, experts, shared, seed=0)
+
+
+def test_neurons_are_dealt_out_by_importance_and_their_sum_is_the_dense_layer():
+    dense, layer = split_feed_forward()
+    order = torch.tensor([5, 3, 0, 1, 2, 4, 6, 7])
+    layer.fill(dense, order)
+    dealt = [order[:2], order[2::2], order[3::2]]
+    for part, neurons in zip([layer.shared, *layer.experts], dealt, strict=True):
+        assert torch.equal(part.gate_proj.weight, dense.gate_proj.weight[neurons])
+        assert torch.equal(part.up_proj.weight, dense.up_proj.weight[neurons])
+        assert torch.equal(part.down_proj.weight, dense.down_proj.weight[:, neurons])
+    tokens = torch.randn(3, 8)
+    parts = layer.shared(tokens) + layer.experts[0](tokens) + layer.experts[1](tokens)
+    torch.testing.assert_close(parts, dense(tokens))
+
+
+def test_a_token_goes_to_the_shared_part_and_to_its_own_expert_and_no_other_is_called():
+    _, layer = split_feed_forward()
+    zero = (layer.table == 0).nonzero()[:2, 0]
+    assert torch.bincount(layer.table.int()).tolist() == [48, 48]  # of 96 tokens
+    called = []
+    for index, expert in enumerate(layer.experts):
+        expert.register_forward_hook(lambda *_, index=index: called.append(index))
+    layer.tokens.ids, states = zero[None], torch.randn(1, 2, 8)
+    torch.testing.assert_close(layer(states), layer.shared(states) + layer.experts[0](states))
+    assert called == [0, 0]  # by the layer, and above
+    ids = torch.tensor([[int((layer.table == 1).nonzero()[0]), int(zero[0])]])
+    layer.tokens.ids = ids
+    torch.testing.assert_close(layer(states)[0, 0], (layer.shared(states) + layer.experts[1](states))[0, 0])
+
+
+def test_a_neurons_importance_is_what_the_loss_would_lose_to_first_order():
+    from examples.moefy.experts import feed_forwards, watched
+
+    model, batch, made = causal("Llama"), rows(), []
+    hook = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: made.append(args[0]))
+    loss = model(**batch).loss
+    (gradient,) = torch.autograd.grad(loss, made[0])
+    expected = (made[0] * gradient).sum(1).abs().sum(0)
+    hook.remove()
+    model.requires_grad_(False)
+    with watched(model, torch.device("cpu")) as totals:
+        for _ in range(2):
+            model(**batch).loss.backward()
+    assert len(totals) == len(feed_forwards(model)) == 2
+    torch.testing.assert_close(totals[1], 2 * expected)
+    assert not model.model.layers[1].mlp.down_proj._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(
+            [
+                *("--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"),
+                *("--trainer.strategy.window=1", "--trainer.strategy.activations=recompute"),
+            ],
+            marks=SLOW,
+        ),
+        pytest.param(
+            [
+                *("--data.packing=false", "--trainer.gradient_clip_val=null"),
+                *("--trainer.strategy.units=auto", "--trainer.strategy.activations=offload"),
+            ],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_experts_are_made_and_taught_as_with_plain_lightning(arguments):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed, plain = fit("moefy", *arguments, folder="streamed"), fit("moefy", PLAIN, *on_plain, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+def test_before_the_first_step_experts_have_the_dense_models_neurons_and_are_exported_with_them(monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    from examples.moefy.experts import load
+    from examples.moefy.module import Moefy
+
+    kept = []
+    monkeypatch.setattr(Moefy, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    run = fit("moefy", "--model.lr=0", steps=1)
+    loaded, dense = load(run / "model"), AutoModelForCausalLM.from_pretrained(run / "tiny/teacher")
+    with torch.no_grad():
+        mine, theirs = (model.eval()(torch.arange(24)[None]).logits for model in (kept[0], loaded))
+    assert torch.equal(mine, theirs)
+    for block, original in zip(loaded.model.layers, dense.model.layers, strict=True):
+        neurons = [part.up_proj.weight for part in (block.mlp.shared, *block.mlp.experts)]
+        expected = original.mlp.up_proj.weight
+        assert {tuple(row) for part in neurons for row in part.tolist()} == {tuple(row) for row in expected.tolist()}
+        assert not torch.equal(neurons[0], expected[: len(neurons[0])])  # not those that happen to be first
+
+
+def test_an_expert_without_tokens_sends_no_gradients_down():
+    data = write("my.jsonl", *[{"text": "aaaaaaaaaaaaaaaa"}] * 8)
+    arguments = f"--data.path={data}", "--data.packing=false", "--data.block_size=16", "--data.batch_size=4"
+    run = fit("moefy", *arguments, "--trainer.callbacks+=test_recipes.Moved")
+    checkpoint = torch.load(last(run), weights_only=True)
+    stepped = checkpoint["optimizer_states"][0]["state"].values()
+    trained = sum(w.nbytes for n, w in checkpoint["state_dict"].items() if not n.endswith(".table"))
+    down = sum(state["exp_avg"].nbytes for state in stepped)
+    assert Moved.stats["bytes_down"] == 2 * down and down < 0.8 * trained
+
+
+def test_what_can_not_be_split_is_named():
+    from examples.common.errors import BadInput
+    from examples.moefy.experts import split
+
+    with pytest.raises(BadInput, match="PhiForCausalLM has no feed-forward layers with gate_proj, up_proj, down_proj"):
+        split(causal("Phi"), experts=2, shared=0.25)
+    for experts, shared in ((1, 0.25), (2, 1.0), (64, 0.5)):
+        with pytest.raises(BadInput, match=f"32 neurons can not be split into {experts} experts and a share of"):
+            split(causal("Llama"), experts=experts, shared=shared)
+
+
 # ---- one block for all, then a block for each
 
 
