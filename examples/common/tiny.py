@@ -31,7 +31,8 @@ def place(trainer: L.Trainer) -> Path:
 def made(path: Path, make: Callable[[Path], None]) -> Path:
     """The file or folder, made if it is not there yet; the run's random numbers stay what they were."""
     if not path.exists():
-        with torch.random.fork_rng(devices=[]), whole(path) as part:
+        # Wherever a plain strategy wants what is made, it is made from the host's numbers.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), whole(path) as part:
             torch.manual_seed(0)
             make(part)
     return path

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax, mse_loss
+from torch.nn.functional import kl_div, log_softmax
 
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
@@ -69,7 +69,8 @@ class Distill(FineTuneLLM):
             self.teacher = self.load_teacher().eval().requires_grad_(False)
             ours, theirs = (model.config.get_text_config() for model in (self.model, self.teacher))
             if self.match != "logits" and ours.hidden_size != theirs.hidden_size:
-                self.projection = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
+                with torch.device("cpu"):  # wherever a plain strategy wants what is made
+                    self.projection = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
 
     def load_teacher(self) -> Any:
         """The teacher, whose tokens have to be the student's."""
@@ -123,7 +124,8 @@ class Distill(FineTuneLLM):
         total = torch.zeros((), device=read.device)
         for index, mine in enumerate(ours, start=1):
             other = theirs[round(index * len(theirs) / len(ours)) - 1][read].float()
-            total = total + mse_loss(self.projection(mine[read]).float(), other) / other.square().mean()
+            apart = self.projection(mine[read]).float() - other
+            total = total + apart.square().mean() / other.square().mean()
         return total / len(ours)
 
     # ---- what the student writes

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..common import tiny
 from ..common.text import collate
 from ..distill.module import Distill
@@ -52,7 +54,8 @@ class Moefy(Distill):
 
     def load(self) -> Any:
         model = super().load()
-        self.layers = split(model, **self.split)
+        with torch.device("cpu"):  # wherever a plain strategy wants what is made
+            self.layers = split(model, **self.split)
         return model
 
     def on_train_start(self) -> None:

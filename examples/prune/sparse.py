@@ -54,7 +54,7 @@ class SparseLinear(nn.Linear):
         layer.__class__ = cls
         layer.penalty = penalty  # type: ignore[assignment]
         layer.codes = nn.Parameter(torch.full_like(layer.weight, USED, dtype=torch.uint8), requires_grad=False)
-        layer.register_buffer("share", torch.ones(()))
+        layer.register_buffer("share", layer.weight.new_ones((), requires_grad=False))
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, Used.apply(self.weight, self.codes, self.share, self.penalty), self.bias)

@@ -1208,23 +1208,24 @@ def test_a_run_that_delinks_its_blocks_is_plain_lightnings_and_goes_on_from_eith
 
 
 @pytest.mark.simgpu
-def test_blocks_are_delinked_beside_copies_that_are_under_way():
+@pytest.mark.parametrize(
+    "recipe, arguments",
+    [
+        ("pseudo_to_real", ["--model.delink_at=1"]),
+        pytest.param("distill", ["--model.match=both"], marks=SLOW),
+        pytest.param(
+            "distill", ["--data.packing=false", "--model.on_policy=1", "--model.max_new_tokens=4"], marks=SLOW
+        ),
+        pytest.param("prune", ["--model.every=1"], marks=SLOW),
+        pytest.param("moefy", [], marks=SLOW),
+    ],
+)
+def test_a_recipe_is_plain_lightnings_beside_copies_that_are_under_way(recipe, arguments):
     importlib.import_module("simgpu.lightning")
     plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
-    on, seed = "--trainer.accelerator=simgpu", "--trainer.callbacks+=test_recipes.SeededAgain"
-    streamed = delinking(1, on, seed, "--trainer.gradient_clip_val=null", steps=3, folder="streamed")
-    expected = delinking(1, on, seed, *plain, "--trainer.gradient_clip_val=null", steps=3, folder="plain")
-    parity.compare(left(expected), left(streamed))
-
-
-class SeededAgain(L.Callback):
-    """Weights made in configure_model are drawn on the host; a plain run draws them on the device."""
-
-    def on_fit_start(self, trainer, module):
-        L.seed_everything(0)
-        for parameter in module.parameters():
-            values = torch.randn(parameter.shape, device="cpu")
-            parameter.data.copy_(values * 0.02)
+    arguments = ["--trainer.accelerator=simgpu", "--trainer.gradient_clip_val=null", *arguments]
+    streamed = fit(recipe, *arguments, steps=3, folder="streamed")
+    parity.compare(left(fit(recipe, *arguments, *plain, steps=3, folder="plain")), left(streamed))
 
 
 def test_blocks_are_delinked_with_their_weights_and_their_state():
