@@ -13,7 +13,7 @@ from sp_lightning.options import format_bytes
 from ..common.errors import BadInput
 from ..common.summary import Summary, per_step
 from ..finetune_llm.module import FineTuneLLM
-from .sparse import LEARNED, USED, SparseLinear, save, sparse_layers
+from .sparse import LEARNED, USED, SparseLinear, renew, save, sparse_layers
 
 
 class Prune(FineTuneLLM):
@@ -68,7 +68,7 @@ class Prune(FineTuneLLM):
             raise BadInput(f"{type(model).__name__} has no nn.Linear but its head, so nothing of it can be pruned")
         for layer in layers:
             SparseLinear.of(layer, self.penalty)
-        self.renew(model, 0)
+        renew(model, *self.shares(0))
         return model
 
     def shares(self, step: int) -> tuple[float, float]:
@@ -77,15 +77,10 @@ class Prune(FineTuneLLM):
         used = self.density + (1 - self.density) * left**3
         return used, max(used, self.backward_density or 0.0)
 
-    def renew(self, model: nn.Module, step: int) -> None:
-        """Decide which weights are used and learned from now on."""
-        for layer in sparse_layers(model).values():
-            layer.renew(*self.shares(step))
-
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         step = self.trainer.global_step
         if step and step % self.every == 0 and index % self.trainer.accumulate_grad_batches == 0:
-            self.renew(self.model, step)
+            renew(self.model, *self.shares(step))
         return super().training_step(batch, index)
 
     def export(self, folder: Path) -> None:

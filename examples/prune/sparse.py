@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,32 @@ class SparseLinear(nn.Linear):
         return linear(input, Used.apply(self.weight, self.codes, self.share, self.penalty), self.bias)
 
     @torch.no_grad()
-    def renew(self, used: float, learned: float) -> None:
-        """Use this share of the weights, the largest ones, and learn that share of them."""
-        self.share.fill_(used)
+    def chosen(self, used: float, learned: float) -> Tensor:
+        """The codes by which this share of the weights is used, the largest ones, and that share is learned."""
         size = self.weight.abs().flatten()
         codes = torch.zeros_like(size, dtype=torch.uint8)
         for share, code in ((learned, LEARNED), (used, USED)):
             count = max(1, round(share * len(size)))
             codes[size.topk(count, sorted=False).indices] = code
-        self.codes.copy_(codes.view_as(self.weight))
+        return codes.view_as(self.weight)
+
+
+@torch.no_grad()
+def renew(model: nn.Module, used: float, learned: float) -> None:
+    """Choose the weights that are used and learned from now on.
+
+    All layers of a block are read before the first of them is written: what is written makes its unit travel again.
+    """
+    for _, block in itertools.groupby(sparse_layers(model).items(), key=lambda named: block_of(named[0])):
+        for layer, codes in [(layer, layer.chosen(used, learned)) for _, layer in block]:
+            layer.codes.copy_(codes)
+            layer.share.fill_(used)
+
+
+def block_of(name: str) -> str:
+    """The first part of a module's name, up to the number of a block."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return name if found is None else found[0]
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:

@@ -942,18 +942,22 @@ def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words)
 
 
 def sparse_layer():
-    from examples.prune.sparse import SparseLinear
+    from examples.prune.sparse import SparseLinear, renew
 
     layer = torch.nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.tensor([[8.0, -7.0, 1.0, 2.0], [-6.0, 5.0, 3.0, -4.0]])
     SparseLinear.of(layer, penalty=0.5)
-    layer.renew(0.25, 0.5)
+    renew(layer, 0.25, 0.5)
     return layer
 
 
 def test_a_sparse_layer_uses_its_largest_weights_and_learns_a_few_more():
+    from examples.prune.sparse import block_of, renew
+
+    names = ("model.layers.1.mlp.up_proj", "h.0.attn", "", "wte")
+    assert [block_of(name) for name in names] == ["model.layers.1", "h.0", "", "wte"]
     layer, saved = sparse_layer(), sparse_layer().state_dict()
-    layer.renew(1.0, 1.0)
+    renew(layer, 1.0, 1.0)
     layer.load_state_dict(saved)  # as a resumed run does
     assert layer.codes.tolist() == [[2, 2, 0, 0], [1, 1, 0, 0]]
     assert torch.equal(layer(torch.eye(4)).T, torch.tensor([[8.0, -7.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
@@ -963,10 +967,12 @@ def test_a_sparse_layer_uses_its_largest_weights_and_learns_a_few_more():
 
 
 def test_a_weight_that_grows_comes_to_be_used_with_the_value_that_it_kept():
+    from examples.prune.sparse import renew
+
     layer = sparse_layer()
     layer.weight.data[1, 0] = -9.0
     assert layer(torch.eye(4)).T[1, 0] == 0
-    layer.renew(0.25, 0.5)
+    renew(layer, 0.25, 0.5)
     assert layer(torch.eye(4)).T[1, 0] == -9 and layer.codes.tolist() == [[2, 1, 0, 0], [2, 1, 0, 0]]
 
 
