@@ -57,7 +57,6 @@ class Distill(FineTuneLLM):
         self.strict_loading = False  # a checkpoint holds the student; the teacher is read from its own
 
     def configure_model(self) -> None:
-        super().configure_model()
         for name, value in (("own", self.own), ("on_policy", self.on_policy)):
             if not 0 <= value <= 1:
                 raise BadInput(f"model.{name}={value} is a share, from 0 to 1")
@@ -65,6 +64,7 @@ class Distill(FineTuneLLM):
             raise BadInput(f"model.temperature={self.temperature} has to be more than 0")
         if self.on_policy and self.trainer.datamodule.packing:
             raise BadInput("model.on_policy needs data.packing=false: a row of several documents has no one prompt")
+        super().configure_model()
         if self.teacher is None:
             self.teacher = self.load_teacher().eval().requires_grad_(False)
             ours, theirs = (model.config.get_text_config() for model in (self.model, self.teacher))

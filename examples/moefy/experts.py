@@ -26,9 +26,9 @@ SPLIT = "moefied.json"  # beside a model's weights: how it was split
 
 
 class Tokens:
-    """The tokens of the forward that runs, by which experts are chosen."""
+    """The tokens of the latest forward, by which experts are chosen. Backward may run parts of it again."""
 
-    ids: Tensor
+    ids: Any = None
 
     def read(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Read them where a forward of the model begins."""

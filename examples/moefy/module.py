@@ -75,6 +75,9 @@ class Moefy(Distill):
         for layer, (_, _, dense), total in zip(self.layers, feed_forwards(self.teacher), totals, strict=True):
             layer.fill(dense, total.argsort(descending=True, stable=True).cpu())
 
+    def on_train_end(self) -> None:
+        self.layers[0].tokens.ids = None  # the last batch's, which are on the device
+
     def export(self, folder: Path) -> None:
         """Writes a directory that ``examples.moefy.experts.load`` reads, with the tokenizer."""
         self.model.save_pretrained(folder)

@@ -28,16 +28,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = [
-    "finetune_llm",
-    "lora_llm",
-    "finetune_vision",
-    "finetune_vlm",
-    "moe",
-    "pretrain_small",
-    "distill",
-    "pseudo_to_real",
-]
+RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
+RECIPES += ["distill", "prune", "moefy", "pseudo_to_real"]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
@@ -78,7 +70,12 @@ def left(folder):
     return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+COMPARED_BELOW = {"prune", "pseudo_to_real"}  # in the default run too, and with more of what they do
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=SLOW if name in COMPARED_BELOW else ()) for name in RECIPES]
+)
 def test_a_recipe_gives_plain_lightnings_result(recipe):
     streamed, plain = fit(recipe, folder="streamed"), fit(recipe, PLAIN, folder="plain")
     parity.compare(left(plain), left(streamed))
@@ -913,16 +910,34 @@ def test_a_student_writes_after_its_prompts_and_learns_its_own_words(tiny_llm):
 
 
 @pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"on_policy": 0.5}, "model.on_policy needs data.packing=false"),
+        ({"own": 2}, "model.own=2 is a share, from 0 to 1"),
+        ({"temperature": 0}, "model.temperature=0 has to be more than 0"),
+    ],
+)
+def test_a_lesson_that_can_not_be_given_is_named(options, said):
+    from types import SimpleNamespace
+
+    from examples.common.errors import BadInput
+    from examples.distill.module import Distill
+
+    module = Distill(**options)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(packing=True))
+    with pytest.raises(BadInput, match=said):
+        module.configure_model()
+
+
+@pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--model.on_policy=0.5"], "model.on_policy needs data.packing=false"),
-        (["--model.own=2"], "model.own=2.0 is a share, from 0 to 1"),
-        (["--model.temperature=0"], "model.temperature=0.0 has to be more than 0"),
-        (["--model.teacher=./none"], "directory none does not exist"),
         (["--model.teacher=other"], "the tokenizer of model.teacher=other has other tokens than that of"),
-        (
+        pytest.param(["--model.teacher=./none"], "directory none does not exist", marks=SLOW),
+        pytest.param(
             ["--model.on_policy=0.5", "--data.packing=false", "--data.block_size=250"],
             r"rows of 282 tokens .* are more than the 256 positions",
+            marks=SLOW,
         ),
     ],
 )
@@ -935,7 +950,7 @@ def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words)
     config = json.loads(pathlib.Path("other/config.json").read_text())
     pathlib.Path("other/config.json").write_text(json.dumps({**config, "vocab_size": len(words)}))
     with pytest.raises(BadInput, match=said):
-        fit("distill", *arguments)
+        fit("distill", f"--model.name_or_path={tiny_llm}", *arguments)
 
 
 # ---- few weights of many
@@ -1040,18 +1055,23 @@ def test_what_a_pruned_run_saves_are_the_weights_that_are_used(tiny_llm, monkeyp
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "options, said",
     [
-        (["--model.density=0"], r"model.density=0.0 and model.backward_density=0.2 are shares"),
-        (["--model.density=0.3"], r"model.density=0.3 and model.backward_density=0.2 are shares, .* not less than"),
-        (["--model.every=0"], r"model.every=0 has to be 1 or more"),
+        ({"density": 0.0}, r"model.density=0.0 and model.backward_density=None are shares"),
+        (
+            {"density": 0.3, "backward_density": 0.2},
+            r"model.backward_density=0.2 are shares, .* not less than the first",
+        ),
+        ({"every": 0}, r"model.every=0 has to be 1 or more"),
+        ({"ramp_steps": -1}, r"model.ramp_steps=-1 0 or more"),
     ],
 )
-def test_shares_that_are_none_are_named(arguments, said):
+def test_shares_that_are_none_are_named(options, said):
     from examples.common.errors import BadInput
+    from examples.prune.module import Prune
 
     with pytest.raises(BadInput, match=said):
-        fit("prune", *arguments)
+        Prune(**options).load()
 
 
 # ---- experts out of a dense model
@@ -1157,7 +1177,7 @@ def test_before_the_first_step_experts_have_the_dense_models_neurons_and_are_exp
 
 
 def test_an_expert_without_tokens_sends_no_gradients_down():
-    data = write("my.jsonl", *[{"text": "aaaaaaaaaaaaaaaa"}] * 8)
+    data = write("my.jsonl", *[{"text": "a" * 16}] * 8)
     arguments = f"--data.path={data}", "--data.packing=false", "--data.block_size=16", "--data.batch_size=4"
     run = fit("moefy", *arguments, "--trainer.callbacks+=test_recipes.Moved")
     checkpoint = torch.load(last(run), weights_only=True)
@@ -1218,14 +1238,13 @@ def test_a_run_that_delinks_its_blocks_is_plain_lightnings_and_goes_on_from_eith
     "recipe, arguments",
     [
         ("pseudo_to_real", ["--model.delink_at=1"]),
-        pytest.param("distill", ["--model.match=both"], marks=SLOW),
-        pytest.param(
-            "distill", ["--data.packing=false", "--model.on_policy=1", "--model.max_new_tokens=4"], marks=SLOW
-        ),
-        pytest.param("prune", ["--model.every=1"], marks=SLOW),
-        pytest.param("moefy", [], marks=SLOW),
+        ("distill", ["--model.match=both"]),
+        ("distill", ["--data.packing=false", "--model.on_policy=1", "--model.max_new_tokens=4"]),
+        ("prune", ["--model.every=1"]),
+        ("moefy", []),
     ],
 )
+@SLOW
 def test_a_recipe_is_plain_lightnings_beside_copies_that_are_under_way(recipe, arguments):
     importlib.import_module("simgpu.lightning")
     plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
@@ -1284,9 +1303,10 @@ def test_while_blocks_are_one_its_weights_travel_once_and_a_plain_model_reads_th
 
 def test_a_step_at_which_nothing_can_be_delinked_is_named():
     from examples.common.errors import BadInput
+    from examples.pseudo_to_real.module import PseudoToReal
 
     with pytest.raises(BadInput, match=r"model.delink_at=-1 is no step"):
-        delinking(-1, folder="run")
+        PseudoToReal(delink_at=-1).load()
 
 
 # ---- batch inference
