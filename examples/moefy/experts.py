@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.checkpoints import fill
 from ..common.errors import BadInput
+from ..common.files import existing
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 SPLIT = "moefied.json"  # beside a model's weights: how it was split
@@ -177,8 +179,9 @@ def load(folder: str | Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    split(model, **json.loads((Path(folder) / SPLIT).read_text()))
+    split(model, **json.loads(existing(Path(folder) / SPLIT, "the description of the split").read_text()))
+    state = {}
     for path in sorted(Path(folder).glob("model*.safetensors")):
-        model.load_state_dict(load_file(path), strict=False)
-    model.tie_weights()
+        state.update(load_file(path))
+    fill(model, state, folder)
     return model.eval()

@@ -18,6 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..common.checkpoints import fill
+from ..common.files import existing
+
 USED, LEARNED = 2, 1
 FILE = "sparse.safetensors"
 BITS, VALUES = ".bits", ".values"  # what a file has of a weight in place of it
@@ -122,12 +125,12 @@ def load(folder: str | Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    state = load_file(Path(folder) / FILE)
+    state = load_file(existing(Path(folder) / FILE, "the file of sparse weights"))
     for name in [name.removesuffix(BITS) for name in state if name.endswith(BITS)]:
         values, shape = state.pop(name + VALUES), model.get_parameter(name).shape
         used = numpy.unpackbits(state.pop(name + BITS).numpy(), count=shape.numel()).astype(bool)
         state[name] = torch.zeros(shape.numel(), dtype=values.dtype)
         state[name][torch.from_numpy(used)] = values
         state[name] = state[name].view(shape)
-    model.load_state_dict(state, strict=False, assign=False)
+    fill(model, state, folder)
     return model.eval()

@@ -1038,6 +1038,9 @@ def test_weights_are_chosen_anew_as_with_plain_lightning(arguments, capsys):
 
 
 def test_what_a_pruned_run_saves_are_the_weights_that_are_used(tiny_llm, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    from examples.common.errors import BadInput
     from examples.prune.module import Prune
     from examples.prune.sparse import load
 
@@ -1050,6 +1053,12 @@ def test_what_a_pruned_run_saves_are_the_weights_that_are_used(tiny_llm, monkeyp
     assert torch.equal(mine, theirs)
     block = loaded.model.layers[0]
     assert block.mlp.up_proj.weight.count_nonzero() == round(0.05 * block.mlp.up_proj.weight.numel())
+    weights = load_file(run / "model/sparse.safetensors")
+    save_file({name: weight for name, weight in weights.items() if "norm" not in name}, "less.safetensors")
+    shutil.copytree(run / "model", "less")
+    pathlib.Path("less.safetensors").replace("less/sparse.safetensors")
+    with pytest.raises(BadInput, match=r"less lacks the weights of LlamaForCausalLM: model.layers.0.input_layernorm.w"):
+        load("less")
     dense = sum(path.stat().st_size for path in tiny_llm.glob("*.safetensors"))
     assert (run / "model/sparse.safetensors").stat().st_size < dense / 3  # the rest are embedding and head
 
