@@ -85,7 +85,7 @@ def line(
 
 
 class Summary(L.Callback):
-    """Prints loss, device peak, what plain Lightning would have needed, bytes and time per step, when the run ends.
+    """Print loss, device peak, what plain Lightning would have needed, bytes and time per step, when the run ends.
 
     The first step is not timed: it makes what later ones use. Validation is not timed either. What moved is said apart
     for each ``phase`` that the module names, if it names some.

@@ -73,7 +73,7 @@ class Distill(FineTuneLLM):
                     self.projection = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
 
     def load_teacher(self) -> Any:
-        """The teacher, whose tokens have to be the student's."""
+        """Load the teacher, whose tokens have to be the student's."""
         from transformers import AutoModelForCausalLM
 
         data = self.trainer.datamodule
@@ -88,14 +88,14 @@ class Distill(FineTuneLLM):
         if checkpoints.load_tokenizer(name, name).get_vocab() != data.tokenizer.get_vocab():
             raise BadInput(
                 f"the tokenizer of model.teacher={name} has other tokens than that of {self.checkpoint}, so what "
-                "follows a token can not be compared; take two models of one family"
+                "follows a token cannot be compared; take two models of one family"
             )
         return checkpoints.load(AutoModelForCausalLM, name, self.teacher_dtype)
 
     # ---- what is compared
 
     def compared(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """How far the student is from the teacher on a batch, and the student's own loss."""
+        """Return the student's distance from the teacher on a batch, and its own loss."""
         asked = {name: value for name, value in batch.items() if name != "labels"}
         options = {"use_cache": False, "output_hidden_states": self.match != "logits"}
         with torch.no_grad():
@@ -113,14 +113,18 @@ class Distill(FineTuneLLM):
         return distance, ours.loss
 
     def divergence(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        """The divergence of the student's next tokens from the teacher's, scaled so that any temperature's gradients
-        are as large."""
+        """Return the divergence of the student's next tokens from the teacher's.
+
+        It is scaled so that its gradients are as large at any temperature.
+        """
         ours, theirs = (log_softmax(logits.float() / self.temperature, -1) for logits in (ours, theirs))
         return kl_div(ours, theirs, log_target=True, reduction="batchmean") * self.temperature**2
 
     def between_blocks(self, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], read: Tensor) -> Tensor:
-        """The mean distance of what the student's blocks return from what the teacher's at the same relative depth do,
-        as a share of the latter's size."""
+        """Return the mean distance between the outputs of the student's blocks and the teacher's at the same depth.
+
+        Depth is relative, and a distance is a share of the size of the teacher's output.
+        """
         total = torch.zeros((), device=read.device)
         for index, mine in enumerate(ours, start=1):
             other = theirs[round(index * len(theirs) / len(ours)) - 1][read].float()
@@ -132,7 +136,7 @@ class Distill(FineTuneLLM):
 
     @torch.no_grad()
     def written(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch's prompts, continued by the student, whose words are what is learned."""
+        """Let the student continue the batch's prompts; its own words are what is learned."""
         tokenizer = self.trainer.datamodule.tokenizer
         end = tokenizer.eos_token_id
         filler = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id

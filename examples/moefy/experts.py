@@ -28,12 +28,12 @@ SPLIT = "moefied.json"  # beside a model's weights: how it was split
 
 
 class Tokens:
-    """The tokens of the latest forward, by which experts are chosen. Backward may run parts of it again."""
+    """The tokens of the latest forward, by which experts are chosen; backward may run parts of it again."""
 
     ids: Any = None
 
     def read(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Read them where a forward of the model begins."""
+        """Read the tokens where a forward of the model begins."""
         ids = options.get("input_ids", arguments[0] if arguments else None)
         if ids is None:
             raise BadInput("a model that chooses experts by tokens needs input_ids")
@@ -66,7 +66,7 @@ class Expert(nn.Module):
 
 
 class SplitFeedForward(nn.Module):
-    """Does for each token what the shared neurons and one expert of a dense layer do (Rule 1)."""
+    """A layer that does for each token what the shared neurons and one expert of a dense layer do (Rule 1)."""
 
     table: Tensor
 
@@ -75,7 +75,7 @@ class SplitFeedForward(nn.Module):
         neurons, width = dense.up_proj.weight.shape
         each = int((1 - shared) * neurons) // experts
         if experts < 2 or not 0 <= shared < 1 or each < 1:
-            raise BadInput(f"{neurons} neurons can not be split into {experts} experts and a share of {shared} for all")
+            raise BadInput(f"{neurons} neurons cannot be split into {experts} experts and a share of {shared} for all")
         self.tokens = tokens
         self.shared = Expert(width, neurons - experts * each, dense.act_fn, dense, last=True)
         self.experts = nn.ModuleList(Expert(width, each, dense.act_fn, dense, last=False) for _ in range(experts))
@@ -100,7 +100,7 @@ class SplitFeedForward(nn.Module):
 
 
 def feed_forwards(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """The dense layers of a model that can be split: each with the module that it is in, and its name there."""
+    """Return the dense layers that can be split, each with the module that it is in and its name there."""
     return [
         (parent, name, child)
         for parent in model.modules()
@@ -136,11 +136,11 @@ def check_sum(layer: SplitFeedForward, dense: Any) -> None:
     parts = layer.shared(tokens) + sum(expert(tokens) for expert in layer.experts)
     expected = dense(tokens)
     if (parts - expected).abs().max() > expected.abs().max() * torch.finfo(tokens.dtype).eps ** 0.5:
-        raise BadInput(f"{type(dense).__name__} does more than its neurons do one by one, so it can not be split")
+        raise BadInput(f"{type(dense).__name__} does more than its neurons do one by one, so it cannot be split")
 
 
 class Watch(torch.autograd.Function):
-    """What a layer's neurons make, as it is; in backward their importance is added up (Rule 3)."""
+    """Pass on the output of a layer's neurons; in backward, add up their importance (Rule 3)."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, starts: Tensor, total: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Watch(torch.autograd.Function):
 
 @contextmanager
 def watched(model: nn.Module, device: torch.device) -> Iterator[list[Tensor]]:
-    """The importance of each dense layer's neurons, added up by the backwards in this context."""
+    """Add up the importance of each dense layer's neurons in the backwards of this context."""
     layers = [dense for _, _, dense in feed_forwards(model)]
     totals = [torch.zeros(dense.up_proj.out_features, device=device) for dense in layers]
     starts = torch.zeros((), device=device, requires_grad=True)  # of a frozen model nothing else would have a gradient
@@ -174,7 +174,7 @@ def watched(model: nn.Module, device: torch.device) -> Iterator[list[Tensor]]:
 
 
 def load(folder: str | Path) -> Any:
-    """The model that the recipe exported."""
+    """Load a model that the recipe exported."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -79,7 +79,7 @@ class Moefy(Distill):
         self.layers[0].tokens.ids = None  # the last batch's, which are on the device
 
     def export(self, folder: Path) -> None:
-        """Writes a directory that ``examples.moefy.experts.load`` reads, with the tokenizer."""
+        """Write a directory that ``examples.moefy.experts.load`` reads, with the tokenizer."""
         self.model.save_pretrained(folder)
         self.trainer.datamodule.tokenizer.save_pretrained(folder)
         (folder / SPLIT).write_text(json.dumps(self.split))

@@ -72,7 +72,7 @@ class Prune(FineTuneLLM):
         return model
 
     def shares(self, step: int) -> tuple[float, float]:
-        """How many weights are used at a step, and how many are learned."""
+        """Return the shares of weights that are used and learned at a step."""
         left = max(0.0, 1 - step / self.ramp_steps) if self.ramp_steps else 0.0
         used = self.density + (1 - self.density) * left**3
         return used, max(used, self.backward_density or 0.0)
@@ -84,15 +84,16 @@ class Prune(FineTuneLLM):
         return super().training_step(batch, index)
 
     def export(self, folder: Path) -> None:
-        """Writes the weights that are used, as ``examples.prune.sparse.load`` reads them."""
+        """Write the weights that are used, as ``examples.prune.sparse.load`` reads them."""
         save(self.model, folder)
         self.trainer.datamodule.tokenizer.save_pretrained(folder)
 
 
 class KeptSummary(Summary):
-    """Prints too how many bytes a step would have moved if only kept weights travelled, from those that did.
+    """Print, too, the bytes that a step would have moved if only kept weights travelled.
 
-    Up would go the values that are used and two bits for each weight, down the gradients that are learned and one bit.
+    They are computed from the bytes that did travel. Up would go the values that are used and two bits for each weight,
+    down the gradients that are learned and one bit.
     Of the bytes up, the resident root counts once for each step, and all units as equally often.
     """
 
@@ -115,13 +116,13 @@ class KeptSummary(Summary):
 
 
 def share(layers: list[SparseLinear], code: int) -> float:
-    """The share of the weights of layers that have this code or a larger one."""
+    """Return the share of the layers' weights that have this code or a larger one."""
     weights = sum(layer.weight.numel() for layer in layers)
     return sum(int((layer.codes >= code).sum()) for layer in layers) / max(1, weights)
 
 
 def kept_share(layers: list[SparseLinear], among: set[nn.Parameter], code: int, bits: int) -> float:
-    """The share of the bytes of these parameters that would be left, with so many bits for each pruned weight."""
+    """Return the share of these parameters' bytes that would be left, with so many bits for each pruned weight."""
     pruned = [layer for layer in layers if layer.weight in among]
     apart = {p for layer in pruned for p in (layer.weight, layer.codes)}
     kept = share(pruned, code) * sum(layer.weight.nbytes for layer in pruned)

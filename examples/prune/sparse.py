@@ -27,7 +27,7 @@ BITS, VALUES = ".bits", ".values"  # what a file has of a weight in place of it
 
 
 class Used(torch.autograd.Function):
-    """The weights that are used; all that are learned get a gradient, as if they were."""
+    """Return the weights that are used; give all that are learned a gradient, as if they were used."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, codes: Tensor, share: Tensor, penalty: float) -> Tensor:
@@ -66,7 +66,7 @@ class SparseLinear(nn.Linear):
 
     @torch.no_grad()
     def chosen(self, used: float, learned: float) -> Tensor:
-        """The codes by which this share of the weights is used, the largest ones, and that share is learned."""
+        """Return the codes by which the largest weights, in these shares, are used and learned."""
         size = self.weight.abs().flatten()
         codes = torch.zeros_like(size, dtype=torch.uint8)
         for share, code in ((learned, LEARNED), (used, USED)):
@@ -88,13 +88,13 @@ def renew(model: nn.Module, used: float, learned: float) -> None:
 
 
 def block_of(name: str) -> str:
-    """The first part of a module's name, up to the number of a block."""
+    """Return the first part of a module's name, up to the number of a block."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return name if found is None else found[0]
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
-    """The layers of a model that are sparse, by name."""
+    """Return the sparse layers of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
@@ -121,7 +121,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Any:
-    """The model that ``save`` wrote, as transformers has it, with zeros for the weights that were not used."""
+    """Load a model that ``save`` wrote, with zeros for the weights that were not used."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

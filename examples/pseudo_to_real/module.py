@@ -73,13 +73,13 @@ class PseudoToReal(PretrainLLM):
         checkpoint["phase"] = self.phase
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Have the layers that were saved, before weights and the optimizer's state are read."""
+        """Make the layers that were saved, before weights and the optimizer's state are read."""
         if checkpoint.get("phase", DELINKED) == DELINKED and self.phase == SHARED:  # another recipe's says nothing
             self.separate(self.model)
             self.phase = DELINKED
 
     def export(self, folder: Path) -> None:
-        """Writes every layer's weights, as from_pretrained reads them, also while they are one block's."""
+        """Write every layer's weights, as from_pretrained reads them, also while they are one block's."""
         state = self.model.state_dict()
         if self.phase == SHARED:  # a file has no two names for one tensor
             state = {name: weight.clone() if ".layers." in name else weight for name, weight in state.items()}

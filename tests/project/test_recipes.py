@@ -1203,7 +1203,7 @@ def test_what_can_not_be_split_is_named():
     with pytest.raises(BadInput, match="PhiForCausalLM has no feed-forward layers with gate_proj, up_proj, down_proj"):
         split(causal("Phi"), experts=2, shared=0.25)
     for experts, shared in ((1, 0.25), (2, 1.0), (64, 0.5)):
-        with pytest.raises(BadInput, match=f"32 neurons can not be split into {experts} experts and a share of"):
+        with pytest.raises(BadInput, match=f"32 neurons cannot be split into {experts} experts and a share of"):
             split(causal("Llama"), experts=experts, shared=shared)
 
 
