@@ -74,4 +74,4 @@ def share_operators(threads: int) -> bool:
 def can_share_operators() -> bool:
     """Whether ``share_operators`` does what it says: it finds torch's threads by the name of a function of OpenMP."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: all(map(share_operators, (1, 2, 1)))).result()
+        return all(thread.map(share_operators, (1, 2, 1)))

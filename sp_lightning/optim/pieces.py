@@ -227,7 +227,7 @@ def _left_by_threads(
         left.append({**group, "params": [param for param in group["params"] if id(param) not in pieces]})
     inference = torch.is_inference_mode_enabled()
 
-    def take_turns() -> None:
+    def take_turns(_: int) -> None:
         assert share_operators(sharers)
         with torch.inference_mode(inference):
             while todo:
@@ -242,8 +242,7 @@ def _left_by_threads(
     count = min(count, len(todo))
     if count:
         with ThreadPoolExecutor(count, "superpipeline-pieces") as threads:
-            for done in [threads.submit(take_turns) for _ in range(count)]:
-                done.result()
+            list(threads.map(take_turns, range(count)))
     return left
 
 
