@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
     import json
 
+    from ..options import parse_bytes
     from ..planning import plan
     from .model_spec import find
 
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         optimizer=args.optimizer,
         machine=args.machine,
         device_memory=args.device_memory,
-        host_nbytes=args.host_memory,
+        host_nbytes=None if args.host_memory is None else parse_bytes(args.host_memory, "host_memory"),
         host_headroom=args.host_headroom,
         cores=args.cores,
         link=args.link,

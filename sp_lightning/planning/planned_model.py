@@ -72,6 +72,7 @@ class PlannedModel(ABC):
     name: str
     rows: int
     counted = "rows"  # what `rows` counts
+    optimizer = ""  # class name of the module's own first optimizer, once it was made
     notes: list[str]
 
     @abstractmethod
@@ -326,6 +327,11 @@ class TracedModel(PlannedModel):
 
     def _states_of_optimizer(self, module: nn.Module) -> float:
         try:
+            configure: Any = getattr(module, "configure_optimizers", None)
+            if self._optimizer is None and configure is not None:
+                made = list(_optimizers_in(configure()))
+                self.optimizer = type(made[0]).__name__ if made else ""
+                return _mean_states(made)
             widest = max(module.parameters(), key=lambda parameter: parameter.numel())
             return states_of(self._optimizer, module, widest.dtype)
         except OptionError:

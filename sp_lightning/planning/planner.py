@@ -184,9 +184,9 @@ class _Planner:
         self.target = target
         self.machine = machine
         self.needs = source.needs(options, machine)
-        self.optimizer = optimizer
+        self.optimizer = optimizer or source.optimizer
         self.profile = machine
-        self.machine = self._stepping(source.states(), optimizer)
+        self.machine = self._stepping(source.states(), self.optimizer)
         self.available = machine.device_nbytes
         self.headroom = left
         self.host_available = machine.host_nbytes - left
@@ -398,7 +398,9 @@ class _Planner:
         classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
         for remedy in (*further, *remedies.smaller_units(classes)):
             yield from self._changed(remedy, chosen)
-        half = self.source.in_half()
+        # Under autocast most weights travel in half precision already: not worth a dry run.
+        worth = self.precision == "32-true" or isinstance(self.source, ListedModel)
+        half = self.source.in_half() if worth else None
         for remedy in remedies.half_precision(half is not None):
             yield from self._changed(remedy, chosen, half)
 

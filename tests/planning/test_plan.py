@@ -493,6 +493,13 @@ def test_few_cores_and_a_slow_link_make_a_step_longer():
 
 def test_an_optimizer_without_a_fast_step_takes_longer_than_its_bytes():
     assert planned(optimizer="Adafactor").step_s > planned(optimizer="AdamW").step_s > planned(optimizer="SGD").step_s
+    assert planned(optimizer=torch.optim.Adafactor).step_s == planned(optimizer="adafactor").step_s
+
+    class Own(Stack):
+        def configure_optimizers(self):
+            return torch.optim.Adafactor(self.parameters())
+
+    assert planned(Own).step_s == planned(optimizer="Adafactor").step_s
 
 
 # Machine, model, precision and host memory, and the change that is named first.
