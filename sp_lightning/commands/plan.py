@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from . import check_picture
 if TYPE_CHECKING:
     from ..planning import Plan
 
+WIDTH = 120  # of tables that no terminal shows
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
@@ -20,22 +23,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="a transformers config.json or its directory, a torchvision name, package.module:function or a known name",
+        help="a transformers config.json or its directory, a name on the hub, a torchvision name, "
+        "package.module:function or a known name",
     )
     parser.add_argument("--batch", type=int, default=1, help="rows in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a row (default: as many as the model has, or 2048)")
     parser.add_argument("--data", help="package.module:function of rows and tokens that returns the batch")
+    parser.add_argument(
+        "--loss",
+        default="full",
+        help="full; chunked: never all logits of a language model; or package.module:function of module and batch",
+    )
     parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
     parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
+    parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
+    parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
+    parser.add_argument("--cores", type=int, help="physical cores for the optimizer (default: all of the machine's)")
+    parser.add_argument("--link", help="gen4x8, or bytes per second such as 12GB (default: the machine's)")
+    parser.add_argument("--copies", type=int, default=0, help="copies of the weights, such as an EMA callback's")
+    parser.add_argument("--samples", type=int, help="rows in an epoch: prints how long the run takes")
+    parser.add_argument("--epochs", type=int, help="epochs of those samples (default: 1)")
+    parser.add_argument("--price", type=float, help="of the machine for an hour: prints what the run costs")
     parser.add_argument("--window", default="auto", help="units on the device at once (default: auto)")
     parser.add_argument("--transfer", default="auto", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
     parser.add_argument("--units", nargs="+", default="auto", help="class names of the units (default: auto)")
     parser.add_argument("--activations", default="keep", help="keep, recompute, offload or recompute+offload")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
-    parser.add_argument("--loss", default="full", help="full, or chunked: never all logits of a language model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
@@ -45,15 +61,18 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
     import json
 
+    from ..options import parse_bytes
     from ..planning import plan
     from .model_spec import find
 
-    for name in ("batch", "seq"):
+    for name in ("batch", "seq", "samples", "epochs"):
         if getattr(args, name) is not None:
             _check_count(name, getattr(args, name))
+    _check_run(args)
     if args.plot:
         check_picture(args.plot)
-    spec = find(args.model, args.batch, args.seq, args.data)
+    own_loss = None if args.loss in ("full", "chunked") else args.loss
+    spec = find(args.model, args.batch, args.seq, args.data, own_loss, _needs_code(args))
     found = plan(
         spec.model,
         spec.batch,
@@ -61,7 +80,12 @@ def main(args: argparse.Namespace) -> int:
         optimizer=args.optimizer,
         machine=args.machine,
         device_memory=args.device_memory,
-        loss=args.loss if spec.loss is None or args.loss != "full" else spec.loss,
+        host_nbytes=None if args.host_memory is None else parse_bytes(args.host_memory, "host_memory"),
+        host_headroom=args.host_headroom,
+        cores=args.cores,
+        link=args.link,
+        copies=args.copies,
+        loss="chunked" if args.loss == "chunked" else spec.loss,
         name=spec.name,
         window=args.window,
         transfer=args.transfer,
@@ -70,10 +94,11 @@ def main(args: argparse.Namespace) -> int:
         activations=args.activations,
         master_weights=args.master_weights,
     )
+    run = _run_of(args, found, spec.tokens)
     if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(found.to_dict() | {"run": run}, indent=2))
     else:
-        _print(found, spec.note)
+        _print(found, spec.note, run)
     if args.timeline:
         from ..observe.timeline import save, simulated
 
@@ -85,6 +110,36 @@ def main(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def _needs_code(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that listed numbers cannot obey, by name."""
+    found = {} if args.units == "auto" else {"units": args.units}
+    return found | ({"activations": args.activations} if "offload" in args.activations else {})
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    """Refuse what says how long a run is without what it is a run of."""
+    from ..errors import OptionError
+
+    for name in ("epochs", "price"):
+        if getattr(args, name) is not None and args.samples is None:
+            raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --samples")
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise OptionError(argument="price", found=args.price, allowed="a number >= 0")
+
+
+def _run_of(args: argparse.Namespace, plan: Plan, tokens: int | None) -> dict[str, float]:
+    """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
+    run: dict[str, float] = {"rows_per_s": args.batch / plan.step_s}
+    if tokens is not None:
+        run["tokens_per_s"] = args.batch * tokens / plan.step_s
+    if args.samples is not None:
+        steps = -(-args.samples // args.batch) * (args.epochs or 1)
+        run |= {"steps": steps, "hours": steps * plan.step_s / 3600}
+        if args.price is not None:
+            run["cost"] = run["hours"] * args.price
+    return run
+
+
 def _check_count(name: str, value: int) -> None:
     from ..errors import OptionError
 
@@ -92,10 +147,10 @@ def _check_count(name: str, value: int) -> None:
         raise OptionError(argument=name, found=value, allowed="an int >= 1")
 
 
-def _print(plan: Plan, note: str) -> None:
+def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_heading(plan), markup=False, soft_wrap=True)
     for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan)):
         console.print()
@@ -103,7 +158,16 @@ def _print(plan: Plan, note: str) -> None:
     console.print()
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    console.print(_speed(run), markup=False, soft_wrap=True)
     console.print(f"Change first: {plan.first}", markup=False, soft_wrap=True)
+
+
+def _speed(run: dict[str, float]) -> str:
+    unit = "tokens" if "tokens_per_s" in run else "rows"
+    text = f"Speed: {run[f'{unit}_per_s']:.3g} {unit} a second"
+    if "hours" in run:
+        text += f"; {run['steps']} steps take {run['hours']:.3g} hours"
+    return text + (f" and cost {run['cost']:.2f}" if "cost" in run else "")
 
 
 def _heading(plan: Plan) -> str:
@@ -115,7 +179,7 @@ def _heading(plan: Plan) -> str:
         f"{plan.precision}, activations {plan.options.activations!r}\n"
         f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
-        f"{size(plan.host.total)} of {size(plan.machine.host_nbytes)} on the host: {fits}"
+        f"{size(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
     )
 
 
@@ -186,8 +250,12 @@ def _changes_table(plan: Plan) -> Any:
     from ..options import format_bytes as size
 
     unit, time = _clock(plan)
-    table = _table("Possible changes", "", "device", unit, "time per sample", "")
-    for change in plan.changes:
+    table = _table("Possible changes", "", "device", "host", unit, "time per sample", "")
+    for change in (*plan.changes, *plan.host_changes):
+        host = "" if change.host_nbytes is None else size(change.host_nbytes)
         mark = "" if change.nbytes <= plan.available else "too large"
-        table.add_row(change.what, size(change.nbytes), time(change.step_s), f"{change.cost(plan):.2f}x", mark)
+        if change.host_nbytes is not None and not plan.makes_room(change):
+            mark = "too large"
+        cells = (size(change.nbytes), host, time(change.step_s), f"{change.cost(plan):.2f}x", mark)
+        table.add_row(change.what, *cells)
     return table
