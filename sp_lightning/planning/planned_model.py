@@ -6,7 +6,8 @@
 2. A workload's numbers are listed (workloads.py).
 3. The loss of a language model of transformers may be in chunks, if the dry run saw that it is nothing else than the
    cross entropy of what its head, one linear layer, makes of what its base model returns.
-4. Listed numbers agree with a dry run of the same model within a tenth, by a test.
+4. Listed numbers agree with a dry run of the same model within a tenth, by a test: in half precision and under
+   autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..options import Options, format_bytes
 from .dry_run import RealTensors, Runner, dry_run
 from .fake_tensors import FakeTensors, Unknown
-from .step_trace import StepTrace
+from .step_trace import GRADIENTS, KEPT, ROOT, WINDOW, WORKING, StepTrace
 from .workloads import Workload, WorkloadPart
 
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
@@ -49,6 +50,7 @@ HALF_BYTES = 2
 SAVED = {"half": 1.09, "mixed": 1.4, "full": 2.17}
 INPUTS = {"half": 1, "mixed": 2, "full": 2}
 LOSS = 2
+BACKWARD = 1.2  # of a recomputed unit's activations, with their gradients
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,8 @@ class ListedModel(PlannedModel):
         self._states = states_of(optimizer, None, dtype)
         self.rows = tokens
         self.name = workload.name
-        self.notes = ["planned from listed numbers, in which attention's scores are not saved"]
+        scores = ": in FP32 they take more (plan the model's config.json)" if self._kind() == "full" else ""
+        self.notes = [f"planned from listed numbers, in which attention's scores are not saved{scores}"]
 
     def _kind(self) -> str:
         """Return the kind of precision: "mixed", "half", or "full", whose activations are FP32 or wider."""
@@ -420,25 +423,33 @@ class ListedModel(PlannedModel):
             )
         first = HALF_BYTES if options.master_weights else self._host_width(options)  # bytes in the first step
         device = {part.name: part.parameters * first for part in parts}
-        # The first step's casts of weights, which autograd saves (docs/planning.md).
-        casts = sum(HALF_BYTES * part.parameters for part in parts if part.active) if kind == "mixed" else 0
+        later = {cost.name: cost.up_nbytes for cost in costs}  # and of gradients, in the first step too
 
-        streamed = sorted((device[cost.name] for cost in costs if not cost.resident), reverse=True)
-        blocks = [cost for cost in costs if not _feeds_the_loss(cost)]
-        kept = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in blocks)
-        root = sum(device[cost.name] for cost in costs if cost.resident)
-        of_loss = sum(plain[cost.name].activation_nbytes for cost in costs if _feeds_the_loss(cost))
-        largest, working = max(device.values()), recompute * max(cost.activation_nbytes for cost in blocks)
-        moments = (
-            {"activations of one unit": LOSS * of_loss},
-            {"gradient buffers": 2 * largest},
-            {"activations of one unit": working, "gradient buffers": 2 * max(device[cost.name] for cost in blocks)},
-        )
-        worst = max(moments, key=lambda moment: sum(moment.values()))
-        fixed = {"resident root": root, "kept for backward": kept + (0 if recompute else casts)} | worst
+        turns, kept = [], 0  # places of units in `costs`, with what is on the device beside weights at their turn
+        for turn, cost in enumerate(costs):
+            working, gradient = 0, later[cost.name]
+            if _feeds_the_loss(cost):
+                of_loss = plain[cost.name].activation_nbytes
+                turns.append((turn, {KEPT: kept, WORKING: of_loss if self._chunked else LOSS * of_loss}))
+                gradient = device[cost.name] if self._chunked else gradient  # of a weight that the loss itself casts
+            else:
+                kept += cost.input_nbytes if recompute else cost.activation_nbytes
+                working = recompute * round(BACKWARD * cost.activation_nbytes)
+            turns.append((turn, {KEPT: kept, WORKING: working, GRADIENTS: 2 * gradient}))
+
+        def step(nbytes: Mapping[str, int], window: int) -> dict[str, int]:
+            """Return the peak of a step with these bytes of each unit's weights."""
+            fullest = _fullest(tuple(nbytes[cost.name] for cost in costs if not cost.resident), window)
+            weights = [*fullest, *(max(fullest) for cost in costs if cost.resident)]
+            root = sum(nbytes[cost.name] for cost in costs if cost.resident)
+            found = ({WINDOW: weights[turn], ROOT: root} | beside for turn, beside in turns)
+            return max(found, key=lambda terms: sum(terms.values()))
 
         def peak(window: int, transfer: int) -> dict[str, int]:
-            return {"window": sum(streamed[:window]), **fixed}
+            if device == later:
+                return step(device, window)
+            narrow = step(device, max(1, window // 2))  # window.py, Rule 4
+            return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
         return Requirements(costs, _sweep(costs), peak, sizes)
@@ -471,6 +482,14 @@ class ListedModel(PlannedModel):
         if half_of(self._precision) and not self._precision.endswith("mixed"):
             return None
         return ListedModel(self._workload, self.rows, Options(), "bf16-true", self._optimizer, self._chunked)
+
+
+@functools.lru_cache
+def _fullest(sizes: tuple[int, ...], window: int) -> list[int]:
+    """Return, for each unit, the bytes of the largest window that it is in: a window has neighbours."""
+    window = min(window, len(sizes))
+    sums = [sum(sizes[first : first + window]) for first in range(len(sizes) - window + 1)]
+    return [max(sums[max(0, place - window + 1) : place + 1]) for place in range(len(sizes))]
 
 
 def _feeds_the_loss(cost: UnitCost) -> bool:
