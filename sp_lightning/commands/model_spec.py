@@ -75,8 +75,8 @@ def find(
         raise OptionError(argument=argument, found=found, allowed=allowed)
     spec = _of_shape(name, rows, length, data) if name in SHAPES else _found(text, rows, length, data)
     if data is not None:
-        spec = replace(spec, batch=_function("data", data)(rows, length or spec.tokens or LENGTH), note="")
-    return spec if loss is None else replace(spec, loss=_function("loss", loss))
+        spec = replace(spec, batch=own_function("data", data)(rows, length or spec.tokens or LENGTH), note="")
+    return spec if loss is None else replace(spec, loss=own_function("loss", loss))
 
 
 def _of_numbers(name: str, workload: Workload, rows: int, length: int | None) -> Spec:
@@ -119,11 +119,11 @@ def _found(text: str, rows: int, length: int | None, data: str | None) -> Spec:
         if data is None:
             allowed = "package.module:function that returns the batch, for a model that is given as a function"
             raise OptionError(argument="data", found=None, allowed=allowed)
-        return Spec(text, _function("model", text), None, tokens=length)
+        return Spec(text, own_function("model", text), None, tokens=length)
     raise OptionError(argument="model", found=text, allowed=SPECS)
 
 
-def _function(argument: str, text: str) -> Any:
+def own_function(argument: str, text: str) -> Any:
     package, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(package), name)

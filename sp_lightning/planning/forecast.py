@@ -79,6 +79,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     flops: float = 0.0
     headroom: int = 0  # bytes of host memory that are left to the system
+    accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
 
     @property
     def device_nbytes(self) -> int:

@@ -331,7 +331,7 @@ class TracedModel(PlannedModel):
         try:
             configure: Any = getattr(module, "configure_optimizers", None)
             if self._optimizer is None and configure is not None:
-                made = list(_optimizers_in(configure()))
+                made = list(optimizers_in(configure()))
                 self.optimizer = type(made[0]).__name__ if made else ""
                 return _mean_states(made)
             widest = max(module.parameters(), key=lambda parameter: parameter.numel())
@@ -668,7 +668,7 @@ def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = tor
         configure = getattr(module, "configure_optimizers", None)
         if configure is None:
             return STATES["AdamW"]
-        return _mean_states(list(_optimizers_in(configure())))
+        return _mean_states(list(optimizers_in(configure())))
     with torch.random.fork_rng(devices=[]):
         return _count_stored(optimizer)
 
@@ -691,14 +691,15 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
 
-def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers in what ``configure_optimizers`` returned."""
     if isinstance(found, torch.optim.Optimizer):
         yield found
     elif isinstance(found, dict):
-        yield from _optimizers_in(found.get("optimizer"))
+        yield from optimizers_in(found.get("optimizer"))
     elif isinstance(found, list | tuple):
         for item in found:
-            yield from _optimizers_in(item)
+            yield from optimizers_in(item)
 
 
 def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:

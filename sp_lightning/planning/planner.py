@@ -233,6 +233,8 @@ class _Planner:
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
+            # As much memory is read and written as by an optimizer without state.
+            accumulating_s=self._simulated(self.needs, chosen.window, chosen.transfer, self._stepping(0, "")).step_s,
         )
 
     def _most_units(self) -> int:

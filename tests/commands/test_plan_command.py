@@ -199,6 +199,7 @@ KINDS = {
 }
 # A value of each option that differs from the default, and what any kind of model may refuse by the option's name.
 VALUES = {
+    "config": None,  # another way to say what a model is: test_fit_config.py
     "model": None,  # the kind itself
     "batch": ["3"],
     "seq": ["40"],
@@ -213,6 +214,7 @@ VALUES = {
     "cores": ["1"],
     "link": ["gen3x1"],
     "copies": ["1"],
+    "accumulate": ["2"],
     "samples": ["1000"],
     "epochs": ["2", "--samples", "1000"],
     "price": ["0.5", "--samples", "1000"],
@@ -260,6 +262,7 @@ NONSENSE = {
     "cores": "0",
     "link": "Foo",
     "copies": "-1",
+    "accumulate": "0",
     "samples": "0",
     "epochs": "0",
     "price": "-1",
@@ -269,7 +272,7 @@ NONSENSE = {
     "units": "Foo",
     "activations": "Foo",
 }
-NO_NONSENSE = {"model", "master_weights", "json", "plot", "timeline"}
+NO_NONSENSE = {"config", "model", "master_weights", "json", "plot", "timeline"}
 
 
 def options_of_plan():
