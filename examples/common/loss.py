@@ -8,7 +8,8 @@
    of a router). Neither is looked up: the given model is tried with two passes of few tokens. What its head is given
    has to be what its base model returns, its logits what the head's weight makes of that, to the last bit, and its loss
    the cross entropy of these logits.
-3. No graph of its backward can be made: asked for one, it is an error. In compiled code it is not used.
+3. Of a model without weights, whose run is planned, the same is seen in the structure: which tensor is made of which.
+4. No graph of its backward can be made: asked for one, it is an error. In compiled code it is not used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad
 
+from .checkpoints import planned
 from .errors import BadInput
 from .text import IGNORED
 
@@ -48,6 +50,11 @@ class NextTokens:
             return model(**batch, use_cache=False).loss
         return in_chunks(model, batch)
 
+    def decide_now(self, model: Any) -> None:
+        """Decide before there is a batch, for a model without weights (Rule 3)."""
+        if self.chunked is None:
+            self.chunked = self.decide(model, {})
+
     def decide(self, model: Any, batch: dict[str, Tensor]) -> bool:
         """Decide whether to take chunks; in "auto" log why not where they would have paid, else raise."""
         if self.kind == "auto" and vocabulary(model) < LARGE:
@@ -72,7 +79,7 @@ def unadapted(model: Any) -> Any:
 
 
 def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
-    """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 3), or None."""
+    """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 4), or None."""
     whole = unadapted(model)
     name, head = type(whole).__name__, whole.get_output_embeddings()
     if not hasattr(nn, "LinearCrossEntropyOptions"):
@@ -86,7 +93,7 @@ def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
     if found := GIVEN & batch.keys():
         return f"a batch holds {', '.join(sorted(found))}, which are for the model's own loss"
     try:
-        return differs(model, whole, head)
+        return differs(model, whole, head) if not planned() else differs_in_structure(model, whole, head)
     except Exception as error:
         return f"{name} does not run on a few tokens alone ({type(error).__name__}: {error})"
 
@@ -115,6 +122,35 @@ def differs(model: Any, whole: Any, head: nn.Linear) -> str | None:
     if abs(float(own.loss.float() - expected)) > PLAIN * abs(float(expected)):
         return f"the loss of {name} is not the cross entropy of its logits alone (a router's loss, smoothed labels)"
     return None
+
+
+def differs_in_structure(model: Any, whole: Any, head: nn.Linear) -> str | None:
+    """Return what tells a model's loss from that of its head's weight, without values (Rule 3), or None."""
+    seen: list[Tensor] = []
+    hooks = [
+        whole.base_model.register_forward_hook(lambda _, __, output: seen.append(output[0])),
+        head.register_forward_hook(lambda _, args, output: seen.extend((args[0], output))),
+    ]
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    try:
+        with torch.enable_grad():
+            own = model(input_ids=tokens, labels=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name, (base, given, made, logits) = type(whole).__name__, map(storage_of, (*seen, own.logits))
+    if base != given:
+        return f"the head of {name} is given something else than what its base model returns"
+    if made != logits:
+        return f"{name} does more to its logits than its head's weight does (a cap, a scale, a slice)"
+    if not own.loss.grad_fn.name().startswith("NllLoss"):
+        return f"the loss of {name} is not the cross entropy of its logits alone (a router's loss, smoothed labels)"
+    return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from that of others, even where it has none."""
+    return tensor.untyped_storage()._cdata
 
 
 def unchanged(device: torch.device) -> Any:
@@ -160,6 +196,6 @@ def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def refuse_a_graph(_: Tensor) -> None:
-    """Raise if backward makes a graph of itself, in which this loss would be missing (Rule 3)."""
+    """Raise if backward makes a graph of itself, in which this loss would be missing (Rule 4)."""
     if torch.is_grad_enabled():
         raise BadInput("a graph of the backward (create_graph=True) needs all logits at once: set model.loss=full")
