@@ -101,6 +101,13 @@ def check_length(length: int, config: Any, checkpoint: str) -> None:
         )
 
 
+def keep_trained(module: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Leave out of a checkpoint what is not trained: it is read from its own. For ``on_save_checkpoint``."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for key in {"state_dict", "current_model_state"} & checkpoint.keys():
+        checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name in trained}
+
+
 class Export(L.Callback):
     """Writes the trained model as a plain checkpoint directory when training ends.
 

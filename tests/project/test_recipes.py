@@ -28,12 +28,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
+RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small", "sweep"]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
     "finetune_vlm": "torchvision",
     "pretrain_small": "matplotlib",
+    "sweep": "peft",
 }
 SLOW = pytest.mark.slow
 PLAIN = "--trainer.strategy=auto"
@@ -73,6 +74,23 @@ def left(folder):
 def test_a_recipe_gives_plain_lightnings_result(recipe):
     streamed, plain = fit(recipe, folder="streamed"), fit(recipe, PLAIN, folder="plain")
     parity.compare(left(plain), left(streamed))
+
+
+VARIED = [
+    ["--trainer.precision=bf16-mixed"],
+    ["--trainer.strategy.window=1", "--trainer.strategy.activations=keep"],
+    ["--trainer.strategy.window=2", "--trainer.strategy.activations=recompute+offload"],
+    ["--trainer.accumulate_grad_batches=3", "--trainer.gradient_clip_val=null"],
+]
+
+
+@SLOW
+@pytest.mark.parametrize("arguments", VARIED, ids=lambda arguments: arguments[0].rpartition(".")[2])
+@pytest.mark.parametrize("recipe", ["sweep"])
+def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, arguments):
+    streamed = fit(recipe, *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    parity.compare(left(fit(recipe, PLAIN, *shared, folder="plain")), left(streamed))
 
 
 class Halfway(L.Callback):
@@ -1221,6 +1239,150 @@ def test_a_model_without_experts_is_refused(tiny_llm):
 
     with pytest.raises(BadInput, match="LlamaForCausalLM has no layer whose experts are a few tensors in a way"):
         fit("moe", f"--model.name_or_path={tiny_llm}")
+
+
+# ---- sets of adapters side by side
+
+
+def sweep(*names, folder, steps=3, given=()):
+    """Runs some sets; gives the weights that each left."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    sets = {
+        "a": "{lr: 1.0e-2}",
+        "b": "{lr: 3.0e-3, rank: 4, targets: [q_proj, down_proj], seed: 1}",
+        "c": "{lr: 1.0e-2, rank: 2, alpha: 4.0}",
+        "wild": "{lr: 1.0e+30}",
+    }
+    chosen = f"--model.sets={{{', '.join(f'{name}: {sets[name]}' for name in names)}}}"
+    run = fit("sweep", chosen, *given, steps=steps, folder=folder)
+    return {name: safetensors.load_file(run / f"adapters/{name}/adapter_model.safetensors") for name in names}
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
+    """To the last bit on the CPU; and one whose weights are not finite any more disturbs no other."""
+    given = [f"--trainer.precision={precision}"]
+    together = sweep("a", "wild", "b", "c", folder="together", given=given)
+    for name in ("a", "b", "c"):
+        alone = sweep(name, folder=name, given=given)[name]
+        assert alone.keys() == together[name].keys()
+        assert all(torch.equal(alone[key], together[name][key]) for key in alone), name
+    assert any(not weight.isfinite().all() for weight in together["wild"].values())
+
+
+def test_a_set_is_trained_as_by_a_plain_loop_with_peft(tiny_llm, words):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from examples.common import tiny
+    from examples.common.text import collate, encode, pack
+
+    records = tiny.chats(40, seed=3)
+    data, base = write("my.jsonl", *records), f"--model.name_or_path={tiny_llm}"
+    given = [f"--data.path={data}", base, "--model.warmup_steps=0", "--trainer.accumulate_grad_batches=1"]
+    found = sweep("a", "b", folder="run", given=given, steps=1)["b"]
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llm)
+    torch.manual_seed(1)
+    model = get_peft_model(base, config)
+    rows = pack([encode(record, words, "here") for record in records], 128, words.pad_token_id)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:4]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.01)
+    model(**collate([rows[index] for index in order]), use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(found) == len(expected)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")].data, msg=name)
+
+
+def test_the_base_goes_up_once_for_all_sets():
+    moved = ["--trainer.callbacks+=test_recipes.Moved"]
+    ups = []
+    for names in (["a"], ["a", "b", "c"]):
+        found = sweep(*names, folder="_".join(names), given=moved)
+        adapters = sum(weight.nbytes for weights in found.values() for weight in weights.values())
+        ups.append((Moved.stats["bytes_up"], adapters))
+        assert Moved.stats["bytes_down"] == 6 * adapters  # in 3 steps of 2 batches
+    (one, few), (three, more) = ups
+    assert one < three <= one + 18 * (more - few)  # each of 18 passes: 6 of the model tried, 6 forward, 6 backward
+
+
+def test_sets_are_compared_in_a_table_and_a_picture(capsys):
+    pytest.importorskip("matplotlib")
+    sweep("a", "b", folder="run")
+    printed = capsys.readouterr().out.splitlines()
+    (header,) = (index for index, row in enumerate(printed) if row.split()[:3] == ["set", "loss", "lr"])
+    assert {row.split()[0] for row in printed[header + 1 : header + 3]} == {"a", "b"}
+    assert pathlib.Path("run/losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("--model.sets={}", "model.sets has no set"),
+        ("--model.sets={a/b: {}}", "'a/b' names a folder: letters, digits and _, but not default"),
+        ("--model.sets={a: {}, b: {targets: [none]}}", "model.sets, set b: .*none"),
+        ("--model.sets={a: {rank: 0}}", "model.sets, set a: .*0"),
+        ("--model.sets={a: {targets: [embed_tokens]}}", "model.embed_tokens has an adapter, but is in none of"),
+    ],
+)
+def test_sets_that_can_not_run_are_named(argument, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("sweep", argument)
+
+
+def test_one_factor_for_the_losses_of_all_sets_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from examples.common.errors import BadInput
+    from examples.sweep.module import Sweep
+
+    monkeypatch.setattr(Sweep, "trainer", SimpleNamespace(precision="16-mixed"))
+    with pytest.raises(BadInput, match="16-mixed scales the losses of all sets by one factor: use bf16-mixed"):
+        Sweep({}).configure_optimizers()
+
+
+def beside(model):
+    """A model with two sets of adapters and the base beside them."""
+    peft = pytest.importorskip("peft")
+    from examples.common.side_by_side import SideBySide
+
+    model = peft.get_peft_model(model.eval(), peft.LoraConfig(target_modules="all-linear"), "a")
+    model.add_adapter("b", peft.LoraConfig(target_modules="all-linear", r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, SideBySide(model, ["a", "b", None])
+
+
+@pytest.mark.parametrize("kind, config", [("Llama", {}), ("GPTNeoX", {}), ("Qwen3", {"head_dim": 8}), ("Phi", {})])
+def test_side_by_side_each_set_has_the_hidden_states_that_it_has_alone(kind, config):
+    from examples.common.loss import hidden_states
+
+    model, side_by_side = beside(causal(kind, **config))
+    parts = side_by_side(rows())
+    for name, part in zip(["a", "b", None], parts, strict=True):
+        with side_by_side.alone(), contextlib.nullcontext() if name else model.disable_adapter():
+            if name:
+                model.set_adapter(name)
+            assert torch.equal(part, hidden_states(model, rows())), name
+
+
+def test_a_model_whose_sets_would_not_be_what_they_are_alone_is_refused():
+    from examples.common.errors import BadInput
+
+    said = "Gemma2ForCausalLM does more to its logits .*, so sets of adapters cannot share its passes"
+    with pytest.raises(BadInput, match=said):
+        beside(causal("Gemma2", head_dim=8))[1](rows())
+    model = causal("Llama")
+    norm = model.model.norm.forward
+    model.model.norm.forward = lambda hidden: norm(hidden + hidden[:1])  # which one row sees of another
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM does more with its hidden states than .* \(they differ by"):
+        beside(model)[1](rows())
 
 
 # ---- by hand
