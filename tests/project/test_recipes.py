@@ -28,13 +28,23 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
-RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small", "sweep"]
+RECIPES = [
+    "finetune_llm",
+    "lora_llm",
+    "finetune_vision",
+    "finetune_vlm",
+    "moe",
+    "pretrain_small",
+    "sweep",
+    "preference",
+]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
     "finetune_vlm": "torchvision",
     "pretrain_small": "matplotlib",
     "sweep": "peft",
+    "preference": "peft",
 }
 SLOW = pytest.mark.slow
 PLAIN = "--trainer.strategy=auto"
@@ -86,7 +96,7 @@ VARIED = [
 
 @SLOW
 @pytest.mark.parametrize("arguments", VARIED, ids=lambda arguments: arguments[0].rpartition(".")[2])
-@pytest.mark.parametrize("recipe", ["sweep"])
+@pytest.mark.parametrize("recipe", ["sweep", "preference"])
 def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, arguments):
     streamed = fit(recipe, *arguments, folder="streamed")
     shared = [argument for argument in arguments if "strategy" not in argument]
@@ -1383,6 +1393,129 @@ def test_a_model_whose_sets_would_not_be_what_they_are_alone_is_refused():
     model.model.norm.forward = lambda hidden: norm(hidden + hidden[:1])  # which one row sees of another
     with pytest.raises(BadInput, match=r"LlamaForCausalLM does more with its hidden states than .* \(they differ by"):
         beside(model)[1](rows())
+
+
+# ---- preferences
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
+)
+def test_all_weights_learn_beside_their_reference_as_with_plain_lightning(arguments):
+    moved = "--trainer.callbacks+=test_recipes.Moved"
+    streamed = fit("preference", "--model.train=all", *arguments, moved, folder="streamed")
+    saved = torch.load(last(streamed), weights_only=True)["state_dict"]
+    assert not any(name.startswith("reference") for name in saved)
+    batches = 6 if "--trainer.accumulate_grad_batches=3" in arguments else 4
+    if "--trainer.precision=bf16-mixed" not in arguments:
+        assert Moved.stats["bytes_down"] == batches * sum(tensor.nbytes for tensor in saved.values())
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("preference", "--model.train=all", PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+@SLOW
+def test_all_weights_go_on_beside_the_reference_that_they_began_with():
+    halfway = "--trainer.callbacks+=test_recipes.Halfway"
+    through = fit("preference", PLAIN, halfway, "--model.train=all", steps=4, folder="through")
+    resumed = fit("preference", "--ckpt_path=half.ckpt", "--model.train=all", steps=4, folder="resumed")
+    parity.compare(left(through), left(resumed))
+
+
+@pytest.fixture
+def pairs(words):
+    """A batch of two pairs of answers."""
+    from examples.preference.module import PairData, sums
+
+    data = PairData(write("pairs.jsonl", *sums(2)), batch_size=2, block_size=32)
+    data.tokenizer, data.embedded = words, len(words)
+    return data.collate(data.rows(data.path))
+
+
+def test_the_loss_is_that_of_a_plain_model_with_its_adapters_on_and_off(pairs, tiny_llm):
+
+    from torch.nn.functional import log_softmax, logsigmoid
+
+    from examples.preference.module import Preference
+
+    def answers(logits):
+        labels = pairs["labels"][:, 1:]
+        found = log_softmax(logits[:, :-1], -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (found * (labels != -100)).sum(1)
+
+    module = Preference(name_or_path=str(tiny_llm), beta=0.5)
+    module.log = lambda *_, **__: None
+    module.configure_model()
+    assert torch.equal(module.loss(pairs), torch.tensor(2.0).log())  # before it learned anything
+    for name, parameter in module.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    given = {"input_ids": pairs["input_ids"], "attention_mask": pairs["attention_mask"]}
+    with module.side_by_side.alone():
+        module.model.set_adapter("default")
+        policy = answers(module.model(**given).logits)
+        with module.model.disable_adapter(), torch.no_grad():
+            reference = answers(module.model(**given).logits)
+    chosen, rejected = (policy - reference).chunk(2)
+    expected = -logsigmoid(0.5 * (chosen - rejected)).mean()
+    module.model.set_adapter("default")
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    loss = module.loss(pairs)
+    torch.testing.assert_close(loss, expected)
+    for mine, plain in zip(*(torch.autograd.grad(each, trained) for each in (loss, expected)), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+@CHUNKED
+@pytest.mark.parametrize("train", ["adapters", "all"])
+def test_in_chunks_the_loss_of_pairs_is_the_same(train, pairs, tiny_llm):
+    from examples.preference.module import Preference
+
+    losses = []
+    for kind in ("full", "chunked"):
+        module = Preference(name_or_path=str(tiny_llm), train=train, loss=kind)
+        module.log = lambda *_, **__: None
+        torch.manual_seed(0)
+        module.configure_model()
+        for name, parameter in module.model.named_parameters():
+            if "lora_B" in name or train == "all":
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+        losses.append(module.loss(pairs))
+        assert module.next_tokens.chunked is (kind == "chunked")
+    torch.testing.assert_close(*losses)
+    assert losses[0] != torch.tensor(2.0).log()
+
+
+def test_a_reference_that_shares_the_base_moves_nothing(tiny_llm):
+    base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
+    one = "--model.sets={a: {lr: 0.01}}"
+    fit("sweep", base, moved, one, "--data.packing=false", folder="one")
+    alone = Moved.stats["bytes_up"]
+    fit("preference", base, moved, folder="pairs")
+    assert Moved.stats["bytes_up"] == alone
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        (
+            {"prompt": "?", "chosen": "a"},
+            r"line 1 has the keys \['chosen', 'prompt'\]; a record needs \"prompt\", \"chosen",
+        ),
+        ({"chosen": "a", "rejected": "b"}, r"line 1 has the keys \['chosen', 'rejected'\]; a record needs"),
+        (
+            {"chosen": [{"role": "user", "content": "?"}], "rejected": []},
+            "is a chat in which the assistant says nothing",
+        ),
+        ({"chosen": [{"role": "assistant", "content": "!"}], "rejected": []}, r"has the keys \['chosen', 'rejected'\]"),
+        ({"prompt": "The owl " * 99, "chosen": "a", "rejected": "b"}, "my.jsonl has nothing to learn: no completion"),
+    ],
+)
+def test_a_pair_that_is_none_is_named(record, said, tiny_llm):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("preference", f"--model.name_or_path={tiny_llm}", f"--data.path={write('my.jsonl', record)}")
 
 
 # ---- by hand
