@@ -217,3 +217,54 @@ def vision_language_model(folder: Path) -> None:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
+
+
+# ---- sound
+
+TONES = {"low": 220, "middle": 440, "high": 880, "shrill": 1760}
+
+
+def recordings(folder: Path, count: int) -> None:
+    """Recordings of three tones each, and a file that names them."""
+    import wave
+
+    folder.mkdir()
+    draw, records = random.Random(count), []
+    for index in range(count):
+        words = draw.choices(list(TONES), k=3)
+        times = torch.arange(4800) / 16_000
+        sound = torch.cat([torch.sin(2 * torch.pi * TONES[word] * times) for word in words])
+        with wave.open(str(folder / f"{index}.wav"), "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes((sound * 20_000).to(torch.int16).numpy().tobytes())
+        records.append({"audio": f"{index}.wav", "text": " ".join(words)})
+    write_jsonl(folder / "recordings.jsonl", records)
+
+
+def speech_recognizer(folder: Path) -> None:
+    """A checkpoint directory: a Whisper of three layers on either side that hears one second, and its tokenizer."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    words = tokenizer([" ".join(TONES)])
+    config = WhisperConfig(
+        vocab_size=len(words),
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=50,
+        max_target_positions=32,
+        dropout=0.1,
+        pad_token_id=words.pad_token_id,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        decoder_start_token_id=words.bos_token_id,
+        begin_suppress_tokens=None,
+    )
+    WhisperForConditionalGeneration(config).save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+    words.save_pretrained(folder)

@@ -96,7 +96,7 @@ VARIED = [
 
 @SLOW
 @pytest.mark.parametrize("arguments", VARIED, ids=lambda arguments: arguments[0].rpartition(".")[2])
-@pytest.mark.parametrize("recipe", ["sweep", "preference"])
+@pytest.mark.parametrize("recipe", ["sweep", "preference", "speech"])
 def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, arguments):
     streamed = fit(recipe, *arguments, folder="streamed")
     shared = [argument for argument in arguments if "strategy" not in argument]
@@ -1516,6 +1516,145 @@ def test_a_pair_that_is_none_is_named(record, said, tiny_llm):
 
     with pytest.raises(BadInput, match=said):
         fit("preference", f"--model.name_or_path={tiny_llm}", f"--data.path={write('my.jsonl', record)}")
+
+
+# ---- speech
+
+
+def record_wave(path, seconds=0.5, rate=16_000, channels=1, width=2):
+    """A recording in which the first channel is loud, and the others are silent."""
+    import wave
+
+    frame = (1 << (8 * width - 2)).to_bytes(width, "little") + bytes(width) * (channels - 1)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(frame * int(seconds * rate))
+
+
+@pytest.mark.parametrize("channels, width, heard", [(1, 2, 0.5), (2, 2, 0.25), (1, 4, 0.5), (1, 1, -0.5)])
+def test_recordings_are_heard_as_the_mean_of_their_channels(channels, width, heard):
+    from examples.speech.data import length, samples
+
+    record_wave("a.wav", channels=channels, width=width)
+    assert length("a.wav") == (16_000, 0.5)
+    assert len(samples("a.wav")) == 8_000 and set(samples("a.wav").tolist()) == {heard}
+
+
+def hear(*records, given=(), **options):
+    return fit("speech", f"--data.path={write('my.jsonl', *records)}", *given, **options)
+
+
+@SLOW
+def test_a_recognizer_learns_to_write_down_what_it_hears_and_is_exported():
+    from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
+
+    from examples.common import tiny
+    from examples.speech.data import samples
+
+    run = fit("speech", steps=96)
+    rates = re.findall(r",([0-9.]+)$", (run / "lightning_logs/version_0/metrics.csv").read_text(), re.MULTILINE)
+    assert float(rates[0]) == 1.0 and float(rates[-1]) < 0.5
+    model, words = (kind.from_pretrained(run / "model") for kind in (WhisperForConditionalGeneration, AutoTokenizer))
+    tiny.recordings(pathlib.Path("again"), 4)
+    given = json.loads(pathlib.Path("again/recordings.jsonl").read_text().splitlines()[0])
+    sound = samples(f"again/{given['audio']}")
+    heard = AutoFeatureExtractor.from_pretrained(run / "model")(sound, sampling_rate=16_000, return_tensors="pt")
+    (written,) = words.batch_decode(model.eval().generate(**heard, max_length=20), skip_special_tokens=True)
+    assert {*written.split()} <= {*tiny.TONES} and len(written.split()) == 3
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: None, r"my.jsonl, line 1: the recording a.wav does not exist"),
+        (
+            lambda: pathlib.Path("a.wav").write_bytes(b"ID3 this is no WAV"),
+            r"a.wav is not a WAV file of plain samples .*ffmpeg",
+        ),
+        (lambda: record_wave("a.wav", width=3), "a.wav has samples of 24 bits: ffmpeg"),
+        (
+            lambda: record_wave("a.wav", rate=8_000),
+            r"a.wav has 8000 Hz and is 0.5 s long; the model hears 16000 Hz and 1 s",
+        ),
+        (lambda: record_wave("a.wav", 2.0), r"a.wav has 16000 Hz and is 2.0 s long; the model hears 16000 Hz and 1 s"),
+    ],
+)
+def test_a_recording_that_can_not_be_heard_is_named(make, said):
+    from examples.common.errors import BadInput
+
+    make()
+    with pytest.raises(BadInput, match=said):
+        hear({"audio": "a.wav", "text": "low"})
+
+
+@pytest.mark.parametrize(
+    "record, given, said",
+    [
+        ({"audio": "a.wav"}, (), r"line 1 has the keys \['audio'\]; a record needs \"audio\" and \"text\""),
+        ({"audio": "a.wav", "text": "low " * 40}, (), r"line 1: a text of \d+ tokens is more than the 32 positions"),
+        ({"audio": "a.wav", "text": "low"}, ["--data.language=en"], "data.language=en: .*set_prefix_tokens"),
+        ({"audio": "a.wav", "text": "low"}, ["--model.name_or_path=llm"], "llm is a llama, not a whisper"),
+    ],
+)
+def test_what_a_recognizer_can_not_learn_from_is_named(record, given, said, tiny_llm):
+    from examples.common.errors import BadInput
+
+    pathlib.Path("llm").symlink_to(tiny_llm)
+    record_wave("a.wav")
+    with pytest.raises(BadInput, match=said):
+        hear(record, given=given)
+
+
+@pytest.fixture
+def several_languages(tmp_path):
+    """A Whisper whose texts begin with the token of their language."""
+    from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperTokenizer
+
+    from examples.common import tiny
+
+    folder = tmp_path / "languages"
+    tiny.made(folder, tiny.speech_recognizer)
+    core = json.loads(tiny.tokenizer([" ".join(tiny.TONES)]).backend_tokenizer.to_str())["model"]
+    words = WhisperTokenizer(vocab=core["vocab"], merges=[tuple(pair) for pair in core["merges"]])
+    marks = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|zh|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
+    words.add_special_tokens({"extra_special_tokens": [*marks, "<|notimestamps|>"]})
+    model = WhisperForConditionalGeneration.from_pretrained(folder)
+    model.resize_token_embeddings(len(words))
+    ids = {mark: words.convert_tokens_to_ids(mark) for mark in marks}
+    start, end = ids["<|startoftranscript|>"], ids["<|endoftext|>"]
+    special = {"decoder_start_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    for name, token in special.items():
+        setattr(model.config, name, token)
+    told = {
+        "is_multilingual": True,
+        "lang_to_id": {mark: ids[mark] for mark in ("<|en|>", "<|de|>")},
+        "task_to_id": {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")},
+        "no_timestamps_token_id": words.convert_tokens_to_ids("<|notimestamps|>"),
+    }
+    model.generation_config = GenerationConfig(**special, **told)
+    for each in (model, words):
+        each.save_pretrained(folder)
+    return folder
+
+
+def test_texts_begin_with_their_language(several_languages, monkeypatch):
+    from examples.common.errors import BadInput
+    from examples.speech.data import SpeechData
+
+    model, seen = f"--model.name_or_path={several_languages}", []
+    collate = SpeechData.collate
+    monkeypatch.setattr(SpeechData, "collate", lambda self, got: seen.append((self, got)) or collate(self, got))
+    record_wave("a.wav")
+    hear({"audio": "a.wav", "text": "low"}, given=[model, "--data.language=de", "--data.val_path=my.jsonl"], steps=1)
+    data, ((_, tokens),) = seen[-1]
+    begun = data.tokenizer.convert_ids_to_tokens(tokens)
+    assert begun == ["<|de|>", "<|transcribe|>", "<|notimestamps|>", "low", "<|endoftext|>"]
+    with pytest.raises(
+        BadInput, match=r"data.language=None, but the model of .* has several: name the texts' language"
+    ):
+        hear({"audio": "a.wav", "text": "low"}, given=[model])
+    with pytest.raises(BadInput, match=r"data.language=klingon: Unsupported language"):
+        hear({"audio": "a.wav", "text": "low"}, given=[model, "--data.language=klingon"])
 
 
 # ---- by hand
