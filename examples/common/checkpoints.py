@@ -38,8 +38,8 @@ def load(
     auto_class: Any, name_or_path: str, dtype: str = "float32", new_head: bool = False, **options: Any
 ) -> torch.nn.Module:
     """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise BadInput(f"model.dtype={dtype} is no type of weights: float32, bfloat16, float16 or auto")
+    if dtype != "auto":
+        dtype_of(dtype)
     with torch.device("cpu"):  # wherever a plain strategy wants what is made
         model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
     if (lacking := sorted(info["missing_keys"])) and not new_head:
@@ -48,6 +48,14 @@ def load(
             f"random: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}"
         )
     return model.train()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInput(f"model.dtype={name} is no type of weights: float32, bfloat16, float16 or auto")
+    return dtype
 
 
 def load_config(checkpoint: str) -> Any:

@@ -31,7 +31,8 @@ def place(trainer: L.Trainer) -> Path:
 def made(path: Path, make: Callable[[Path], None]) -> Path:
     """The file or folder, made if it is not there yet; the run's random numbers stay what they were."""
     if not path.exists():
-        with torch.random.fork_rng(devices=[]), whole(path) as part:
+        # Wherever a plain strategy wants what is made, it is made from the host's numbers.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), whole(path) as part:
             torch.manual_seed(0)
             make(part)
     return path
@@ -268,3 +269,69 @@ def speech_recognizer(folder: Path) -> None:
     WhisperForConditionalGeneration(config).save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
     words.save_pretrained(folder)
+
+
+# ---- latents
+
+
+def latents(folder: Path, count: int, pooled: bool = True) -> None:
+    """Files of painted squares, and of numbers that stand for a text about each colour."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    draw = random.Random(count)
+    texts = {colour: torch.randn(4, 32) for colour in COLOURS}
+    for index in range(count):
+        colour = [*COLOURS][index % len(COLOURS)]
+        pixels = torch.tensor([*painted(colour, draw, size=16).tobytes()], dtype=torch.float32).view(16, 16, 3)
+        record = {"latents": (pixels.permute(2, 0, 1) / 127.5 - 1).contiguous(), "encoder_hidden_states": texts[colour]}
+        if pooled:
+            record["pooled_projections"] = texts[colour].mean(0)
+        save_file(record, folder / f"{index:03}.safetensors")
+
+
+def pipeline(folder: Path, part: str, model: Any, scheduler: Any) -> None:
+    """A directory with a model and a scheduler, as diffusers keeps a pipeline."""
+    model.save_pretrained(folder / part)
+    scheduler.save_pretrained(folder / "scheduler")
+    index = {name: ["diffusers", type(kept).__name__] for name, kept in ((part, model), ("scheduler", scheduler))}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", **index}))
+
+
+def diffusion_transformer(folder: Path) -> None:
+    """A pipeline's directory: a transformer of four blocks that predicts flows."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=3,
+        out_channels=3,
+        num_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+    )
+    pipeline(folder, "transformer", model, FlowMatchEulerDiscreteScheduler(shift=3.0))
+
+
+def diffusion_unet(folder: Path) -> None:
+    """A pipeline's directory: a UNet of two levels that predicts noise."""
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    pipeline(folder, "unet", model, DDIMScheduler())

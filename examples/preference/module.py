@@ -60,7 +60,8 @@ class Preference(FineTuneLLM):
 
         targets = self.targets or "all-linear"
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=targets, task_type="CAUSAL_LM")
-        model = get_peft_model(base, config)
+        with torch.device("cpu"):  # wherever a plain strategy wants what is made
+            model = get_peft_model(base, config)
         self.side_by_side = SideBySide(model, ["default", None])
         return model
 

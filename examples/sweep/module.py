@@ -69,8 +69,8 @@ class Sweep(FineTuneLLM):
             config = LoraConfig(
                 r=one.rank, lora_alpha=one.alpha, target_modules=one.targets or "all-linear", task_type="CAUSAL_LM"
             )
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(one.seed)
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # wherever a plain strategy wants what is made
+                torch.default_generator.manual_seed(one.seed)
                 try:
                     if adapted is None:
                         adapted = get_peft_model(base, config, name)
@@ -154,6 +154,7 @@ class Report(L.Callback):
             found = {"loss": tail} if held_out is None else {"loss": tail, "val_loss": held_out.item()}
             rows.append({"set": name, **found, **asdict(one)})
         rows.sort(key=lambda row: (isnan(last := row.get("val_loss", row["loss"])), last))
+        self.curves.clear()  # which are on the device
         print(table(rows))
 
 

@@ -36,6 +36,8 @@ RECIPES = [
     "moe",
     "pretrain_small",
     "sweep",
+    "diffusion",
+    "speech",
     "preference",
 ]
 NEEDS = {
@@ -45,6 +47,7 @@ NEEDS = {
     "pretrain_small": "matplotlib",
     "sweep": "peft",
     "preference": "peft",
+    "diffusion": "diffusers",
 }
 SLOW = pytest.mark.slow
 PLAIN = "--trainer.strategy=auto"
@@ -75,7 +78,7 @@ def last(folder):
 
 def left(folder):
     """Weights and optimizer state as the run left them."""
-    checkpoint = torch.load(last(folder), weights_only=True)
+    checkpoint = torch.load(last(folder), weights_only=True, map_location="cpu")
     kept = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
     return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
 
@@ -96,11 +99,22 @@ VARIED = [
 
 @SLOW
 @pytest.mark.parametrize("arguments", VARIED, ids=lambda arguments: arguments[0].rpartition(".")[2])
-@pytest.mark.parametrize("recipe", ["sweep", "preference", "speech"])
+@pytest.mark.parametrize("recipe", ["sweep", "diffusion", "speech", "preference"])
 def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, arguments):
     streamed = fit(recipe, *arguments, folder="streamed")
     shared = [argument for argument in arguments if "strategy" not in argument]
     parity.compare(left(fit(recipe, PLAIN, *shared, folder="plain")), left(streamed))
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    "recipe", ["sweep", *(pytest.param(recipe, marks=SLOW) for recipe in ("diffusion", "speech", "preference"))]
+)
+def test_a_recipe_gives_plain_lightnings_result_on_a_device(recipe):
+    importlib.import_module("simgpu.lightning")
+    on = ["--trainer.accelerator=simgpu", "--trainer.strategy=SingleDeviceStrategy"]
+    plain = fit(recipe, *on, "--trainer.strategy.device=simgpu:0", folder="plain")
+    parity.compare(left(plain), left(fit(recipe, on[0], folder="streamed")))
 
 
 class Halfway(L.Callback):
@@ -148,7 +162,7 @@ def test_a_summary_says_of_how_many_batches_a_step_is(capsys):
     assert re.search(r"[0-9.]+ ms per step of 2 batches", capsys.readouterr().out)
 
 
-FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
+FOR_REAL = re.findall(r"```bash\n(python -m sp_lightning .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
 
 
 @pytest.mark.parametrize("command", sorted({*FOR_REAL} - {*COMMANDS}))
@@ -1655,6 +1669,274 @@ def test_texts_begin_with_their_language(several_languages, monkeypatch):
         hear({"audio": "a.wav", "text": "low"}, given=[model])
     with pytest.raises(BadInput, match=r"data.language=klingon: Unsupported language"):
         hear({"audio": "a.wav", "text": "low"}, given=[model, "--data.language=klingon"])
+
+
+# ---- diffusion
+
+
+@pytest.fixture
+def tiny_unet(tmp_path):
+    """A pipeline whose UNet predicts noise, and cached latents for it, as arguments of the recipe."""
+    pytest.importorskip("diffusers")
+    from examples.common import tiny
+
+    tiny.made(tmp_path / "pipeline", tiny.diffusion_unet)
+    tiny.made(tmp_path / "cached", lambda part: tiny.latents(part, 12, pooled=False))
+    return [f"--model.name_or_path={tmp_path / 'pipeline'}", f"--data.path={tmp_path / 'cached'}"]
+
+
+def averaged(folder):
+    """The average that a checkpoint has."""
+    callbacks = torch.load(last(folder), weights_only=True)["callbacks"]
+    return parity.Record(
+        [parity.Entry("averaged", path, leaf) for path, leaf in parity.leaves(callbacks["MovingAverage"])]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
+)
+@pytest.mark.parametrize("train", ["all", pytest.param("adapters", marks=SLOW)])
+def test_a_unet_learns_as_with_plain_lightning_and_gives_the_same_samples(train, arguments, tiny_unet):
+    safetensors = pytest.importorskip("safetensors.torch")
+    given = [*tiny_unet, f"--model.train={train}"]
+    streamed = fit("diffusion", *given, *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("diffusion", *given, PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    parity.compare(averaged(plain), averaged(streamed))
+    mine, theirs = (safetensors.load_file(run / "samples.safetensors")["latents"] for run in (streamed, plain))
+    assert mine.shape == (4, 3, 16, 16) and torch.equal(mine, theirs)
+    assert (streamed / "samples.png").read_bytes() == (plain / "samples.png").read_bytes()
+
+
+@SLOW
+@pytest.mark.parametrize("arguments", [[], *VARIED], ids=lambda given: "".join(given)[:24])
+def test_a_whole_diffusion_transformer_learns_as_with_plain_lightning(arguments):
+    streamed = fit("diffusion", "--model.train=all", *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("diffusion", "--model.train=all", PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    parity.compare(averaged(plain), averaged(streamed))
+
+
+@SLOW
+@pytest.mark.parametrize("train", ["adapters", "all"])
+def test_an_average_goes_on_where_it_was(train):
+    given = [f"--model.train={train}"]
+    through = fit("diffusion", PLAIN, "--trainer.callbacks+=test_recipes.Halfway", *given, steps=4, folder="through")
+    resumed = fit("diffusion", "--ckpt_path=half.ckpt", *given, steps=4, folder="resumed")
+    parity.compare(averaged(through), averaged(resumed))
+    assert (through / "samples.png").read_bytes() == (resumed / "samples.png").read_bytes()
+
+
+def test_of_a_frozen_diffusion_model_nothing_travels_down_and_the_average_is_exported():
+    pytest.importorskip("diffusers")
+    from diffusers import SD3Transformer2DModel
+
+    run = fit("diffusion", "--trainer.callbacks+=test_recipes.Moved")
+    adapters = torch.load(last(run), weights_only=True)["state_dict"]
+    assert all("lora_" in name for name in adapters)
+    assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in adapters.values())
+    model = SD3Transformer2DModel.from_pretrained(run / "tiny/diffusion", subfolder="transformer")
+    model.load_lora_adapter(run / "model", prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    exported = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    expected = [leaf for path, leaf in parity.leaves(torch.load(last(run), weights_only=True)["callbacks"])]
+    expected = [leaf for leaf in expected if isinstance(leaf, torch.Tensor) and leaf.ndim == 2]
+    assert len(exported) == len(expected) == len(adapters)
+    assert all(torch.equal(one, other) for one, other in zip(exported, expected, strict=True))
+
+
+def diffusion(name, **config):
+    """The recipe's module with a scheduler of this class."""
+    diffusers = pytest.importorskip("diffusers")
+    from examples.diffusion.module import FineTuneDiffusion
+
+    module = FineTuneDiffusion()
+    module.scheduler = getattr(diffusers, name)(**config)
+    module.flow = "FlowMatch" in name
+    return module
+
+
+def test_a_model_that_predicts_what_it_is_taught_samples_the_latents(monkeypatch):
+    """Of flows and of noise: a perfect prediction leads from noise to the latents."""
+    latents = torch.rand(4, 3, 8, 8)
+    for module in (
+        diffusion("FlowMatchEulerDiscreteScheduler", shift=3.0),
+        diffusion("DDIMScheduler", clip_sample=False),
+        diffusion("DDIMScheduler", clip_sample=False, prediction_type="v_prediction"),
+        diffusion("DDIMScheduler", clip_sample=False, prediction_type="sample"),
+    ):
+        kind = module.scheduler.config.get("prediction_type")
+
+        def perfect(noisy, time, conditions, module=module, kind=kind):
+            if module.flow:
+                part = (time / 1000).view(-1, 1, 1, 1)
+                return (noisy - latents) / part
+            kept = module.scheduler.alphas_cumprod[time.long()].view(-1, 1, 1, 1)
+            noise = (noisy - kept.sqrt() * latents) / (1 - kept).sqrt()
+            velocity = kept.sqrt() * noise - (1 - kept).sqrt() * latents
+            return {"epsilon": noise, "v_prediction": velocity, "sample": latents}[kind]
+
+        monkeypatch.setattr(type(module), "__call__", lambda self, *given, perfect=perfect: perfect(*given))
+        torch.manual_seed(0)
+        noisy, times, target = (module.flowing if module.flow else module.noised)(latents, torch.randn_like(latents))
+        torch.testing.assert_close(perfect(noisy, times, {}), target, rtol=1e-2, atol=1e-2)
+        found = module.sample(latents.shape, {}, 50)
+        torch.testing.assert_close(found, latents, rtol=0.05, atol=0.05, msg=f"{kind}")
+
+
+def test_conditions_are_given_under_their_names():
+    from examples.diffusion.module import FineTuneDiffusion
+
+    module, seen = FineTuneDiffusion(), {}
+    module.model = lambda latents, **given: (seen.update(given), torch.cat([latents, -latents], 1))[1:]
+    latents, time = torch.ones(1, 3, 2, 2), torch.tensor([5])
+    found = module(latents, time, {"a": 1, "added_cond_kwargs.b": 2, "added_cond_kwargs.c": 3})
+    assert torch.equal(found, latents)  # the second half is a variance
+    assert seen == {"timestep": time, "a": 1, "added_cond_kwargs": {"b": 2, "c": 3}, "return_dict": False}
+
+
+def cached(name, **tensors):
+    from safetensors.torch import save_file
+
+    pathlib.Path("cached").mkdir(exist_ok=True)
+    save_file({key: torch.ones(sizes) for key, sizes in tensors.items()}, f"cached/{name}.safetensors")
+
+
+SD3 = {"latents": (3, 16, 16), "encoder_hidden_states": (4, 32), "pooled_projections": (32,)}
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: None, "the folder of latents cached does not exist"),
+        (lambda: pathlib.Path("cached").mkdir(), "cached has no safetensors files"),
+        (lambda: cached("a", text=(4, 32)), "cached/a.safetensors has text, but no latents"),
+        (lambda: (cached("a", **SD3), cached("b", **SD3 | {"latents": (3, 8, 8)})), "b.safetensors has .* of one size"),
+        (
+            lambda: cached("a", **SD3, rotary=(4,)),
+            "cached has rotary, which SD3Transformer2DModel does not take; it takes encoder_hidden_states, pooled",
+        ),
+        (
+            lambda: (cached("a", **SD3), pathlib.Path("cached/b.safetensors").write_bytes(b"half")),
+            "cached/b.safetensors can not be read",
+        ),
+    ],
+)
+def test_cached_latents_that_can_not_be_used_are_named(make, said):
+    from examples.common.errors import BadInput
+
+    make()
+    with pytest.raises(BadInput, match=said):
+        fit("diffusion", "--data.path=cached")
+
+
+def test_latents_of_any_size_are_batches_of_one():
+    cached("a", **SD3)
+    cached("b", **SD3 | {"latents": (3, 8, 8)})
+    assert (fit("diffusion", "--data.path=cached", "--data.batch_size=1") / "samples.png").exists()
+
+
+def whole_pipeline(kind):
+    """A tiny pipeline with all its parts."""
+    diffusers, transformers = (pytest.importorskip(name) for name in ("diffusers", "transformers"))
+    from examples.common import tiny
+
+    words = tiny.tokenizer(["a red square", "a blue square"])
+    words.model_max_length = 12
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    clip = transformers.CLIPTextConfig(vocab_size=len(words), max_position_embeddings=16, projection_dim=16, **sizes)
+    vae = diffusers.AutoencoderKL(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    if kind == "unet":
+        unet = diffusers.UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(16, 16),
+            layers_per_block=1,
+            cross_attention_dim=16,
+            norm_num_groups=8,
+            attention_head_dim=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        )
+        parts = (vae, transformers.CLIPTextModel(clip), words, unet, diffusers.PNDMScheduler(skip_prk_steps=True))
+        pipeline = diffusers.StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
+    else:
+        model = diffusers.SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            caption_projection_dim=16,
+            pooled_projection_dim=32,
+            pos_embed_max_size=8,
+        )
+        t5 = transformers.T5Config(vocab_size=len(words), d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+        clips = [each for _ in range(2) for each in (transformers.CLIPTextModelWithProjection(clip), words)]
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+        parts = (model, scheduler, vae, *clips, transformers.T5EncoderModel(t5), words)
+        pipeline = diffusers.StableDiffusion3Pipeline(*parts)
+    pipeline.save_pretrained("whole")
+
+
+@pytest.mark.parametrize("kind", ["unet", pytest.param("transformer", marks=SLOW)])
+def test_images_and_texts_are_cached_trained_on_and_sampled(kind, capsys):
+    from PIL import Image
+
+    from examples.common import tiny
+    from examples.diffusion import cache
+
+    pytest.importorskip("torchvision")
+    whole_pipeline(kind)
+    tiny.image_folder(pathlib.Path("images"), 1)
+    lines = [{"image": f"images/{colour}/0.png", "text": f"a {colour} square"} for colour in ("red", "blue")]
+    cache.main(["--pipeline=whole", f"--data={write('my.jsonl', *lines)}", "--out=cached", "--size=16"])
+    assert "2 images of 16 x 16 are in cached" in capsys.readouterr().out
+    run = fit("diffusion", "--model.name_or_path=whole", "--data.path=cached", "--data.batch_size=2")
+    assert Image.open(run / "samples.png").size == (32, 16)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ({"image": "a.png"}, r"my.jsonl, line 1 has the keys \['image'\]; a record needs \"image\" and \"text\""),
+        (
+            {"image": "a.png", "text": "?"},
+            "diffusion is a DiffusionPipeline; this caches for StableDiffusionPipeline, S",
+        ),
+    ],
+)
+def test_what_can_not_be_cached_is_named(line, said, tiny_unet):
+    from examples.common.errors import BadInput
+    from examples.diffusion import cache
+
+    pathlib.Path("diffusion").symlink_to(pathlib.Path("pipeline"))
+    with pytest.raises(BadInput, match=said):
+        cache.main(["--pipeline=./diffusion", f"--data={write('my.jsonl', line)}", "--out=cached"])
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model.name_or_path=./none"], "the pipeline none does not exist"),
+        (["--model.targets=[none]"], r"model.targets=\('none',\): .*not found"),
+        (["--model.dtype=floaty"], "model.dtype=floaty is no type of weights"),
+    ],
+)
+def test_a_pipeline_that_can_not_be_trained_is_named(arguments, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("diffusion", *arguments)
 
 
 # ---- by hand
