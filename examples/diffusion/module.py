@@ -64,16 +64,18 @@ class FineTuneDiffusion(L.LightningModule):
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "diffusion", tiny.diffusion_transformer))
 
     def configure_model(self) -> None:
-        if self.model is not None:
-            return
+        if self.model is None:
+            with torch.device("cpu"):  # wherever a plain strategy wants what is made; diffusers makes some on import
+                self.load()
+
+    def load(self) -> None:
+        """Read the scheduler and the model, and add adapters."""
         import diffusers
 
         parts = checkpoints.read(Index, self.checkpoint, "the pipeline")
         part = next((name for name in PARTS if name in parts), None)
         if part is None:
-            raise BadInput(
-                f"the pipeline {self.checkpoint} has the parts {sorted(parts)}, of which none is trained here"
-            )
+            raise BadInput(f"the pipeline {self.checkpoint} has {', '.join(parts)}, but none of {PARTS}")
         options = {"subfolder": part, "torch_dtype": checkpoints.dtype_of(self.dtype_name)}
         self.scheduler = checkpoints.read(
             getattr(diffusers, parts["scheduler"][1]), self.checkpoint, "the scheduler of", subfolder="scheduler"
@@ -83,10 +85,7 @@ class FineTuneDiffusion(L.LightningModule):
                 f"the scheduler of {self.checkpoint} shifts time by the size of an image, which is not done here"
             )
         self.flow = "FlowMatch" in type(self.scheduler).__name__
-        with torch.device("cpu"):  # wherever a plain strategy wants what is made
-            self.model = checkpoints.read(
-                getattr(diffusers, parts[part][1]), self.checkpoint, "the pipeline", **options
-            )
+        self.model = checkpoints.read(getattr(diffusers, parts[part][1]), self.checkpoint, "the pipeline", **options)
         self.vae_class = getattr(diffusers, parts["vae"][1]) if "vae" in parts else None
         self.check_conditions(self.trainer.datamodule.names)
         self.model.train()
@@ -109,8 +108,7 @@ class FineTuneDiffusion(L.LightningModule):
         self.model.requires_grad_(False)
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=list(self.targets))
         try:
-            with torch.device("cpu"):  # which draws the same numbers, wherever a plain strategy wants what is made
-                self.model.add_adapter(config)
+            self.model.add_adapter(config)
         except ValueError as error:
             raise BadInput(f"model.targets={self.targets}: {error}") from error
 
@@ -159,11 +157,12 @@ class FineTuneDiffusion(L.LightningModule):
     def sample(self, shape: torch.Size, conditions: dict[str, Tensor], steps: int) -> Tensor:
         """Latents of these conditions, from noise that is always the same."""
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        self.scheduler.set_timesteps(steps, device=self.device)
-        for time in self.scheduler.timesteps:
-            scaled = latents if self.flow else self.scheduler.scale_model_input(latents, time)
+        scheduler = type(self.scheduler).from_config(self.scheduler.config)  # it keeps times on the device
+        scheduler.set_timesteps(steps, device=self.device)
+        for time in scheduler.timesteps:
+            scaled = latents if self.flow else scheduler.scale_model_input(latents, time)
             predicted = self(scaled, time.expand(len(latents)), conditions)
-            latents = self.scheduler.step(predicted, time, latents, return_dict=False)[0]
+            latents = scheduler.step(predicted, time, latents, return_dict=False)[0]
         return latents
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
