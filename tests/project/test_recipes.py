@@ -106,10 +106,9 @@ def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, 
     parity.compare(left(fit(recipe, PLAIN, *shared, folder="plain")), left(streamed))
 
 
+@SLOW
 @pytest.mark.simgpu
-@pytest.mark.parametrize(
-    "recipe", ["sweep", *(pytest.param(recipe, marks=SLOW) for recipe in ("diffusion", "speech", "preference"))]
-)
+@pytest.mark.parametrize("recipe", ["sweep", "diffusion", "speech", "preference"])
 def test_a_recipe_gives_plain_lightnings_result_on_a_device(recipe):
     importlib.import_module("simgpu.lightning")
     on = ["--trainer.accelerator=simgpu", "--trainer.strategy=SingleDeviceStrategy"]
@@ -1268,7 +1267,7 @@ def test_a_model_without_experts_is_refused(tiny_llm):
 # ---- sets of adapters side by side
 
 
-def sweep(*names, folder, steps=3, given=()):
+def sweep(*names, folder, steps=2, given=()):
     """Runs some sets; gives the weights that each left."""
     safetensors = pytest.importorskip("safetensors.torch")
     sets = {
@@ -1285,10 +1284,10 @@ def sweep(*names, folder, steps=3, given=()):
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
 def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
     """To the last bit on the CPU; and one whose weights are not finite any more disturbs no other."""
-    given = [f"--trainer.precision={precision}"]
-    together = sweep("a", "wild", "b", "c", folder="together", given=given)
-    for name in ("a", "b", "c"):
-        alone = sweep(name, folder=name, given=given)[name]
+    given = [f"--trainer.precision={precision}", "--trainer.accumulate_grad_batches=1"]
+    together = sweep("a", "wild", "b", folder="together", given=given, steps=3)
+    for name in ("a", "b"):
+        alone = sweep(name, folder=name, given=given, steps=3)[name]
         assert alone.keys() == together[name].keys()
         assert all(torch.equal(alone[key], together[name][key]) for key in alone), name
     assert any(not weight.isfinite().all() for weight in together["wild"].values())
@@ -1328,9 +1327,9 @@ def test_the_base_goes_up_once_for_all_sets():
         found = sweep(*names, folder="_".join(names), given=moved)
         adapters = sum(weight.nbytes for weights in found.values() for weight in weights.values())
         ups.append((Moved.stats["bytes_up"], adapters))
-        assert Moved.stats["bytes_down"] == 6 * adapters  # in 3 steps of 2 batches
+        assert Moved.stats["bytes_down"] == 4 * adapters  # in 2 steps of 2 batches
     (one, few), (three, more) = ups
-    assert one < three <= one + 18 * (more - few)  # each of 18 passes: 6 of the model tried, 6 forward, 6 backward
+    assert one < three <= one + 14 * (more - few)  # each of 14 passes: 6 of the model tried, 4 forward, 4 backward
 
 
 def test_sets_are_compared_in_a_table_and_a_picture(capsys):
@@ -1832,6 +1831,7 @@ def test_cached_latents_that_can_not_be_used_are_named(make, said):
         fit("diffusion", "--data.path=cached")
 
 
+@SLOW
 def test_latents_of_any_size_are_batches_of_one():
     cached("a", **SD3)
     cached("b", **SD3 | {"latents": (3, 8, 8)})
