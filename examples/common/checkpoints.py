@@ -58,6 +58,17 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def fill(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str | Path) -> None:
+    """Give a model all of its weights; one that it uses under several names may be given under one."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+    given = {id(tensor) for name, tensor in named.items() if name in state}
+    lacking = [name for name in missing if id(named.get(name)) not in given]
+    for names, problem in ((lacking, "lacks"), (unexpected, "has more than")):
+        if names:
+            raise BadInput(f"{where} {problem} the weights of {type(model).__name__}: {', '.join(names[:3])}, ...")
+
+
 def load_config(checkpoint: str) -> Any:
     """What a model's sizes are."""
     from transformers import AutoConfig

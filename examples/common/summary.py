@@ -49,13 +49,22 @@ def bytes_so_far(trainer: L.Trainer) -> tuple[int, int]:
     return stats.get("bytes_up", 0), stats.get("bytes_down", 0)
 
 
-def traffic(batches: Sequence[tuple[str, int, int]], per_step: int) -> str:
-    """Say what a step moved, from the bytes up and down of each batch; apart for each phase of which there are some."""
+Moved = tuple[str, int, int]  # what a batch moved: its phase, bytes up and bytes down
+
+
+def per_step(batches: Sequence[Moved], batches_per_step: int) -> tuple[int, int]:
+    """Return the mean bytes up and down of a step, without the first one: it brings what later ones find there."""
+    counted = batches[batches_per_step:] or batches
+    up, down = (sum(batch[place] for batch in counted) * batches_per_step for place in (1, 2))
+    return round(up / max(1, len(counted))), round(down / max(1, len(counted)))
+
+
+def traffic(batches: Sequence[Moved], batches_per_step: int) -> str:
+    """Say what a step moved, apart for each phase of which there are batches."""
     said = []
-    for phase in dict.fromkeys(phase for phase, _, _ in batches):
-        moved = [(up, down) for named, up, down in batches if named == phase]
-        moved = moved[per_step:] or moved  # the first step brings what later ones find there
-        up, down = (format_bytes(round(per_step * sum(each) / len(moved))) for each in zip(*moved, strict=True))
+    for phase in dict.fromkeys(batch[0] for batch in batches):
+        moved = per_step([batch for batch in batches if batch[0] == phase], batches_per_step)
+        up, down = map(format_bytes, moved)
         said.append(f"{up} up and {down} down per step" + (f" while {phase}" if phase else ""))
     return ", ".join(said)
 
@@ -76,7 +85,7 @@ def line(
 
 
 class Summary(L.Callback):
-    """Prints loss, device peak, what plain Lightning would have needed, bytes and time per step, when the run ends.
+    """Print loss, device peak, what plain Lightning would have needed, bytes and time per step, when the run ends.
 
     The first step is not timed: it makes what later ones use. Validation is not timed either. What moved is said apart
     for each ``phase`` that the module names, if it names some.
@@ -84,7 +93,7 @@ class Summary(L.Callback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []  # of each batch
-        self.moved: list[tuple[str, int, int]] = []  # of each batch: its phase, bytes up and down
+        self.moved: list[Moved] = []  # by each batch
         self.before = (0, 0)  # of it
         self.batches_per_step = 1
         self.began = 0.0

@@ -118,6 +118,16 @@ def language_model(folder: Path) -> None:
     words.save_pretrained(folder)
 
 
+def teacher(folder: Path) -> None:
+    """A checkpoint directory: a Llama of six wider layers with opinions, and the same tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    words = tokenizer([*sentences(200), json.dumps(chats(200))])
+    wide = {**sizes(words), "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6}
+    LlamaForCausalLM(LlamaConfig(**wide, initializer_range=0.2)).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
 def mixture(folder: Path) -> None:
     """A checkpoint directory: a Mixtral of four layers with eight experts each, and its tokenizer."""
     from transformers import MixtralConfig, MixtralForCausalLM
