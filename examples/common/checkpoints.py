@@ -39,8 +39,8 @@ def load(
     auto_class: Any, name_or_path: str, dtype: str = "float32", new_head: bool = False, **options: Any
 ) -> torch.nn.Module:
     """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise BadInput(f"model.dtype={dtype} is no type of weights: float32, bfloat16, float16 or auto")
+    if dtype != "auto":
+        dtype_of(dtype)
     if planned():
         return from_config(auto_class, name_or_path, dtype, **options).train()
     with torch.device("cpu"):  # wherever a plain strategy wants what is made
@@ -51,6 +51,14 @@ def load(
             f"random: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}"
         )
     return model.train()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInput(f"model.dtype={name} is no type of weights: float32, bfloat16, float16 or auto")
+    return dtype
 
 
 def fill(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str | Path) -> None:
@@ -128,6 +136,13 @@ def check_length(length: int, config: Any, checkpoint: str) -> None:
             f"data.block_size={length} is more than the {most} positions of the model of {checkpoint}; set it to "
             f"{most} or less"
         )
+
+
+def keep_trained(module: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Leave out of a checkpoint what is not trained: it is read from its own. For ``on_save_checkpoint``."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for key in {"state_dict", "current_model_state"} & checkpoint.keys():
+        checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name in trained}
 
 
 class Export(L.Callback):

@@ -55,6 +55,27 @@ class NextTokens:
         if self.chunked is None:
             self.chunked = self.decide(model, {})
 
+    def each(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the loss of the token that follows each, one row after the other; 0 where none is learned."""
+        if self.chunked is None:
+            self.chunked = self.decide(model, batch)
+        if self.chunked:
+            return each_in_chunks(
+                unadapted(model).get_output_embeddings(), hidden_states(model, batch), batch["labels"]
+            )
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        return each_of_logits(model(**given, use_cache=False).logits, batch["labels"])
+
+    def each_from(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Do the same from hidden states, of a model for which `why_not_from_hidden` returned None."""
+        if self.chunked is None:
+            reason = why_not_in_chunks(model)
+            if reason and self.kind == "chunked":
+                raise BadInput(f"model.loss=chunked: {reason}; set model.loss=full, or leave it at auto")
+            self.chunked = reason is None and (self.kind == "chunked" or vocabulary(model) >= LARGE)
+        head = unadapted(model).get_output_embeddings()
+        return each_in_chunks(head, hidden, labels) if self.chunked else each_of_logits(head(hidden), labels)
+
     def decide(self, model: Any, batch: dict[str, Tensor]) -> bool:
         """Decide whether to take chunks; in "auto" log why not where they would have paid, else raise."""
         if self.kind == "auto" and vocabulary(model) < LARGE:
@@ -80,12 +101,22 @@ def unadapted(model: Any) -> Any:
 
 def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
     """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 4), or None."""
-    whole = unadapted(model)
-    name, head = type(whole).__name__, whole.get_output_embeddings()
+    return why_not_in_chunks(model) or why_not_from_hidden(model, batch)
+
+
+def why_not_in_chunks(model: Any) -> str | None:
+    """Return the reason why no loss can be computed in chunks (Rules 1 and 4), or None."""
     if not hasattr(nn, "LinearCrossEntropyOptions"):
         return f"torch {torch.__version__} computes none in chunks, torch 2.15 does (pip install 'torch>=2.15')"
     if torch.compiler.is_compiling() or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        return f"{name} is compiled"
+        return f"{type(unadapted(model)).__name__} is compiled"
+    return None
+
+
+def why_not_from_hidden(model: Any, batch: dict[str, Tensor]) -> str | None:
+    """Return the reason why a loss is not that of hidden states and the head's weight alone (Rule 2), or None."""
+    whole = unadapted(model)
+    name, head = type(whole).__name__, whole.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"the head of {name} is a {type(head).__module__}.{type(head).__qualname__}, not an nn.Linear"
     if whole.base_model is whole:
@@ -102,8 +133,7 @@ def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
 def differs(model: Any, whole: Any, head: nn.Linear) -> str | None:
     """Return what tells a model's logits or loss from those of its head's weight (Rule 2), or None."""
     device, seen, name = head.weight.device, [], type(whole).__name__
-    tokens = torch.arange(2 * LENGTH, device=device).add(vocabulary(model) // 2).remainder(vocabulary(model))
-    tokens = tokens.view(2, LENGTH)
+    tokens = few_tokens(model, device)
     batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == tokens[0, 3], IGNORED)}
     hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
@@ -153,6 +183,12 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def few_tokens(model: Any, device: torch.device) -> Tensor:
+    """Return two rows to try a model with."""
+    tokens = torch.arange(2 * LENGTH, device=device).add(vocabulary(model) // 2).remainder(vocabulary(model))
+    return tokens.view(2, LENGTH)
+
+
 def unchanged(device: torch.device) -> Any:
     """Return a context that leaves the random state as it was, so that two passes draw the same dropout."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
@@ -173,8 +209,13 @@ def following(labels: Tensor) -> Tensor:
 
 def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Compute the mean loss of the next tokens in chunks of rows (Rule 1)."""
-    head = unadapted(model).get_output_embeddings()
-    hidden, labels = hidden_states(model, batch).flatten(0, 1), following(batch["labels"])
+    losses = each_in_chunks(unadapted(model).get_output_embeddings(), hidden_states(model, batch), batch["labels"])
+    return losses.sum() / (following(batch["labels"]) != IGNORED).sum()
+
+
+def each_in_chunks(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss of the token that follows each, in chunks of rows; 0 where none is learned (Rule 1)."""
+    hidden = hidden.flatten(0, 1)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -184,7 +225,7 @@ def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
     hidden, weight, bias = cast(hidden), cast(head.weight), cast(head.bias)
     with torch.autocast(kind, enabled=False):  # backward makes the chunks again without it
         losses = nn.functional.linear_cross_entropy(
-            *(hidden, weight, labels),
+            *(hidden, weight, following(labels)),
             linear_bias=bias,
             ignore_index=IGNORED,
             reduction="none",
@@ -192,7 +233,12 @@ def in_chunks(model: Any, batch: dict[str, Tensor]) -> Tensor:
         )
     if losses.requires_grad:
         losses.register_hook(refuse_a_graph)
-    return losses.float().sum() / (labels != IGNORED).sum()
+    return losses.float()
+
+
+def each_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss of the token that follows each, from the logits of all; 0 where none is learned."""
+    return cross_entropy(logits.flatten(0, 1).float(), following(labels), ignore_index=IGNORED, reduction="none")
 
 
 def refuse_a_graph(_: Tensor) -> None:

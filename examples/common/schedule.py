@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
 import torch
 
 
-def adamw(module: L.LightningModule, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Over what is trained of a module; biases and norms do not decay."""
-    trained = [p for p in module.parameters() if p.requires_grad]
+def decaying(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer; biases and norms do not decay."""
+    trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+    return [group for group in groups if group["params"]]
+
+
+def adamw(module: L.LightningModule, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Over what is trained of a module."""
+    return torch.optim.AdamW(decaying(module.parameters(), weight_decay), lr=lr)
 
 
 def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
@@ -27,7 +32,12 @@ def scheduled(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) 
 
 
 def warmup_then_cosine(module: L.LightningModule, lr: float, weight_decay: float, warmup: int) -> dict[str, Any]:
-    """Up to ``lr`` in so many steps, then down to 0 along half a cosine until training ends."""
+    """AdamW, up to ``lr`` in so many steps, then down to 0 along half a cosine until training ends."""
+    return warmed_up(module, adamw(module, lr, weight_decay), warmup)
+
+
+def warmed_up(module: L.LightningModule, optimizer: torch.optim.Optimizer, warmup: int) -> dict[str, Any]:
+    """The same for an optimizer whose groups have learning rates of their own."""
     total = module.trainer.estimated_stepping_batches
 
     def factor(step: int) -> float:
@@ -35,4 +45,4 @@ def warmup_then_cosine(module: L.LightningModule, lr: float, weight_decay: float
             return (step + 1) / (warmup + 1)
         return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
-    return scheduled(adamw(module, lr, weight_decay), factor)
+    return scheduled(optimizer, factor)

@@ -13,7 +13,7 @@ apart (packing.py holds them to it). Everything is read and checked before the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,11 @@ def pad(documents: Sequence[Document], size: int, filler: int) -> list[Row]:
     return rows
 
 
+def learns(row: Row) -> bool:
+    """Whether something of a row is learned; its first token is predicted from nothing."""
+    return any(label != IGNORED for label in row["labels"][1:])
+
+
 def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """A batch."""
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
@@ -194,10 +199,18 @@ class TextData(Data):
     def rows(self, path: str) -> list[Row]:
         """What a file holds, in blocks of which something is learned: the loss of another would be 0 / 0."""
         documents = [self.document(record, where) for where, record in read_jsonl(path)]
+        rows = (pack if self.packing else pad)(documents, self.block_size, self.filler)
+        return self.learned(rows, path, learns)
+
+    @property
+    def filler(self) -> int:
+        """The token that fills rows up."""
         filler = self.tokenizer.pad_token_id
-        filler = self.tokenizer.eos_token_id if filler is None else filler
-        rows = (pack if self.packing else pad)(documents, self.block_size, filler)
-        learned = [row for row in rows if any(label != IGNORED for label in row["labels"][1:])]
+        return self.tokenizer.eos_token_id if filler is None else filler
+
+    def learned(self, rows: list[Any], path: str, learns: Callable[[Any], bool]) -> list[Any]:
+        """Those of a file's rows that teach something; says how many others there are."""
+        learned = [row for row in rows if learns(row)]
         if not learned:
             raise BadInput(
                 f"{path} has nothing to learn: no completion or answer begins within the first "
@@ -219,10 +232,15 @@ class TextData(Data):
             raise BadInput(f"{where} holds the token {token!r} ({last}), but the model embeds {self.embedded}")
         return document
 
+    def collate(self, rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """A batch of rows."""
+        return collate(rows)
+
     def train_dataloader(self) -> TrainLoader:
-        return self.train_loader(self.train_rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers)
+        options = {"collate_fn": self.collate, "num_workers": self.num_workers}
+        return self.train_loader(self.train_rows, self.batch_size, **options)
 
     def val_dataloader(self) -> Any:
         if not self.val_rows:
             return []
-        return DataLoader(self.val_rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers)
+        return DataLoader(self.val_rows, self.batch_size, collate_fn=self.collate, num_workers=self.num_workers)

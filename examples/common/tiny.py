@@ -228,3 +228,120 @@ def vision_language_model(folder: Path) -> None:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
+
+
+# ---- sound
+
+TONES = {"low": 220, "middle": 440, "high": 880, "shrill": 1760}
+
+
+def recordings(folder: Path, count: int) -> None:
+    """Recordings of three tones each, and a file that names them."""
+    import wave
+
+    folder.mkdir()
+    draw, records = random.Random(count), []
+    for index in range(count):
+        words = draw.choices(list(TONES), k=3)
+        times = torch.arange(4800) / 16_000
+        sound = torch.cat([torch.sin(2 * torch.pi * TONES[word] * times) for word in words])
+        with wave.open(str(folder / f"{index}.wav"), "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes((sound * 20_000).to(torch.int16).numpy().tobytes())
+        records.append({"audio": f"{index}.wav", "text": " ".join(words)})
+    write_jsonl(folder / "recordings.jsonl", records)
+
+
+def speech_recognizer(folder: Path) -> None:
+    """A checkpoint directory: a Whisper of three layers on either side that hears one second, and its tokenizer."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    words = tokenizer([" ".join(TONES)])
+    config = WhisperConfig(
+        vocab_size=len(words),
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=50,
+        max_target_positions=32,
+        dropout=0.1,
+        pad_token_id=words.pad_token_id,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        decoder_start_token_id=words.bos_token_id,
+        begin_suppress_tokens=None,
+    )
+    WhisperForConditionalGeneration(config).save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+# ---- latents
+
+
+def latents(folder: Path, count: int, pooled: bool = True) -> None:
+    """Files of painted squares, and of numbers that stand for a text about each colour."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    draw = random.Random(count)
+    texts = {colour: torch.randn(4, 32) for colour in COLOURS}
+    for index in range(count):
+        colour = [*COLOURS][index % len(COLOURS)]
+        pixels = torch.tensor([*painted(colour, draw, size=16).tobytes()], dtype=torch.float32).view(16, 16, 3)
+        record = {"latents": (pixels.permute(2, 0, 1) / 127.5 - 1).contiguous(), "encoder_hidden_states": texts[colour]}
+        if pooled:
+            record["pooled_projections"] = texts[colour].mean(0)
+        save_file(record, folder / f"{index:03}.safetensors")
+
+
+def pipeline(folder: Path, part: str, model: Any, scheduler: Any) -> None:
+    """A directory with a model and a scheduler, as diffusers keeps a pipeline."""
+    model.save_pretrained(folder / part)
+    scheduler.save_pretrained(folder / "scheduler")
+    index = {name: ["diffusers", type(kept).__name__] for name, kept in ((part, model), ("scheduler", scheduler))}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", **index}))
+
+
+def diffusion_transformer(folder: Path) -> None:
+    """A pipeline's directory: a transformer of four blocks that predicts flows."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=3,
+        out_channels=3,
+        num_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+    )
+    pipeline(folder, "transformer", model, FlowMatchEulerDiscreteScheduler(shift=3.0))
+
+
+def diffusion_unet(folder: Path) -> None:
+    """A pipeline's directory: a UNet of two levels that predicts noise."""
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    pipeline(folder, "unet", model, DDIMScheduler())

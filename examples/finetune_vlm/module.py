@@ -119,8 +119,7 @@ class FineTuneVLM(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Of a frozen model only what is trained is saved; the rest is read from its own checkpoint."""
         if self.what == "connection":
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
+            checkpoints.keep_trained(self, checkpoint)
 
     def export(self, folder: Path) -> None:
         """Writes a directory that from_pretrained reads, with the processor, or what alone was trained."""

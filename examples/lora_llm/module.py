@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from ..common.checkpoints import keep_trained
 from ..finetune_llm.module import FineTuneLLM
 from .quantized import quantize
 
@@ -52,8 +53,7 @@ class LoraLLM(FineTuneLLM):
         return get_peft_model(base, config).train()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
+        keep_trained(self, checkpoint)
 
     def export(self, folder: Path) -> None:
         """Writes the adapters, as ``PeftModel.from_pretrained`` reads them."""

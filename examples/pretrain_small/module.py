@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
 from ..common.checkpoints import read
+from ..common.curves import draw
 from ..common.files import existing, read_jsonl, whole
 from ..common.loss import Kind
 from ..common.schedule import adamw, scheduled
@@ -143,12 +144,4 @@ class LossCurve(L.Callback):
         self.losses.append(outputs["loss"].detach())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 4), layout="tight")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot(xlabel="batch", ylabel="loss")
-        axes.plot([float(loss) for loss in self.losses])
-        with whole(Path(trainer.default_root_dir) / self.file) as part:
-            figure.savefig(part, format="png")
+        draw(Path(trainer.default_root_dir) / self.file, {"loss": self.losses})

@@ -205,7 +205,7 @@ class GroupOffload:
         """Do the work in a loop."""
         if not work.setting.inference:
             raise UnsupportedError("diffusers' group offloading serves inference only: --inference")
-        from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
+        from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found,attr-defined,unused-ignore]
 
         module = work.module_for_loop()
         apply_group_offloading(

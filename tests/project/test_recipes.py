@@ -29,12 +29,15 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
 RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
-RECIPES += ["distill", "prune", "moefy", "pseudo_to_real"]
+RECIPES += ["distill", "prune", "moefy", "pseudo_to_real", "sweep", "diffusion", "speech", "preference"]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
     "finetune_vlm": "torchvision",
     "pretrain_small": "matplotlib",
+    "sweep": "peft",
+    "preference": "peft",
+    "diffusion": "diffusers",
 }
 SLOW = pytest.mark.slow
 PLAIN = "--trainer.strategy=auto"
@@ -79,6 +82,33 @@ COMPARED_BELOW = {"prune", "pseudo_to_real"}  # in the default run too, and with
 def test_a_recipe_gives_plain_lightnings_result(recipe):
     streamed, plain = fit(recipe, folder="streamed"), fit(recipe, PLAIN, folder="plain")
     parity.compare(left(plain), left(streamed))
+
+
+VARIED = [
+    ["--trainer.precision=bf16-mixed"],
+    ["--trainer.strategy.window=1", "--trainer.strategy.activations=keep"],
+    ["--trainer.strategy.window=2", "--trainer.strategy.activations=recompute+offload"],
+    ["--trainer.accumulate_grad_batches=3", "--trainer.gradient_clip_val=null"],
+]
+
+
+@SLOW
+@pytest.mark.parametrize("arguments", VARIED, ids=lambda arguments: arguments[0].rpartition(".")[2])
+@pytest.mark.parametrize("recipe", ["sweep", "diffusion", "speech", "preference"])
+def test_a_recipe_gives_plain_lightnings_result_with_other_settings_too(recipe, arguments):
+    streamed = fit(recipe, *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    parity.compare(left(fit(recipe, PLAIN, *shared, folder="plain")), left(streamed))
+
+
+@SLOW
+@pytest.mark.simgpu
+@pytest.mark.parametrize("recipe", ["sweep", "diffusion", "speech", "preference"])
+def test_a_recipe_gives_plain_lightnings_result_on_a_device(recipe):
+    importlib.import_module("simgpu.lightning")
+    on = ["--trainer.accelerator=simgpu", "--trainer.strategy=SingleDeviceStrategy"]
+    plain = fit(recipe, *on, "--trainer.strategy.device=simgpu:0", folder="plain")
+    parity.compare(left(plain), left(fit(recipe, on[0], folder="streamed")))
 
 
 class Halfway(L.Callback):
@@ -131,7 +161,7 @@ def test_a_summary_says_what_a_step_moved_and_of_how_many_batches_it_is(capsys):
     assert re.search(said, capsys.readouterr().out)
 
 
-FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
+FOR_REAL = re.findall(r"```bash\n(python -m sp_lightning .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
 
 
 @pytest.mark.parametrize("command", sorted({*FOR_REAL} - {*COMMANDS}))
@@ -1704,6 +1734,681 @@ def test_a_model_without_experts_is_refused(tiny_llm):
 
     with pytest.raises(BadInput, match="LlamaForCausalLM has no layer whose experts are a few tensors in a way"):
         fit("moe", f"--model.name_or_path={tiny_llm}")
+
+
+# ---- sets of adapters side by side
+
+
+def sweep(*names, folder, steps=2, given=()):
+    """Runs some sets; gives the weights that each left."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    sets = {
+        "a": "{lr: 1.0e-2}",
+        "b": "{lr: 3.0e-3, rank: 4, targets: [q_proj, down_proj], seed: 1}",
+        "c": "{lr: 1.0e-2, rank: 2, alpha: 4.0}",
+        "wild": "{lr: 1.0e+30}",
+    }
+    chosen = f"--model.sets={{{', '.join(f'{name}: {sets[name]}' for name in names)}}}"
+    run = fit("sweep", chosen, *given, steps=steps, folder=folder)
+    return {name: safetensors.load_file(run / f"adapters/{name}/adapter_model.safetensors") for name in names}
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
+    """To the last bit on the CPU; and one whose weights are not finite any more disturbs no other."""
+    given = [f"--trainer.precision={precision}", "--trainer.accumulate_grad_batches=1"]
+    together = sweep("a", "wild", "b", folder="together", given=given, steps=3)
+    for name in ("a", "b"):
+        alone = sweep(name, folder=name, given=given, steps=3)[name]
+        assert alone.keys() == together[name].keys()
+        assert all(torch.equal(alone[key], together[name][key]) for key in alone), name
+    assert any(not weight.isfinite().all() for weight in together["wild"].values())
+
+
+def test_a_set_is_trained_as_by_a_plain_loop_with_peft(tiny_llm, words):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from examples.common import tiny
+    from examples.common.text import collate, encode, pack
+
+    records = tiny.chats(40, seed=3)
+    data, base = write("my.jsonl", *records), f"--model.name_or_path={tiny_llm}"
+    given = [f"--data.path={data}", base, "--model.warmup_steps=0", "--trainer.accumulate_grad_batches=1"]
+    found = sweep("a", "b", folder="run", given=given, steps=1)["b"]
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llm)
+    torch.manual_seed(1)
+    model = get_peft_model(base, config)
+    rows = pack([encode(record, words, "here") for record in records], 128, words.pad_token_id)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:4]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.01)
+    model(**collate([rows[index] for index in order]), use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(found) == len(expected)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")].data, msg=name)
+
+
+def test_the_base_goes_up_once_for_all_sets():
+    moved = ["--trainer.callbacks+=test_recipes.Moved"]
+    ups = []
+    for names in (["a"], ["a", "b", "c"]):
+        found = sweep(*names, folder="_".join(names), given=moved)
+        adapters = sum(weight.nbytes for weights in found.values() for weight in weights.values())
+        ups.append((Moved.stats["bytes_up"], adapters))
+        assert Moved.stats["bytes_down"] == 4 * adapters  # in 2 steps of 2 batches
+    (one, few), (three, more) = ups
+    assert one < three <= one + 14 * (more - few)  # each of 14 passes: 6 of the model tried, 4 forward, 4 backward
+
+
+def test_sets_are_compared_in_a_table_and_a_picture(capsys):
+    pytest.importorskip("matplotlib")
+    sweep("a", "b", folder="run")
+    printed = capsys.readouterr().out.splitlines()
+    (header,) = (index for index, row in enumerate(printed) if row.split()[:3] == ["set", "loss", "lr"])
+    assert {row.split()[0] for row in printed[header + 1 : header + 3]} == {"a", "b"}
+    assert pathlib.Path("run/losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("--model.sets={}", "model.sets has no set"),
+        ("--model.sets={a/b: {}}", "'a/b' names a folder: letters, digits and _, but not default"),
+        ("--model.sets={a: {}, b: {targets: [none]}}", "model.sets, set b: .*none"),
+        ("--model.sets={a: {rank: 0}}", "model.sets, set a: .*0"),
+        ("--model.sets={a: {targets: [embed_tokens]}}", "model.embed_tokens has an adapter, but is in none of"),
+    ],
+)
+def test_sets_that_can_not_run_are_named(argument, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("sweep", argument)
+
+
+def test_one_factor_for_the_losses_of_all_sets_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from examples.common.errors import BadInput
+    from examples.sweep.module import Sweep
+
+    monkeypatch.setattr(Sweep, "trainer", SimpleNamespace(precision="16-mixed"))
+    with pytest.raises(BadInput, match="16-mixed scales the losses of all sets by one factor: use bf16-mixed"):
+        Sweep({}).configure_optimizers()
+
+
+def beside(model):
+    """A model with two sets of adapters and the base beside them."""
+    peft = pytest.importorskip("peft")
+    from examples.common.side_by_side import SideBySide
+
+    model = peft.get_peft_model(model.eval(), peft.LoraConfig(target_modules="all-linear"), "a")
+    model.add_adapter("b", peft.LoraConfig(target_modules="all-linear", r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, SideBySide(model, ["a", "b", None])
+
+
+@pytest.mark.parametrize("kind, config", [("Llama", {}), ("GPTNeoX", {}), ("Qwen3", {"head_dim": 8}), ("Phi", {})])
+def test_side_by_side_each_set_has_the_hidden_states_that_it_has_alone(kind, config):
+    from examples.common.loss import hidden_states
+
+    model, side_by_side = beside(causal(kind, **config))
+    parts = side_by_side(rows())
+    for name, part in zip(["a", "b", None], parts, strict=True):
+        with side_by_side.alone(), contextlib.nullcontext() if name else model.disable_adapter():
+            if name:
+                model.set_adapter(name)
+            assert torch.equal(part, hidden_states(model, rows())), name
+
+
+def test_a_model_whose_sets_would_not_be_what_they_are_alone_is_refused():
+    from examples.common.errors import BadInput
+
+    said = "Gemma2ForCausalLM does more to its logits .*, so sets of adapters cannot share its passes"
+    with pytest.raises(BadInput, match=said):
+        beside(causal("Gemma2", head_dim=8))[1](rows())
+    model = causal("Llama")
+    norm = model.model.norm.forward
+    model.model.norm.forward = lambda hidden: norm(hidden + hidden[:1])  # which one row sees of another
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM does more with its hidden states than .* \(they differ by"):
+        beside(model)[1](rows())
+
+
+# ---- preferences
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
+)
+def test_all_weights_learn_beside_their_reference_as_with_plain_lightning(arguments):
+    moved = "--trainer.callbacks+=test_recipes.Moved"
+    streamed = fit("preference", "--model.train=all", *arguments, moved, folder="streamed")
+    saved = torch.load(last(streamed), weights_only=True)["state_dict"]
+    assert not any(name.startswith("reference") for name in saved)
+    batches = 6 if "--trainer.accumulate_grad_batches=3" in arguments else 4
+    if "--trainer.precision=bf16-mixed" not in arguments:
+        assert Moved.stats["bytes_down"] == batches * sum(tensor.nbytes for tensor in saved.values())
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("preference", "--model.train=all", PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+@SLOW
+def test_all_weights_go_on_beside_the_reference_that_they_began_with():
+    halfway = "--trainer.callbacks+=test_recipes.Halfway"
+    through = fit("preference", PLAIN, halfway, "--model.train=all", steps=4, folder="through")
+    resumed = fit("preference", "--ckpt_path=half.ckpt", "--model.train=all", steps=4, folder="resumed")
+    parity.compare(left(through), left(resumed))
+
+
+@pytest.fixture
+def pairs(words):
+    """A batch of two pairs of answers."""
+    from examples.preference.module import PairData, sums
+
+    data = PairData(write("pairs.jsonl", *sums(2)), batch_size=2, block_size=32)
+    data.tokenizer, data.embedded = words, len(words)
+    return data.collate(data.rows(data.path))
+
+
+def test_the_loss_is_that_of_a_plain_model_with_its_adapters_on_and_off(pairs, tiny_llm):
+
+    from torch.nn.functional import log_softmax, logsigmoid
+
+    from examples.preference.module import Preference
+
+    def answers(logits):
+        labels = pairs["labels"][:, 1:]
+        found = log_softmax(logits[:, :-1], -1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (found * (labels != -100)).sum(1)
+
+    module = Preference(name_or_path=str(tiny_llm), beta=0.5)
+    module.log = lambda *_, **__: None
+    module.configure_model()
+    assert torch.equal(module.loss(pairs), torch.tensor(2.0).log())  # before it learned anything
+    for name, parameter in module.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    given = {"input_ids": pairs["input_ids"], "attention_mask": pairs["attention_mask"]}
+    with module.side_by_side.alone():
+        module.model.set_adapter("default")
+        policy = answers(module.model(**given).logits)
+        with module.model.disable_adapter(), torch.no_grad():
+            reference = answers(module.model(**given).logits)
+    chosen, rejected = (policy - reference).chunk(2)
+    expected = -logsigmoid(0.5 * (chosen - rejected)).mean()
+    module.model.set_adapter("default")
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    loss = module.loss(pairs)
+    torch.testing.assert_close(loss, expected)
+    for mine, plain in zip(*(torch.autograd.grad(each, trained) for each in (loss, expected)), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+@CHUNKED
+@pytest.mark.parametrize("train", ["adapters", "all"])
+def test_in_chunks_the_loss_of_pairs_is_the_same(train, pairs, tiny_llm):
+    from examples.preference.module import Preference
+
+    losses = []
+    for kind in ("full", "chunked"):
+        module = Preference(name_or_path=str(tiny_llm), train=train, loss=kind)
+        module.log = lambda *_, **__: None
+        torch.manual_seed(0)
+        module.configure_model()
+        for name, parameter in module.model.named_parameters():
+            if "lora_B" in name or train == "all":
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+        losses.append(module.loss(pairs))
+        assert module.next_tokens.chunked is (kind == "chunked")
+    torch.testing.assert_close(*losses)
+    assert losses[0] != torch.tensor(2.0).log()
+
+
+def test_a_reference_that_shares_the_base_moves_nothing(tiny_llm):
+    base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
+    one = "--model.sets={a: {lr: 0.01}}"
+    fit("sweep", base, moved, one, "--data.packing=false", folder="one")
+    alone = Moved.stats["bytes_up"]
+    fit("preference", base, moved, folder="pairs")
+    assert Moved.stats["bytes_up"] == alone
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        (
+            {"prompt": "?", "chosen": "a"},
+            r"line 1 has the keys \['chosen', 'prompt'\]; a record needs \"prompt\", \"chosen",
+        ),
+        ({"chosen": "a", "rejected": "b"}, r"line 1 has the keys \['chosen', 'rejected'\]; a record needs"),
+        (
+            {"chosen": [{"role": "user", "content": "?"}], "rejected": []},
+            "is a chat in which the assistant says nothing",
+        ),
+        ({"chosen": [{"role": "assistant", "content": "!"}], "rejected": []}, r"has the keys \['chosen', 'rejected'\]"),
+        ({"prompt": "The owl " * 99, "chosen": "a", "rejected": "b"}, "my.jsonl has nothing to learn: no completion"),
+    ],
+)
+def test_a_pair_that_is_none_is_named(record, said, tiny_llm):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("preference", f"--model.name_or_path={tiny_llm}", f"--data.path={write('my.jsonl', record)}")
+
+
+# ---- speech
+
+
+def record_wave(path, seconds=0.5, rate=16_000, channels=1, width=2):
+    """A recording in which the first channel is loud, and the others are silent."""
+    import wave
+
+    frame = (1 << (8 * width - 2)).to_bytes(width, "little") + bytes(width) * (channels - 1)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(frame * int(seconds * rate))
+
+
+@pytest.mark.parametrize("channels, width, heard", [(1, 2, 0.5), (2, 2, 0.25), (1, 4, 0.5), (1, 1, -0.5)])
+def test_recordings_are_heard_as_the_mean_of_their_channels(channels, width, heard):
+    from examples.speech.data import length, samples
+
+    record_wave("a.wav", channels=channels, width=width)
+    assert length("a.wav") == (16_000, 0.5)
+    assert len(samples("a.wav")) == 8_000 and set(samples("a.wav").tolist()) == {heard}
+
+
+def hear(*records, given=(), **options):
+    return fit("speech", f"--data.path={write('my.jsonl', *records)}", *given, **options)
+
+
+@SLOW
+def test_a_recognizer_learns_to_write_down_what_it_hears_and_is_exported():
+    from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
+
+    from examples.common import tiny
+    from examples.speech.data import samples
+
+    run = fit("speech", steps=96)
+    rates = re.findall(r",([0-9.]+)$", (run / "lightning_logs/version_0/metrics.csv").read_text(), re.MULTILINE)
+    assert float(rates[0]) == 1.0 and float(rates[-1]) < 0.5
+    model, words = (kind.from_pretrained(run / "model") for kind in (WhisperForConditionalGeneration, AutoTokenizer))
+    tiny.recordings(pathlib.Path("again"), 4)
+    given = json.loads(pathlib.Path("again/recordings.jsonl").read_text().splitlines()[0])
+    sound = samples(f"again/{given['audio']}")
+    heard = AutoFeatureExtractor.from_pretrained(run / "model")(sound, sampling_rate=16_000, return_tensors="pt")
+    (written,) = words.batch_decode(model.eval().generate(**heard, max_length=20), skip_special_tokens=True)
+    assert {*written.split()} <= {*tiny.TONES} and len(written.split()) == 3
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: None, r"my.jsonl, line 1: the recording a.wav does not exist"),
+        (
+            lambda: pathlib.Path("a.wav").write_bytes(b"ID3 this is no WAV"),
+            r"a.wav is not a WAV file of plain samples .*ffmpeg",
+        ),
+        (lambda: record_wave("a.wav", width=3), "a.wav has samples of 24 bits: ffmpeg"),
+        (
+            lambda: record_wave("a.wav", rate=8_000),
+            r"a.wav has 8000 Hz and is 0.5 s long; the model hears 16000 Hz and 1 s",
+        ),
+        (lambda: record_wave("a.wav", 2.0), r"a.wav has 16000 Hz and is 2.0 s long; the model hears 16000 Hz and 1 s"),
+    ],
+)
+def test_a_recording_that_can_not_be_heard_is_named(make, said):
+    from examples.common.errors import BadInput
+
+    make()
+    with pytest.raises(BadInput, match=said):
+        hear({"audio": "a.wav", "text": "low"})
+
+
+@pytest.mark.parametrize(
+    "record, given, said",
+    [
+        ({"audio": "a.wav"}, (), r"line 1 has the keys \['audio'\]; a record needs \"audio\" and \"text\""),
+        ({"audio": "a.wav", "text": "low " * 40}, (), r"line 1: a text of \d+ tokens is more than the 32 positions"),
+        ({"audio": "a.wav", "text": "low"}, ["--data.language=en"], "data.language=en: .*set_prefix_tokens"),
+        ({"audio": "a.wav", "text": "low"}, ["--model.name_or_path=llm"], "llm is a llama, not a whisper"),
+    ],
+)
+def test_what_a_recognizer_can_not_learn_from_is_named(record, given, said, tiny_llm):
+    from examples.common.errors import BadInput
+
+    pathlib.Path("llm").symlink_to(tiny_llm)
+    record_wave("a.wav")
+    with pytest.raises(BadInput, match=said):
+        hear(record, given=given)
+
+
+@pytest.fixture
+def several_languages(tmp_path):
+    """A Whisper whose texts begin with the token of their language."""
+    from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperTokenizer
+
+    from examples.common import tiny
+
+    folder = tmp_path / "languages"
+    tiny.made(folder, tiny.speech_recognizer)
+    core = json.loads(tiny.tokenizer([" ".join(tiny.TONES)]).backend_tokenizer.to_str())["model"]
+    words = WhisperTokenizer(vocab=core["vocab"], merges=[tuple(pair) for pair in core["merges"]])
+    marks = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|zh|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
+    words.add_special_tokens({"extra_special_tokens": [*marks, "<|notimestamps|>"]})
+    model = WhisperForConditionalGeneration.from_pretrained(folder)
+    model.resize_token_embeddings(len(words))
+    ids = {mark: words.convert_tokens_to_ids(mark) for mark in marks}
+    start, end = ids["<|startoftranscript|>"], ids["<|endoftext|>"]
+    special = {"decoder_start_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    for name, token in special.items():
+        setattr(model.config, name, token)
+    told = {
+        "is_multilingual": True,
+        "lang_to_id": {mark: ids[mark] for mark in ("<|en|>", "<|de|>")},
+        "task_to_id": {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")},
+        "no_timestamps_token_id": words.convert_tokens_to_ids("<|notimestamps|>"),
+    }
+    model.generation_config = GenerationConfig(**special, **told)
+    for each in (model, words):
+        each.save_pretrained(folder)
+    return folder
+
+
+def test_texts_begin_with_their_language(several_languages, monkeypatch):
+    from examples.common.errors import BadInput
+    from examples.speech.data import SpeechData
+
+    model, seen = f"--model.name_or_path={several_languages}", []
+    collate = SpeechData.collate
+    monkeypatch.setattr(SpeechData, "collate", lambda self, got: seen.append((self, got)) or collate(self, got))
+    record_wave("a.wav")
+    hear({"audio": "a.wav", "text": "low"}, given=[model, "--data.language=de", "--data.val_path=my.jsonl"], steps=1)
+    data, ((_, tokens),) = seen[-1]
+    begun = data.tokenizer.convert_ids_to_tokens(tokens)
+    assert begun == ["<|de|>", "<|transcribe|>", "<|notimestamps|>", "low", "<|endoftext|>"]
+    with pytest.raises(
+        BadInput, match=r"data.language=None, but the model of .* has several: name the texts' language"
+    ):
+        hear({"audio": "a.wav", "text": "low"}, given=[model])
+    with pytest.raises(BadInput, match=r"data.language=klingon: Unsupported language"):
+        hear({"audio": "a.wav", "text": "low"}, given=[model, "--data.language=klingon"])
+
+
+# ---- diffusion
+
+
+@pytest.fixture
+def tiny_unet(tmp_path):
+    """A pipeline whose UNet predicts noise, and cached latents for it, as arguments of the recipe."""
+    pytest.importorskip("diffusers")
+    from examples.common import tiny
+
+    tiny.made(tmp_path / "pipeline", tiny.diffusion_unet)
+    tiny.made(tmp_path / "cached", lambda part: tiny.latents(part, 12, pooled=False))
+    return [f"--model.name_or_path={tmp_path / 'pipeline'}", f"--data.path={tmp_path / 'cached'}"]
+
+
+def averaged(folder):
+    """The average that a checkpoint has."""
+    callbacks = torch.load(last(folder), weights_only=True)["callbacks"]
+    return parity.Record(
+        [parity.Entry("averaged", path, leaf) for path, leaf in parity.leaves(callbacks["MovingAverage"])]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
+)
+@pytest.mark.parametrize("train", ["all", pytest.param("adapters", marks=SLOW)])
+def test_a_unet_learns_as_with_plain_lightning_and_gives_the_same_samples(train, arguments, tiny_unet):
+    safetensors = pytest.importorskip("safetensors.torch")
+    given = [*tiny_unet, f"--model.train={train}"]
+    streamed = fit("diffusion", *given, *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("diffusion", *given, PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    parity.compare(averaged(plain), averaged(streamed))
+    mine, theirs = (safetensors.load_file(run / "samples.safetensors")["latents"] for run in (streamed, plain))
+    assert mine.shape == (4, 3, 16, 16) and torch.equal(mine, theirs)
+    assert (streamed / "samples.png").read_bytes() == (plain / "samples.png").read_bytes()
+
+
+@SLOW
+@pytest.mark.parametrize("arguments", [[], *VARIED], ids=lambda given: "".join(given)[:24])
+def test_a_whole_diffusion_transformer_learns_as_with_plain_lightning(arguments):
+    streamed = fit("diffusion", "--model.train=all", *arguments, folder="streamed")
+    shared = [argument for argument in arguments if "strategy" not in argument]
+    plain = fit("diffusion", "--model.train=all", PLAIN, *shared, folder="plain")
+    parity.compare(left(plain), left(streamed))
+    parity.compare(averaged(plain), averaged(streamed))
+
+
+@SLOW
+@pytest.mark.parametrize("train", ["adapters", "all"])
+def test_an_average_goes_on_where_it_was(train):
+    given = [f"--model.train={train}"]
+    through = fit("diffusion", PLAIN, "--trainer.callbacks+=test_recipes.Halfway", *given, steps=4, folder="through")
+    resumed = fit("diffusion", "--ckpt_path=half.ckpt", *given, steps=4, folder="resumed")
+    parity.compare(averaged(through), averaged(resumed))
+    assert (through / "samples.png").read_bytes() == (resumed / "samples.png").read_bytes()
+
+
+def test_of_a_frozen_diffusion_model_nothing_travels_down_and_the_average_is_exported():
+    pytest.importorskip("diffusers")
+    from diffusers import SD3Transformer2DModel
+
+    run = fit("diffusion", "--trainer.callbacks+=test_recipes.Moved")
+    adapters = torch.load(last(run), weights_only=True)["state_dict"]
+    assert all("lora_" in name for name in adapters)
+    assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in adapters.values())
+    model = SD3Transformer2DModel.from_pretrained(run / "tiny/diffusion", subfolder="transformer")
+    model.load_lora_adapter(run / "model", prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    exported = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    expected = [leaf for path, leaf in parity.leaves(torch.load(last(run), weights_only=True)["callbacks"])]
+    expected = [leaf for leaf in expected if isinstance(leaf, torch.Tensor) and leaf.ndim == 2]
+    assert len(exported) == len(expected) == len(adapters)
+    assert all(torch.equal(one, other) for one, other in zip(exported, expected, strict=True))
+
+
+def diffusion(name, **config):
+    """The recipe's module with a scheduler of this class."""
+    diffusers = pytest.importorskip("diffusers")
+    from examples.diffusion.module import FineTuneDiffusion
+
+    module = FineTuneDiffusion()
+    module.scheduler = getattr(diffusers, name)(**config)
+    module.flow = "FlowMatch" in name
+    return module
+
+
+def test_a_model_that_predicts_what_it_is_taught_samples_the_latents(monkeypatch):
+    """Of flows and of noise: a perfect prediction leads from noise to the latents."""
+    latents = torch.rand(4, 3, 8, 8)
+    for module in (
+        diffusion("FlowMatchEulerDiscreteScheduler", shift=3.0),
+        diffusion("DDIMScheduler", clip_sample=False),
+        diffusion("DDIMScheduler", clip_sample=False, prediction_type="v_prediction"),
+        diffusion("DDIMScheduler", clip_sample=False, prediction_type="sample"),
+    ):
+        kind = module.scheduler.config.get("prediction_type")
+
+        def perfect(noisy, time, conditions, module=module, kind=kind):
+            if module.flow:
+                part = (time / 1000).view(-1, 1, 1, 1)
+                return (noisy - latents) / part
+            kept = module.scheduler.alphas_cumprod[time.long()].view(-1, 1, 1, 1)
+            noise = (noisy - kept.sqrt() * latents) / (1 - kept).sqrt()
+            velocity = kept.sqrt() * noise - (1 - kept).sqrt() * latents
+            return {"epsilon": noise, "v_prediction": velocity, "sample": latents}[kind]
+
+        monkeypatch.setattr(type(module), "__call__", lambda self, *given, perfect=perfect: perfect(*given))
+        torch.manual_seed(0)
+        noisy, times, target = (module.flowing if module.flow else module.noised)(latents, torch.randn_like(latents))
+        torch.testing.assert_close(perfect(noisy, times, {}), target, rtol=1e-2, atol=1e-2)
+        found = module.sample(latents.shape, {}, 50)
+        torch.testing.assert_close(found, latents, rtol=0.05, atol=0.05, msg=f"{kind}")
+
+
+def test_conditions_are_given_under_their_names():
+    from examples.diffusion.module import FineTuneDiffusion
+
+    module, seen = FineTuneDiffusion(), {}
+    module.model = lambda latents, **given: (seen.update(given), torch.cat([latents, -latents], 1))[1:]
+    latents, time = torch.ones(1, 3, 2, 2), torch.tensor([5])
+    found = module(latents, time, {"a": 1, "added_cond_kwargs.b": 2, "added_cond_kwargs.c": 3})
+    assert torch.equal(found, latents)  # the second half is a variance
+    assert seen == {"timestep": time, "a": 1, "added_cond_kwargs": {"b": 2, "c": 3}, "return_dict": False}
+
+
+def cached(name, **tensors):
+    from safetensors.torch import save_file
+
+    pathlib.Path("cached").mkdir(exist_ok=True)
+    save_file({key: torch.ones(sizes) for key, sizes in tensors.items()}, f"cached/{name}.safetensors")
+
+
+SD3 = {"latents": (3, 16, 16), "encoder_hidden_states": (4, 32), "pooled_projections": (32,)}
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: None, "the folder of latents cached does not exist"),
+        (lambda: pathlib.Path("cached").mkdir(), "cached has no safetensors files"),
+        (lambda: cached("a", text=(4, 32)), "cached/a.safetensors has text, but no latents"),
+        (lambda: (cached("a", **SD3), cached("b", **SD3 | {"latents": (3, 8, 8)})), "b.safetensors has .* of one size"),
+        (
+            lambda: cached("a", **SD3, rotary=(4,)),
+            "cached has rotary, which SD3Transformer2DModel does not take; it takes encoder_hidden_states, pooled",
+        ),
+        (
+            lambda: (cached("a", **SD3), pathlib.Path("cached/b.safetensors").write_bytes(b"half")),
+            "cached/b.safetensors can not be read",
+        ),
+    ],
+)
+def test_cached_latents_that_can_not_be_used_are_named(make, said):
+    from examples.common.errors import BadInput
+
+    make()
+    with pytest.raises(BadInput, match=said):
+        fit("diffusion", "--data.path=cached")
+
+
+@SLOW
+def test_latents_of_any_size_are_batches_of_one():
+    cached("a", **SD3)
+    cached("b", **SD3 | {"latents": (3, 8, 8)})
+    assert (fit("diffusion", "--data.path=cached", "--data.batch_size=1") / "samples.png").exists()
+
+
+def whole_pipeline(kind):
+    """A tiny pipeline with all its parts."""
+    diffusers, transformers = (pytest.importorskip(name) for name in ("diffusers", "transformers"))
+    from examples.common import tiny
+
+    words = tiny.tokenizer(["a red square", "a blue square"])
+    words.model_max_length = 12
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    clip = transformers.CLIPTextConfig(vocab_size=len(words), max_position_embeddings=16, projection_dim=16, **sizes)
+    vae = diffusers.AutoencoderKL(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    if kind == "unet":
+        unet = diffusers.UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(16, 16),
+            layers_per_block=1,
+            cross_attention_dim=16,
+            norm_num_groups=8,
+            attention_head_dim=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        )
+        parts = (vae, transformers.CLIPTextModel(clip), words, unet, diffusers.PNDMScheduler(skip_prk_steps=True))
+        pipeline = diffusers.StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
+    else:
+        model = diffusers.SD3Transformer2DModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            caption_projection_dim=16,
+            pooled_projection_dim=32,
+            pos_embed_max_size=8,
+        )
+        t5 = transformers.T5Config(vocab_size=len(words), d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+        clips = [each for _ in range(2) for each in (transformers.CLIPTextModelWithProjection(clip), words)]
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+        parts = (model, scheduler, vae, *clips, transformers.T5EncoderModel(t5), words)
+        pipeline = diffusers.StableDiffusion3Pipeline(*parts)
+    pipeline.save_pretrained("whole")
+
+
+@pytest.mark.parametrize("kind", ["unet", pytest.param("transformer", marks=SLOW)])
+def test_images_and_texts_are_cached_trained_on_and_sampled(kind, capsys):
+    from PIL import Image
+
+    from examples.common import tiny
+    from examples.diffusion import cache
+
+    pytest.importorskip("torchvision")
+    whole_pipeline(kind)
+    tiny.image_folder(pathlib.Path("images"), 1)
+    lines = [{"image": f"images/{colour}/0.png", "text": f"a {colour} square"} for colour in ("red", "blue")]
+    cache.main(["--pipeline=whole", f"--data={write('my.jsonl', *lines)}", "--out=cached", "--size=16"])
+    assert "2 images of 16 x 16 are in cached" in capsys.readouterr().out
+    run = fit("diffusion", "--model.name_or_path=whole", "--data.path=cached", "--data.batch_size=2")
+    assert Image.open(run / "samples.png").size == (32, 16)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ({"image": "a.png"}, r"my.jsonl, line 1 has the keys \['image'\]; a record needs \"image\" and \"text\""),
+        (
+            {"image": "a.png", "text": "?"},
+            "diffusion is a DiffusionPipeline; this caches for StableDiffusionPipeline, S",
+        ),
+    ],
+)
+def test_what_can_not_be_cached_is_named(line, said, tiny_unet):
+    from examples.common.errors import BadInput
+    from examples.diffusion import cache
+
+    pathlib.Path("diffusion").symlink_to(pathlib.Path("pipeline"))
+    with pytest.raises(BadInput, match=said):
+        cache.main(["--pipeline=./diffusion", f"--data={write('my.jsonl', line)}", "--out=cached"])
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model.name_or_path=./none"], "the pipeline none does not exist"),
+        (["--model.targets=[none]"], r"model.targets=\('none',\): .*not found"),
+        (["--model.dtype=floaty"], "model.dtype=floaty is no type of weights"),
+    ],
+)
+def test_a_pipeline_that_can_not_be_trained_is_named(arguments, said):
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=said):
+        fit("diffusion", *arguments)
 
 
 # ---- by hand

@@ -1,0 +1,1 @@
+"""Direct preference optimization of a language model against a frozen reference."""

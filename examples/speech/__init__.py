@@ -1,0 +1,1 @@
+"""Fine-tuning of a speech recognizer, of which the encoder and the decoder stream."""

@@ -1,0 +1,93 @@
+"""Fine-tune Whisper to write down what is said, all of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torchmetrics.text import WordErrorRate
+
+from ..common import checkpoints, tiny
+from ..common.errors import BadInput
+from ..common.schedule import warmup_then_cosine
+from ..common.text import IGNORED
+
+
+class FineTuneSpeech(L.LightningModule):
+    """A Whisper, trained to write down what it hears.
+
+    Args:
+        name_or_path: A checkpoint directory or a name on the hub. None: a tiny Whisper that the recipe makes.
+        dtype: Of the weights as they are read: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        lr: The highest learning rate; after warming up it falls along a cosine until training ends.
+        weight_decay: AdamW's, of matrices.
+        warmup_steps: Steps until the learning rate is reached.
+        max_length: Tokens of a text that is written in validation, at most.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | None = None,
+        dtype: str = "float32",
+        lr: float = 1e-5,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        max_length: int = 225,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.name_or_path = name_or_path
+        self.dtype_name = dtype
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.max_length = max_length
+        self.word_errors = WordErrorRate()
+        self.model: Any = None
+
+    @property
+    def checkpoint(self) -> str:
+        """Where the model is read from, by a name that transformers knows."""
+        return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "whisper", tiny.speech_recognizer))
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        from transformers import WhisperForConditionalGeneration
+
+        self.model = checkpoints.load(WhisperForConditionalGeneration, self.checkpoint, self.dtype_name)
+        language = self.trainer.datamodule.language
+        if getattr(self.model.generation_config, "is_multilingual", False) != (language is not None):
+            raise BadInput(
+                f"data.language={language}, but the model of {self.checkpoint} has "
+                + ("one language: leave it out" if language else "several: name the texts' language")
+            )
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of the tokens of what was said."""
+        return self.model(**batch, use_cache=False).loss
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        """The loss, and the words that are wrong in what the model writes by itself."""
+        data = self.trainer.datamodule
+        self.log("val_loss", self.loss(batch), batch_size=len(batch["labels"]))
+        written = self.model.generate(batch["input_features"], max_length=self.max_length, **data.language_options)
+        said = batch["labels"].masked_fill(batch["labels"] == IGNORED, data.filler)
+        self.word_errors(*(data.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, said)))
+        self.log("word_error_rate", self.word_errors, prog_bar=True, batch_size=len(said))
+
+    def configure_optimizers(self) -> Any:
+        return warmup_then_cosine(self, self.lr, self.weight_decay, self.warmup_steps)
+
+    def export(self, folder: Path) -> None:
+        """Writes a directory that from_pretrained reads, with the tokenizer and what makes features of sound."""
+        self.model.save_pretrained(folder)
+        self.trainer.datamodule.tokenizer.save_pretrained(folder)
+        self.trainer.datamodule.features.save_pretrained(folder)
