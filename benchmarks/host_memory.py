@@ -6,13 +6,12 @@ Each case trains a model of 537 MB of FP32 parameters with AdamW in its own proc
 memory: before the model is made, its peak while the model is made and moved into slabs, and its peak in training. The
 prediction is that of `sp_lightning.plan`. The simulated accelerator and the CPU use memory of the process itself: the
 peak of what was allocated there is added to the prediction. Where the device is the CPU, its memory is mapped block by
-block, as an accelerator's is: glibc's heap may else keep 64 MB of what was freed, depending on which thread was first.
+block, as an accelerator's is: what is freed there may otherwise stay in the heap, by chance up to 230 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import subprocess
@@ -35,8 +34,7 @@ CASES = {
 STEPS = 3
 DEVICE = "device (here the host)"
 BATCH = 16
-M_MMAP_THRESHOLD = -3  # of malloc.h: what is set is no longer raised whenever a mapped block is freed
-MAPPED = 1 << 22
+MAPPED = 1 << 22  # bytes of the blocks that are mapped one by one where the CPU is the device
 
 
 def main() -> None:
@@ -120,12 +118,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from torch import nn
 
     import sp_lightning
+    from sp_lightning.core import malloc
     from sp_lightning.optim import native
 
     if options.device == "simgpu":
         simulate()
-    elif options.device == "cpu" and hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED)
+    if options.device == "cpu":
+        malloc.LARGEST = MAPPED
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -4,12 +4,16 @@
 
 `loop` is torch's default step, `pieces` is the same cut into cache-sized pieces, `compiled` is native.cpp, and `fused`
 is torch's fused kernel, whose bits are different. All but `fused` must have the loop's bits after every step, or
-nothing is printed. Each repetition times all of them in turn; the table has the medians in milliseconds, and of the
-ratios within a repetition. Beside them as many processes as --busy says compute all the time.
+nothing is printed. `+ wire` is the compiled step that also converts the weights to bfloat16 for their way up, and
+`copy` a copy of tensors of so many bytes that it reads and writes as many as that step does. `widen` and `widen, torch`
+make FP32 gradients of as many in bfloat16, in compiled code and by torch's operators. Each repetition times all of them
+in turn, small sizes more often; the tables have the medians in milliseconds, and of the ratios within a repetition.
+Beside them as many processes as --busy says compute all the time.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import statistics
@@ -19,10 +23,19 @@ import time
 
 import torch
 
+from sp_lightning.memory.gradient_store import widened
+from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native, pieces
 
 FEWEST = native.FEWEST
-WAYS = ("loop", "pieces", "compiled", "fused")
+STEPS = ("loop", "pieces", "compiled", "fused", "+ wire")
+WAYS = (*STEPS, "copy", "widen", "widen, torch")
+RATIOS = {  # a way's speed in that of another one
+    "pieces: x loop": ("pieces", "loop"),
+    "compiled: x fused": ("compiled", "fused"),
+    "+ wire: x copy": ("+ wire", "copy"),
+    "widen: x torch": ("widen", "widen, torch"),
+}
 BUSY = "import torch\ntorch.set_num_threads(1)\nx = torch.randn(1 << 16)\nwhile True: x.mul_(1.0001).clamp_(-1, 1)"
 
 
@@ -42,7 +55,7 @@ def busy(count):
 def optimizers(cls, elements):
     """Make the same optimizer once for each way."""
     made = {}
-    for way in WAYS:
+    for way in STEPS:
         torch.manual_seed(0)
         # A transformer's block has matrices and vectors.
         shapes = [(elements // 8 // 1024, 1024)] * 8 + [(1024,)] * 8
@@ -53,30 +66,72 @@ def optimizers(cls, elements):
     return made
 
 
+def step_with_wire(shadow, optimizer, wires):
+    """Step in compiled code, and convert the weights in the same pass."""
+    conversions = {param: Conversion(wire) for param, wire in wires.items()}
+    shadow.step_groups(optimizer, optimizer.param_groups, optimizer.state, conversions)
+
+
+def copy_of(optimizer, wires):
+    """Return a copy that reads and writes as many bytes as a step with wire copies."""
+    params = optimizer.param_groups[0]["params"]
+    state = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+    weights = sum(param.nbytes for param in params)
+    moved = 3 * weights + 2 * state + sum(wire.nbytes for wire in wires.values())  # gradients are only read
+    source, target = (torch.ones(moved // 2, dtype=torch.uint8) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def widening(elements):
+    """Return a function that lays gradients in bfloat16 into their room, and one for each way to widen them there."""
+    room = torch.zeros(elements)
+    narrow, grads = room.view(torch.bfloat16)[elements:], torch.randn(elements).bfloat16()
+
+    def compiled():
+        assert native.LIBRARY.widen(narrow, room)
+
+    def check():
+        assert native.same_bits(room, grads.float())
+
+    return lambda: narrow.copy_(grads), {"widen": compiled, "widen, torch": lambda: widened(narrow, room)}, check
+
+
 def measure(cls, elements, repeat):
     """Return the milliseconds of each repetition, by way."""
     made = optimizers(cls, elements)
-    shadows = {way: pieces.step_in_pieces(made[way]) for way in ("pieces", "compiled")}
+    shadows = {way: pieces.step_in_pieces(made[way]) for way in ("pieces", "compiled", "+ wire")}
     native.LIBRARY.steps(made["compiled"], made["compiled"].param_groups[0])
     native.LIBRARY.wait()
     if native.LIBRARY.failure:
         raise SystemExit(f"no compiled code: {native.LIBRARY.failure}")
+    lay, runs, check_widened = widening(elements)
+    runs |= {way: made[way].step for way in STEPS}
     times = {way: [] for way in WAYS}
     for step in range(repeat + 2):
         for index in range(len(made["loop"].param_groups[0]["params"])):
             grad = torch.randn_like(made["loop"].param_groups[0]["params"][index])
             for optimizer in made.values():
                 optimizer.param_groups[0]["params"][index].grad = grad.clone()
+        if step == 1:  # there is state now
+            (group,) = made["+ wire"].param_groups
+            wires = {param: torch.empty_like(param, dtype=torch.bfloat16) for param in group["params"]}
+            runs["+ wire"] = functools.partial(step_with_wire, shadows["+ wire"], made["+ wire"], wires)
+            runs["copy"] = copy_of(made["+ wire"], wires)
         for way in WAYS if step % 2 else reversed(WAYS):
-            native.FEWEST = FEWEST if way == "compiled" else sys.maxsize
+            native.FEWEST = FEWEST if way in ("compiled", "+ wire") else sys.maxsize
+            if way in ("widen", "widen, torch"):
+                lay()
             start = time.perf_counter()
-            made[way].step()
+            runs.get(way, time.perf_counter)()
             times[way].append((time.perf_counter() - start) * 1e3)
-        for way in ("pieces", "compiled"):
+            if way in ("widen", "widen, torch"):
+                check_widened()
+        for way in ("pieces", "compiled", "+ wire"):
             for ours, loops in zip(
                 made[way].param_groups[0]["params"], made["loop"].param_groups[0]["params"], strict=True
             ):
                 assert native.same_bits(ours, loops), f"{way} differs from the loop in step {step}"
+        assert step == 0 or all(torch.equal(wire, param.bfloat16()) for param, wire in wires.items())
     for shadow in shadows.values():
         shadow.close()
     native.FEWEST = FEWEST
@@ -84,36 +139,31 @@ def measure(cls, elements, repeat):
 
 
 def main():
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", default="AdamW", choices=[cls.__name__ for cls in native.RECIPES])
     parser.add_argument("--elements", type=int, nargs="+", default=[1, 5, 20, 50], help="millions")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=9, help="of 20 million elements and more; of fewer up to 5 times")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     cls = getattr(torch.optim, options.optimizer)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    print(f"{'busy':>4} {'M':>3}", *(f"{way:>9}" for way in WAYS), "  pieces: x loop   compiled: x fused")
+    print(f"{'busy':>4} {'M':>3}", *(f"{way:>12}" for way in WAYS), *(f"{name:>18}" for name in RATIOS))
     rows = []
     for count in options.busy:
         with busy(count):
             for millions in options.elements:
-                times = measure(cls, millions * 1_000_000, options.repeat)
+                repeat = options.repeat * min(5, max(1, 20 // millions))
+                times = measure(cls, millions * 1_000_000, repeat)
                 medians = {way: statistics.median(values) for way, values in times.items()}
-
-                def speed(way, other, times=times):
-                    return statistics.median(b / a for a, b in zip(times[way], times[other], strict=True))
-
-                row = {"busy": count, "millions": millions, "ms": medians}
-                row |= {"pieces_to_loop": speed("pieces", "loop"), "compiled_to_fused": speed("compiled", "fused")}
-                rows.append(row)
-                print(
-                    f"{count:>4} {millions:>3}",
-                    *(f"{medians[way]:>9.2f}" for way in WAYS),
-                    f"{row['pieces_to_loop']:>16.2f} {row['compiled_to_fused']:>18.2f}",
-                    flush=True,
-                )
+                ratios = {
+                    name: statistics.median(b / a for a, b in zip(times[way], times[other], strict=True))
+                    for name, (way, other) in RATIOS.items()
+                }
+                rows.append({"busy": count, "millions": millions, "ms": medians, "ratios": ratios})
+                figures = [f"{medians[way]:>12.2f}" for way in WAYS] + [f"{ratio:>18.2f}" for ratio in ratios.values()]
+                print(f"{count:>4} {millions:>3}", *figures, flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -53,6 +53,17 @@ def load(
     return model.train()
 
 
+def fill(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str | Path) -> None:
+    """Give a model all of its weights; one that it uses under several names may be given under one."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+    given = {id(tensor) for name, tensor in named.items() if name in state}
+    lacking = [name for name in missing if id(named.get(name)) not in given]
+    for names, problem in ((lacking, "lacks"), (unexpected, "has more than")):
+        if names:
+            raise BadInput(f"{where} {problem} the weights of {type(model).__name__}: {', '.join(names[:3])}, ...")
+
+
 def planned() -> bool:
     """Return whether a model is made without weights, to plan its run (Rule 3)."""
     return torch.get_default_device().type == "meta"

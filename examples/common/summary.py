@@ -42,31 +42,64 @@ def device_peak(device: torch.device, handle: Any) -> int | None:
     return None if handle is None else int(handle.stats()["device_peak"])
 
 
-def line(loss: float | None, peak: int | None, plain: int, step_ms: float, batches: int = 1) -> str:
+def bytes_so_far(trainer: L.Trainer) -> tuple[int, int]:
+    """Return how many bytes went up and down since streaming began; none if nothing streams."""
+    handle = getattr(trainer.strategy, "handle", None)
+    stats = {} if handle is None else handle.stats()
+    return stats.get("bytes_up", 0), stats.get("bytes_down", 0)
+
+
+Moved = tuple[str, int, int]  # what a batch moved: its phase, bytes up and bytes down
+
+
+def per_step(batches: Sequence[Moved], batches_per_step: int) -> tuple[int, int]:
+    """Return the mean bytes up and down of a step, without the first one: it brings what later ones find there."""
+    counted = batches[batches_per_step:] or batches
+    up, down = (sum(batch[place] for batch in counted) * batches_per_step for place in (1, 2))
+    return round(up / max(1, len(counted))), round(down / max(1, len(counted)))
+
+
+def traffic(batches: Sequence[Moved], batches_per_step: int) -> str:
+    """Say what a step moved, apart for each phase of which there are batches."""
+    said = []
+    for phase in dict.fromkeys(batch[0] for batch in batches):
+        moved = per_step([batch for batch in batches if batch[0] == phase], batches_per_step)
+        up, down = map(format_bytes, moved)
+        said.append(f"{up} up and {down} down per step" + (f" while {phase}" if phase else ""))
+    return ", ".join(said)
+
+
+def line(
+    loss: float | None, peak: int | None, plain: int, step_ms: float, batches: int = 1, moved: str | None = None
+) -> str:
     """The figures for a reader."""
     return " | ".join(
         [
             *([] if loss is None else [f"loss {loss:.4f}"]),
             *([] if peak is None else [f"device peak {format_bytes(peak)}"]),
             f"plain Lightning would have needed {format_bytes(plain)} and activations",
+            *([moved] if moved else []),
             f"{step_ms:.1f} ms per step" + (f" of {batches} batches" if batches > 1 else ""),
         ]
     )
 
 
 class Summary(L.Callback):
-    """Prints loss, device peak, what plain Lightning would have needed, and time per step, when the run ends.
+    """Print loss, device peak, what plain Lightning would have needed, bytes and time per step, when the run ends.
 
-    The first step is not timed: it makes what later ones use. Validation is not timed either.
+    The first step is not timed: it makes what later ones use. Validation is not timed either. What moved is said apart
+    for each ``phase`` that the module names, if it names some.
     """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []  # of each batch
+        self.moved: list[Moved] = []  # by each batch
+        self.before = (0, 0)  # of it
         self.batches_per_step = 1
         self.began = 0.0
 
     def _start(self, trainer: L.Trainer) -> None:
-        self.seconds = []
+        self.seconds, self.moved = [], []
         self.batches_per_step = trainer.accumulate_grad_batches if trainer.training else 1
         if trainer.strategy.root_device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
@@ -77,7 +110,18 @@ class Summary(L.Callback):
         peak = device_peak(trainer.strategy.root_device, getattr(trainer.strategy, "handle", None))
         loss = trainer.callback_metrics.get("loss")
         plain = plain_nbytes(module, trainer.optimizers, averages(trainer))
-        print(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step))
+        moved = traffic(self.moved, self.batches_per_step)
+        print(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step, moved))
+
+    def _begin_batch(self, trainer: L.Trainer) -> None:
+        self.before = bytes_so_far(trainer)
+        self.began = time.perf_counter()
+
+    def _end_batch(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        if getattr(trainer.strategy, "handle", None) is not None:
+            up, down = (now - then for now, then in zip(bytes_so_far(trainer), self.before, strict=True))
+            self.moved.append((getattr(module, "phase", ""), up, down))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer)
@@ -91,14 +135,14 @@ class Summary(L.Callback):
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end(trainer, pl_module)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.began = time.perf_counter()
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._end_batch(trainer, pl_module)
 
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self.began = time.perf_counter()
+    def on_predict_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._begin_batch(trainer)
 
-    def on_predict_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._end_batch(trainer, pl_module)

@@ -31,7 +31,8 @@ def place(trainer: L.Trainer) -> Path:
 def made(path: Path, make: Callable[[Path], None]) -> Path:
     """The file or folder, made if it is not there yet; the run's random numbers stay what they were."""
     if not path.exists():
-        with torch.random.fork_rng(devices=[]), whole(path) as part:
+        # Wherever a plain strategy wants what is made, it is made from the host's numbers.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), whole(path) as part:
             torch.manual_seed(0)
             make(part)
     return path
@@ -114,6 +115,16 @@ def language_model(folder: Path) -> None:
 
     words = tokenizer([*sentences(200), json.dumps(chats(200))])
     LlamaForCausalLM(LlamaConfig(**sizes(words))).save_pretrained(folder, max_shard_size="400KB")
+    words.save_pretrained(folder)
+
+
+def teacher(folder: Path) -> None:
+    """A checkpoint directory: a Llama of six wider layers with opinions, and the same tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    words = tokenizer([*sentences(200), json.dumps(chats(200))])
+    wide = {**sizes(words), "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6}
+    LlamaForCausalLM(LlamaConfig(**wide, initializer_range=0.2)).save_pretrained(folder)
     words.save_pretrained(folder)
 
 

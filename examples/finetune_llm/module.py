@@ -68,10 +68,14 @@ class FineTuneLLM(L.LightningModule):
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Of the next tokens."""
+        self.check_documents(batch)
+        return self.next_tokens(self.model, batch)
+
+    def check_documents(self, batch: dict[str, torch.Tensor]) -> None:
+        """Refuse a model in which the documents of a row see each other."""
         if "position_ids" in batch and not self.apart:
             check_apart(self.model, self.device)
             self.apart = True
-        return self.next_tokens(self.model, batch)
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         loss = self.loss(batch)

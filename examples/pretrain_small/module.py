@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
@@ -62,7 +63,8 @@ class PretrainLLM(FineTuneLLM):
             tie_word_embeddings=True,
             **self.sizes,
         )
-        return LlamaForCausalLM(config)
+        with torch.device("cpu"):  # wherever a plain strategy wants what is made
+            return LlamaForCausalLM(config)
 
     def spent(self, step: int) -> float:
         """The share of the budget that is behind us."""

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -54,3 +55,23 @@ def mkl_root() -> int | None:
     """
     function = getattr(ctypes.CDLL(torch._C.__file__), "VMSSQRT_", None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+def share_operators(threads: int) -> bool:
+    """Have at most so many threads share each of the calling thread's operators; return whether that is so now.
+
+    Without it threads that step an optimizer on a busy machine would wait for each other in each operator. The public
+    function changes the number for all threads that begin later.
+    """
+    torch.get_num_threads()  # sets the number of a thread that never asked for it
+    function = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if function is not None:
+        function(threads)
+    return torch.get_num_threads() == threads
+
+
+@functools.cache
+def can_share_operators() -> bool:
+    """Whether ``share_operators`` does what it says: it finds torch's threads by the name of a function of OpenMP."""
+    with ThreadPoolExecutor(1) as thread:
+        return all(thread.map(share_operators, (1, 2, 1)))

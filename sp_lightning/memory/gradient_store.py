@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from .staging import Copies
 from .unit_store import UnitStore
 
 _kind = operator.attrgetter("dtype", "requires_grad")
-SMALL = 4096  # elements that are widened by way of a copy
+SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class GradientSlot:
     flat: Tensor
     offset: int
     wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
+    wide_offset: int = 0  # where that is in the same buffer
 
 
 class PackedGradients:
@@ -111,7 +112,10 @@ class GradientSlab:
             if index in self.narrow:
                 at = narrow + first
                 wide = Layout.own_view(storage, replace(field, offset=2 * first))
-                yield index, GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide)
+                yield (
+                    index,
+                    GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide, 2 * first),
+                )
                 first += aligned(travelling.nbytes)
             else:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
@@ -200,19 +204,33 @@ def _own_references(from_slab: int) -> tuple[list[int], ...]:
     return references
 
 
+def runs_to_widen(slots: Iterable[GradientSlot]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Merge gradients that lie side by side in a slab, and their FP32 views, into few flat tensors (Rule 2)."""
+    runs: list[tuple[GradientSlot, int]] = []  # the first slot, and the bytes from its first one on
+    for slot in slots:
+        if runs:
+            first, nbytes = runs[-1]
+            ahead = slot.offset - first.offset
+            beside = 0 <= ahead - nbytes < ALIGNMENT and slot.wide_offset - first.wide_offset == 2 * ahead
+            if beside and slot.flat is first.flat and slot.tensor.dtype is first.tensor.dtype:
+                runs[-1] = first, ahead + slot.tensor.nbytes
+                continue
+        runs.append((slot, slot.tensor.nbytes))
+    for slot, nbytes in runs:
+        narrow = slot.flat[slot.offset : slot.offset + nbytes].view(slot.tensor.dtype)
+        yield narrow, slot.flat[slot.wide_offset : slot.wide_offset + 2 * nbytes].view(torch.float32)
+
+
 def widened(grad: Tensor, wide_view: Tensor) -> Tensor:
-    """Widen a gradient into its FP32 view, which ends where the gradient does or before (Rule 2)."""
-    if grad.numel() <= SMALL:
-        return wide_view.copy_(grad.clone())
-    narrow, wide = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (grad, wide_view))
-    done, count = 0, narrow.numel()
+    """Widen a flat gradient into its FP32 view, which ends where the gradient does or before (Rule 2)."""
+    done, count = 0, grad.numel()
     while done < count:
         # As many elements as end before the first that is not read yet: at least half of those that are left.
-        free = (narrow.data_ptr() + 2 * done - wide.data_ptr()) // 4 - done
+        free = (grad.data_ptr() + 2 * done - wide_view.data_ptr()) // 4 - done
         if free < SMALL:
-            wide[done:] = narrow[done:].clone()
+            wide_view[done:] = grad[done:].clone()
             break
         part = slice(done, min(count, done + free))
-        wide[part] = narrow[part]
+        wide_view[part] = grad[part]
         done = part.stop
     return wide_view

@@ -4,23 +4,32 @@
 //    multiply-add is fused here (`Fused`), what they round twice is rounded twice. The compiler contracts nothing.
 // 2. A root is torch's own. Where torch calls MKL's, roots are not correctly rounded and depend on the processor: `Root`
 //    names the iterations that MKL is known to use, and MKL itself where none is. native.py picks by comparing bits.
-// 3. Blocks fit into the second-level cache and are taken by whichever thread is free: a busy core slows only its own.
+// 3. All numbers of a block stay in the first-level cache between the passes over it: the second pass would else take as
+//    long as memory does. Blocks are taken by whichever thread is free: a busy core slows only its own.
 // 4. A block's wire copy (unit_store.py, Rule 7) is converted while the block is in the cache. Which NaN ATen makes of one
 //    depends on where in a thread's share it lies: a copy in which there is any is reported, and ATen converts it.
 // 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
+// 6. Gradients are widened into memory whose second half they lie in (gradient_store.py, Rule 2). Blocks are taken in
+//    ascending order and read before they are written, and what a block is written over are blocks up to itself: it
+//    waits until these have been read, and those never wait for a later one. Of NaNs in FP16, unlike those in bfloat16,
+//    ATen makes several: it widens what has any.
+
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int64_t kBlock = 4096;
-constexpr int kTaken = 4;  // blocks at once: neighbouring blocks share pages
+constexpr int64_t kBlock = 512;
+constexpr int kTaken = 32;  // blocks at once: neighbouring blocks share pages
 
 enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop };
 enum Flag : int32_t { kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32 };
@@ -233,6 +242,32 @@ void finish_stores() {
 
 bool can_convert(int32_t type) { return type == kNone || type == kBFloat16 || (type == kFloat16 && kHasFloat16); }
 
+// ---- gradients that came down in half precision (Rule 6)
+
+#if defined(__AVX2__) && defined(__F16C__)
+void widen_float16(const uint16_t* in, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += 8) {
+    alignas(16) uint16_t rest[8] = {};
+    alignas(32) float last[8];
+    const int64_t m = std::min<int64_t>(8, n - i);
+    if (m < 8) std::copy(in + i, in + n, rest);
+    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(m < 8 ? rest : in + i)));
+    _mm256_storeu_ps(m < 8 ? last : out + i, x);
+    if (m < 8) std::copy(last, last + m, out + i);
+  }
+}
+#else
+void widen_float16(const uint16_t*, float*, int64_t) {}
+#endif
+
+void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
+  if (type == kFloat16) return widen_float16(in, out, n);
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+    std::memcpy(out + i, &bits, sizeof bits);
+  }
+}
+
 // ---- the loops, for the elements of one block
 
 template <bool Fused, int32_t Flags>
@@ -397,4 +432,34 @@ extern "C" int32_t sp_lightning_convert(const float* in, uint16_t* out, int64_t 
   if (can_convert(type)) convert(in, out, count, type);
   finish_stores();
   return can_convert(type);
+}
+
+// Widens numbers that lie in the second half of the memory that they are widened into, or behind it. Returns whether it
+// did.
+extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t count, int32_t type, int32_t threads) {
+  constexpr int64_t size = kBlock * kTaken;
+  const int64_t blocks = (count + size - 1) / size;
+  const int64_t ahead = (reinterpret_cast<intptr_t>(in) - reinterpret_cast<intptr_t>(out)) / 2;  // in numbers of `in`
+  if (type == kNone || !can_convert(type) || ahead < count || count <= 0) return false;
+  int32_t nan = 0;
+  if (type == kFloat16) {
+#pragma omp parallel for num_threads(std::min<int64_t>(threads, blocks)) schedule(dynamic, size) reduction(| : nan)
+    for (int64_t i = 0; i < count; i++) nan |= (in[i] & 0x7fff) > 0x7c00;
+  }
+  if (nan) return false;
+  std::vector<std::atomic<bool>> read(blocks);
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(std::min<int64_t>(threads, blocks))
+  for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
+    alignas(64) uint16_t own[size];
+    const int64_t at = block * size, n = std::min(size, count - at);
+    std::copy(in + at, in + at + n, own);
+    read[block].store(true, std::memory_order_release);
+    const int64_t first = std::max<int64_t>(2 * at - ahead, 0), last = 2 * (at + n) - ahead;  // of what is written over
+    for (int64_t other = first / size; other * size < last; other++) {
+      while (!read[other].load(std::memory_order_acquire)) sched_yield();
+    }
+    widen(own, out + at, n, type);
+  }
+  return true;
 }

@@ -1,8 +1,8 @@
 """torch's own optimizers on the host in compiled code: the speed of memory, and the bits of torch's default loop.
 
 1. Compiled code steps nothing that was not compared: its roots over every mantissa, conversions over every case of
-   rounding, and each optimizer's options, once, against torch's loop over random, extreme and special values. One
-   different bit, and torch's operators step, or convert, instead.
+   rounding, widening over every number, and each optimizer's options, once, against torch's loop over random, extreme
+   and special values. One different bit, and torch's operators step, convert or widen instead.
 2. No step waits: sources are compiled, and options compared, in a thread of their own, while torch's operators step.
    One process of a machine compiles; the others use what it made as soon as it is there.
 3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
@@ -174,6 +174,7 @@ class Library:
         self._fused = False
         self._mkl: int | None = None
         self._wires: dict[torch.dtype, int] = {}  # the types to which it converts with torch's bits
+        self._widened: dict[torch.dtype, int] = {}  # the types that it widens with torch's bits
         self._reasons: dict[Any, str] = {}  # by options: why they are not used, or empty
         self._asked: list[tuple[Any, Callable[[], bool]]] = []
         self._lock = threading.Lock()
@@ -215,9 +216,24 @@ class Library:
         """Return the type to which a wire copy is converted, as a number; 0 if torch has to."""
         return 0 if wire is None else self._wires.get(wire.dtype, 0)
 
+    def widen(self, narrow: Tensor, wide: Tensor) -> bool:
+        """Widen flat gradients into memory whose second half they lie in, in one parallel region.
+
+        Returns False, with nothing done, if torch has to.
+        """
+        code, number = self._code, self._widened.get(narrow.dtype)
+        if code is None or number is None or dispatch_mode_count():
+            return False
+        places = ctypes.c_void_p(narrow.data_ptr()), ctypes.c_void_p(wide.data_ptr())
+        done = code.sp_lightning_widen(*places, ctypes.c_int64(narrow.numel()), number, torch.get_num_threads())
+        if done:
+            torch.autograd.graph.increment_version(wide)
+        return bool(done)
+
     # ---- in the thread of its own (Rule 2)
 
     def _find_out(self) -> None:
+        torch.set_flush_denormal(False)  # a thread begins with the setting of the one that began it
         while True:
             with self._lock:
                 if not self._asked or self.failure:
@@ -231,7 +247,8 @@ class Library:
                         code = ctypes.CDLL(str(path))
                         self._pick_rounding(code)
                         self._wires = {dtype: number for dtype, number in WIRES.items() if _converts(code, dtype)}
-                    self._code = code
+                        widened = {dtype: number for dtype, number in WIRES.items() if _widens(code, dtype)}
+                    self._code, self._widened = code, widened
                 with _unforked:
                     reason = "" if equals() else f"{DIFFERENT} for {key[0].__name__}{key[1:]}"
             except Exception as error:
@@ -339,6 +356,20 @@ def _converts(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
         if not torch.equal(found.view(torch.int16), expected.view(torch.int16)):
             return False
     return True
+
+
+def _widens(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether compiled code widens all numbers of this type, but for NaNs in FP16, as torch does wherever they lie."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).short().view(dtype)
+    if dtype is torch.float16:
+        numbers = numbers[~numbers.isnan()]
+    found = torch.empty(len(numbers), dtype=torch.float32)
+    narrow = found.view(dtype)[len(numbers) :].copy_(numbers)
+    address = ctypes.c_void_p(narrow.data_ptr()), ctypes.c_void_p(found.data_ptr())
+    if not code.sp_lightning_widen(*address, ctypes.c_int64(len(numbers)), WIRES[dtype], 1):
+        return False
+    at_ends = torch.cat([few.float() for few in numbers.split(31)])  # type: ignore[no-untyped-call]
+    return same_bits(found, numbers.float()) and same_bits(found, at_ends)
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:

@@ -13,13 +13,17 @@ update of these classes is elementwise: the same loop over pieces that fit into 
 4. Pieces are cut after the closure ran, because the closure makes the gradients.
 5. A vectorized kernel treats the last elements of a thread's share differently, and their bits differ in half precision
    and in NaNs. So cuts and thread shares fall on whole vectors, except where the default loop has such an end too.
+6. An operator that several threads share ends when the slowest of them does, and where other processes take the cores,
+   each of thousands would wait so. So a step has threads of its own that take pieces in turn, each with operators that
+   it shares with nobody. Nothing but the end of the step waits for the slowest one.
 """
 
 import functools
 import itertools
 import operator
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -39,7 +43,9 @@ from torch.optim import (
     Rprop,
 )
 
+from ..compat.kernels import can_share_operators, share_operators
 from ..compat.modules import run_first
+from ..compat.tensors import dispatch_mode_count, function_mode_count
 from ..memory.parameters import HostParameter, true_device
 from ..memory.weights import Conversion
 from . import native
@@ -59,6 +65,9 @@ GRAIN = 32768
 FEWEST_PIECES = 4
 # Elements: a multiple of what any vectorized loop reads at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
+# Threads of a step (Rule 6), which take turns in Python. On a machine with more cores they share operators with others.
+MOST_THREADS = 8
+AT_ONCE = 4  # pieces that a thread takes
 
 
 def shadow_of(optimizer: Optimizer) -> Any:
@@ -170,29 +179,71 @@ def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: in
     state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
+    numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    in_turn = threads > 1 and numel >= FEWEST_PIECES * piece * threads and function_mode_count() == 0
+    compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
+    if (in_turn or compiles) and _needs_order(optimizer):
+        in_turn = compiles = False
+    in_turn = in_turn and dispatch_mode_count() == 0 and can_share_operators()
+    # Rule 5: operators on fewer elements than GRAIN per thread are not shared by all threads.
+    fewest, sharers = FEWEST_PIECES * piece * threads, threads
+    if in_turn:
+        fewest, sharers = GRAIN * threads, _ceil_div(threads, MOST_THREADS)
 
     def cut(param: Tensor) -> list[Tensor]:
         # An earlier parameter that shares this scalar updates it first: copies made now would be too old.
         scalars = {id(value) for value in optimizer.state.get(param, {}).values() if _is_scalar(value)}
         shared = not scalars_seen.isdisjoint(scalars)
         scalars_seen.update(scalars)
-        if shared or param.numel() < FEWEST_PIECES * piece * threads:
+        if shared or param.numel() < fewest:
             return [param]
         param_state = _state_in_step(optimizer, param)
         if param_state is None:
             return [param]
-        pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, piece))
+        pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, sharers, piece))
         state.update(pieces)
         return list(pieces)
 
-    numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-    compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES and not _share_anything(optimizer)
     left = functools.partial(_left_to_torch, optimizer, conversions) if compiles else operator.itemgetter("params")
     groups = [
         {**group, "params": [part for param in left(group) for part in cut(param)]} if _takes_the_loop(group) else group
         for group in optimizer.param_groups
     ]
+    if in_turn:
+        groups = _left_by_threads(optimizer, groups, state, threads // sharers, sharers)
     return groups, state
+
+
+def _left_by_threads(
+    optimizer: Optimizer, groups: list[Group], state: ChainMap[Tensor, State], count: int, sharers: int
+) -> list[Group]:
+    """Step all pieces in so many threads that take them in turn; return the groups with the other parameters."""
+    pieces = set(map(id, state.maps[0]))
+    todo: deque[Group] = deque()
+    left: list[Group] = []
+    for group in groups:
+        params = [param for param in group["params"] if id(param) in pieces]
+        todo.extend({**group, "params": params[at : at + AT_ONCE]} for at in range(0, len(params), AT_ONCE))
+        left.append({**group, "params": [param for param in group["params"] if id(param) not in pieces]})
+    inference = torch.is_inference_mode_enabled()
+
+    def take_turns(_: int) -> None:
+        assert share_operators(sharers)
+        with torch.inference_mode(inference):
+            while todo:
+                try:
+                    group = todo.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                shadow = shadow_of(optimizer)
+                shadow.param_groups, shadow.state = [group], state
+                type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: see step_groups
+
+    count = min(count, len(todo))
+    if count:
+        with ThreadPoolExecutor(count, "superpipeline-pieces") as threads:
+            list(threads.map(take_turns, range(count)))
+    return left
 
 
 def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group) -> list[Tensor]:
@@ -215,10 +266,10 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
     return [param for param in params if id(param) not in stepped]
 
 
-def _share_anything(optimizer: Optimizer) -> bool:
-    """Whether parameters share bytes, or their counts of steps: then the loop's order decides the result."""
+def _needs_order(optimizer: Optimizer) -> bool:
+    """Whether the loop's order decides: parameters share bytes or counts of steps, or torch may refuse one."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(map(_is_plain, params)):
+    if not all(_is_plain(param) and (param.grad is None or _is_plain(param.grad)) for param in params):
         return True
     ranges = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param in params)
     counts = [id(state["step"]) for param in params if "step" in (state := optimizer.state.get(param, {}))]
@@ -298,17 +349,20 @@ def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 @functools.cache
-def _piece_lengths(numel: int, threads: int, piece: int) -> tuple[int, ...]:
-    """Cut ``numel`` elements so that kernels treat each element as in one pass over all of them (rule 5)."""
+def _piece_lengths(numel: int, threads: int, sharers: int, piece: int) -> tuple[int, ...]:
+    """Cut ``numel`` elements so that kernels treat each element as in one pass over all of them (Rule 5).
+
+    That pass is shared by ``threads``, and each on a piece by ``sharers``.
+    """
     share = _ceil_div(numel, min(threads, _ceil_div(numel, GRAIN)))
     if share % LINE == 0:
         share = numel
-    largest = _ceil_div(piece * threads, LINE) * LINE
+    largest = _ceil_div(piece * sharers, LINE) * LINE
     lengths = []
     for start in range(0, numel, share):
         rest = min(share, numel - start)
         while rest:
-            lengths.append(_evenly_shared(min(rest, largest), threads))
+            lengths.append(_evenly_shared(min(rest, largest), sharers))
             rest -= lengths[-1]
     return tuple(lengths)
 

@@ -28,11 +28,12 @@ from ..autograd.bridge import Gradients
 from ..compat.tensors import HOOKS_AFTER_ACCUMULATION, forward_level, is_batched_gradient, tensor_hooks, will_execute
 from ..core.telemetry import Counters
 from ..memory.device import Device
-from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, widened
+from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
 from ..memory.layout import ALIGNMENT, Layout
 from ..memory.parameters import HostParameter, set_true_grad, true_dtype, true_grad
 from ..memory.staging import Arrival
 from ..memory.unit_store import UnitStore
+from ..optim import native
 from ..optim.pending_step import PendingStep
 
 Mark = tuple[list[int], list[int]]
@@ -82,7 +83,8 @@ class GradientTransfer:
 
     packing: PackedGradients  # freed early, its memory would be reused while the copy reads it
     parameters: list[Tensor]
-    host: list[tuple[Tensor, Tensor | None]]  # where each arrives and is widened; nothing else may use these meanwhile
+    slots: list[GradientSlot]  # where each arrives and is widened
+    in_use: list[tuple[Tensor, Tensor | None]]  # their tensors: references, so that nothing else uses these meanwhile
     marks: GradientVersions
     stream: Any  # the packed buffer was made on it, and its memory is reused there
     done: Arrival
@@ -99,8 +101,17 @@ class GradientTransfer:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
         before = _mark(self.parameters)
-        for parameter, (grad, wide_view) in zip(self.parameters, self.host, strict=True):
-            _accumulate(parameter, grad, wide_view)
+        widening: list[tuple[Tensor, Tensor, GradientSlot]] = []
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
+            if slot.wide_view is None or true_grad(parameter) is not None:
+                _accumulate(parameter, slot.tensor)  # now: widening may write over it
+            else:
+                widening.append((parameter, slot.wide_view, slot))
+        for narrow, wide in runs_to_widen(slot for *_, slot in widening):
+            if not native.LIBRARY.widen(narrow, wide):  # else in one parallel region
+                widened(narrow, wide)
+        for parameter, wide, _ in widening:
+            set_true_grad(parameter, wide)
         self.marks.note_accumulated(self.parameters, before)
         return self.parameters
 
@@ -189,7 +200,8 @@ class GradientReturn:
         places, packing = slab.slots_for(indices, grads)
         transfer = self._send(store, grads, packing)
         transfer.parameters = [store.params[index] for index in indices]
-        transfer.host = [(place.tensor, place.wide_view) for place in places]
+        transfer.slots = places
+        transfer.in_use = [(place.tensor, place.wide_view) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
         if step is not None and not self._under_way:
@@ -205,7 +217,7 @@ class GradientReturn:
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
         done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
-        self._last = GradientTransfer(packing, [], [], self.marks, compute, done)
+        self._last = GradientTransfer(packing, [], [], [], self.marks, compute, done)
         return self._last
 
     def let_go(self) -> None:
@@ -271,12 +283,10 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
     return Disposition.RETURN if seen or unguarded or grad.layout is not torch.strided else Disposition.TAKE
 
 
-def _accumulate(parameter: Tensor, grad: Tensor, wide_view: Tensor | None) -> None:
+def _accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add a gradient to ``.grad``, or set it, as autograd does for a leaf."""
     before = true_grad(parameter)
-    if before is None and wide_view is not None:
-        grad = widened(grad, wide_view)
-    elif grad.dtype is not (dtype := true_dtype(parameter)):
+    if grad.dtype is not (dtype := true_dtype(parameter)):
         grad = grad.to(dtype)
     if before is None:
         set_true_grad(parameter, grad)

@@ -261,13 +261,15 @@ def test_options_may_be_lists():
     native.LIBRARY.wait()
 
 
-def test_a_thread_that_flushes_denormals_is_left_to_torch():
+def test_a_thread_that_flushes_denormals_is_left_to_torch(library):
+    """What is compared meanwhile is compared for all threads."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot")
     try:
         assert not natively()
     finally:
         torch.set_flush_denormal(False)
+    assert natively()
 
 
 def test_autograd_sees_what_compiled_code_changed():

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,19 +141,95 @@ def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, option
     assert cuts == [SIZES[0]] * 3
 
 
-def check_bits_with_threads(threads):
-    torch.set_num_threads(threads)
-    sizes = [threads * 5 * host.GRAIN, threads * 5 * host.GRAIN + 1, threads * 7 * host.GRAIN - 101]
-    for (cls, options), dtype in ((CASES[1], torch.bfloat16), (CASES[7], torch.bfloat16), (CASES[14], torch.float32)):
-        check_bits(cls, options, dtype, sizes, host.GRAIN)
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads):
-    # Half precision and NaNs show where a kernel split the work; the number of threads is the process's own.
-    code = f"import test_pieces; test_pieces.check_bits_with_threads({threads})"
+def with_threads(threads, call):
+    """Call a function of this module in a process with so many threads."""
+    code = f"import torch, test_pieces; torch.set_num_threads({threads}); test_pieces.{call}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
+def check_bits_with_threads(in_turn, most, flushes=False):
+    native.FEWEST, host.MOST_THREADS = sys.maxsize, most
+    if not in_turn:
+        host.can_share_operators = lambda: False
+    torch.set_flush_denormal(flushes)  # threads that begin from here on do as this one
+    threads, teams, by_threads = torch.get_num_threads(), [], host._left_by_threads
+    host._left_by_threads = lambda *args: teams.append(args[3:]) or by_threads(*args)
+    sizes = [threads * 5 * host.GRAIN, threads * 5 * host.GRAIN + 1, threads * 7 * host.GRAIN - 101, 7]
+    for (cls, options), dtype in ((CASES[1], torch.bfloat16), (CASES[7], torch.bfloat16), (CASES[14], torch.float32)):
+        check_bits(cls, options, dtype, sizes, host.GRAIN)
+    assert set(teams) == ({(min(threads, most), threads // most or 1)} if in_turn else set())
+    assert torch.get_num_threads() == threads
+
+
+# Half precision and NaNs show where a kernel split the work.
+@pytest.mark.parametrize(
+    "threads, in_turn, most", [(2, True, 8), (3, True, 8), (4, True, 2), (2, True, 1), (2, False, 8), (3, False, 8)]
+)
+def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads, in_turn, most):
+    with_threads(threads, f"check_bits_with_threads({in_turn}, {most})")
+
+
+def test_threads_that_take_turns_flush_denormals_as_the_caller_does():
+    with_threads(2, "check_bits_with_threads(True, 8, flushes=True)")
+
+
+def refuse_in_turn():
+    native.FEWEST = sys.maxsize
+    optimizer = optim.AdamW(parameters([2 * 5 * host.GRAIN] * 2))
+    step_in_pieces(optimizer, host.GRAIN)
+    train(optimizer, 2)
+    before = saved(optimizer)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    param.grad = param.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        optimizer.step()
+    assert saved(optimizer) == before
+    optimizer.param_groups[0]["eps"] = "small"
+    with pytest.raises(TypeError):
+        train(optimizer, 1)
+    optimizer = optim.AdamW(parameters([2 * 5 * host.GRAIN] * 2))
+    step_in_pieces(optimizer, host.GRAIN)
+    with torch.inference_mode():  # the mode of the caller's thread alone
+        train(optimizer, 2)
+
+
+def test_threads_that_take_turns_raise_what_torch_does():
+    with_threads(2, "refuse_in_turn()")
+
+
+def share_counts_of_steps():
+    native.FEWEST = sys.maxsize
+    sizes = [2 * 5 * host.GRAIN, 2 * 5 * host.GRAIN + 3]
+
+    def drive(optimizer):
+        train(optimizer, 1)
+        first, second = optimizer.param_groups[0]["params"]
+        optimizer.state[second]["step"] = optimizer.state[first]["step"]
+        train(optimizer, 2)
+
+    plain, pieces = both(lambda: small(sizes=sizes), lambda optimizer: step_in_pieces(optimizer, host.GRAIN), drive)
+    assert plain == pieces
+
+
+def test_threads_do_not_take_turns_where_parameters_share_a_count_of_steps():
+    with_threads(2, "share_counts_of_steps()")
+
+
+def test_operators_of_other_threads_are_shared_as_before():
+    """The number that a thread sets for its own operators holds for no other thread, also not for a later one."""
+    with_threads(3, "share_in_one_thread()")
+
+
+def share_in_one_thread():
+    assert host.can_share_operators()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(host.share_operators, 1).result()
+        assert thread.submit(torch.get_num_threads).result() == 1
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(torch.get_num_threads).result() == 3
+    assert torch.get_num_threads() == 3
 
 
 def ragged_ends(lengths, threads):
@@ -171,15 +248,17 @@ def ragged_ends(lengths, threads):
 
 @given(st.integers(1, 1 << 25), st.integers(1, 128), st.sampled_from([1, 1000, SMALL, 1 << 15, PIECE]))
 def test_pieces_end_raggedly_where_the_whole_does(numel, threads, piece):
-    lengths = host._piece_lengths(numel, threads, max(piece, numel // 1000))
-    assert sum(lengths) == numel
-    assert ragged_ends(lengths, threads) == ragged_ends([numel], threads)
+    for sharers in {1, -(-threads // 8), threads}:
+        lengths = host._piece_lengths(numel, threads, sharers, max(piece, numel // 1000))
+        assert sum(lengths) == numel
+        assert ragged_ends(lengths, sharers) == ragged_ends([numel], threads)
 
 
 def test_pieces_do_not_exceed_their_size():
-    assert host._piece_lengths(5 * PIECE + 3, 1, PIECE) == (*[PIECE] * 5, 3)
-    assert host._piece_lengths(6 * PIECE, 2, PIECE) == (2 * PIECE,) * 3
-    assert host._piece_lengths(2 * PIECE + 2 * 40_000 + 2, 2, PIECE) == (PIECE + 39_936, 65, PIECE + 39_936, 65)
+    assert host._piece_lengths(5 * PIECE + 3, 1, 1, PIECE) == (*[PIECE] * 5, 3)
+    assert host._piece_lengths(6 * PIECE, 2, 2, PIECE) == (2 * PIECE,) * 3
+    assert host._piece_lengths(6 * PIECE, 2, 1, PIECE) == (PIECE,) * 6
+    assert host._piece_lengths(2 * PIECE + 2 * 40_000 + 2, 2, 2, PIECE) == (PIECE + 39_936, 65, PIECE + 39_936, 65)
 
 
 def small(cls=optim.AdamW, sizes=(8 * SMALL + 5, 3), **options):

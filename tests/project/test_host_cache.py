@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -77,6 +79,29 @@ def test_the_peak_does_not_grow_with_the_layers_caches(way):
     (_, few_there), (_, many_there) = (streamed("llama", layers, **WAYS[way]) for layers in (4, 16))
     assert many_there > few_there
     assert many <= few + 1024
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("prompt, answer", [(64, 4), (4, 44)])
+def test_the_simulated_batch_takes_the_memory_of_a_real_one(monkeypatch, prompt, answer, on_host):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import long_answers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=8, vocab_size=128, pad_token_id=0)
+    net, ids = transformers.LlamaForCausalLM(config).eval(), torch.full((32, prompt), 3, device=DEVICE)
+    model = long_answers.Decoder("", 128, 8, 128, 32, 384, 128)
+    with sp_lightning.stream(net, DEVICE, window=2):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        cache = host_cache(config) if on_host else None
+        net.generate(ids, min_new_tokens=answer, max_new_tokens=answer, do_sample=False, past_key_values=cache)
+        torch.accelerator.synchronize()
+    monkeypatch.setattr(long_answers, "HALF", 4)
+    passes = (prompt, prompt, False), (1, prompt + answer, True)
+    visits = [model.visits(32, new, length, on_host, reads) for new, length, reads in passes]
+    peak = max(long_answers.one_pass(model, long_answers.T4, each).peak_nbytes for each in visits)
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(peak, rel=0.15)
 
 
 def test_at_most_three_layers_are_on_the_device():

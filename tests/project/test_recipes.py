@@ -29,6 +29,7 @@ QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 DOCUMENTATION = (ROOT / "docs/recipes.md").read_text()
 COMMANDS = re.findall(r"<!-- ci: recipe -->\n```bash\n(.*)\n```", DOCUMENTATION)
 RECIPES = ["finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"]
+RECIPES += ["distill", "prune", "moefy", "pseudo_to_real"]
 NEEDS = {
     "lora_llm": "peft",
     "finetune_vision": "torchvision",
@@ -64,12 +65,17 @@ def last(folder):
 
 def left(folder):
     """Weights and optimizer state as the run left them."""
-    checkpoint = torch.load(last(folder), weights_only=True)
+    checkpoint = torch.load(last(folder), weights_only=True, map_location="cpu")
     kept = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
     return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+COMPARED_BELOW = {"prune", "pseudo_to_real"}  # in the default run too, and with more of what they do
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=SLOW if name in COMPARED_BELOW else ()) for name in RECIPES]
+)
 def test_a_recipe_gives_plain_lightnings_result(recipe):
     streamed, plain = fit(recipe, folder="streamed"), fit(recipe, PLAIN, folder="plain")
     parity.compare(left(plain), left(streamed))
@@ -96,7 +102,11 @@ class Moved(L.Callback):
 
 @pytest.mark.parametrize(
     "recipe, arguments",
-    [("lora_llm", ["--model.dropout=0.3"]), *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES)],
+    [
+        ("lora_llm", ["--model.dropout=0.3"]),
+        pytest.param("prune", ["--model.every=1"], marks=SLOW),
+        *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES),
+    ],
 )
 def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe, arguments):
     halfway = "--trainer.callbacks+=test_recipes.Halfway"
@@ -115,9 +125,10 @@ def test_a_documented_command_runs_for_two_steps(command, capsys):
     assert re.search(r"plain Lightning would have needed .*[0-9.]+ ms per step", capsys.readouterr().out)
 
 
-def test_a_summary_says_of_how_many_batches_a_step_is(capsys):
+def test_a_summary_says_what_a_step_moved_and_of_how_many_batches_it_is(capsys):
     fit("finetune_llm", steps=2)
-    assert re.search(r"[0-9.]+ ms per step of 2 batches", capsys.readouterr().out)
+    said = r"[0-9.]+ MiB up and [0-9.]+ MiB down per step \| [0-9.]+ ms per step of 2 batches"
+    assert re.search(said, capsys.readouterr().out)
 
 
 FOR_REAL = re.findall(r"```bash\n(python .*?)\n```", DOCUMENTATION.replace("\\\n", " "))
@@ -833,6 +844,478 @@ def test_a_model_in_which_nothing_would_be_packed_is_refused(monkeypatch):
     monkeypatch.setattr(quantized, "library", lambda bits: None)
     with pytest.raises(BadInput, match=r"base_bits=4 packs nn.Linear, of which Sequential has none but its head"):
         quantized.quantize(torch.nn.Sequential(head := torch.nn.Linear(2, 2)), 4, leave=head)
+
+
+# ---- a student and its teacher
+
+
+def test_of_a_teacher_nothing_travels_down_or_is_saved():
+    run = fit("distill", "--trainer.callbacks+=test_recipes.Moved", "--model.match=both")
+    saved = torch.load(last(run), weights_only=True)["state_dict"]
+    assert {name.partition(".")[0] for name in saved} == {"model", "projection"}
+    assert Moved.stats["bytes_down"] == 2 * sum(tensor.nbytes for tensor in saved.values())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data.packing=false", "--model.on_policy=0.5", "--model.max_new_tokens=4", "--trainer.strategy.window=1"],
+        pytest.param(
+            ["--model.match=both", "--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"], marks=SLOW
+        ),
+        pytest.param(["--model.match=hidden", "--trainer.strategy.activations=keep"], marks=SLOW),
+    ],
+)
+def test_a_student_learns_as_with_plain_lightning(arguments):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed, plain = fit("distill", *arguments, folder="streamed"), fit("distill", PLAIN, *on_plain, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+def test_a_students_distance_is_none_from_itself_and_one_block_is_compared_with_the_last_of_two():
+    from examples.distill.module import Distill
+
+    same, module = torch.randn(3, 7), Distill()
+    assert module.divergence(same, same) == 0 and module.divergence(same, -same) > 0
+    blocks, read = (torch.randn(2, 3, 4), torch.randn(2, 3, 4)), torch.ones(2, 3, dtype=torch.bool)
+    assert module.between_blocks(blocks[1:], blocks, read) == 0 < module.between_blocks(blocks[:1], blocks, read)
+
+
+@SLOW
+def test_a_student_comes_nearer_to_its_teacher(capsys):
+    for steps in (1, 40):
+        fit("distill", steps=steps, folder=str(steps))
+    short, long = re.findall(r"^loss ([0-9.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(long) < 0.9 * float(short)
+
+
+def test_a_student_writes_after_its_prompts_and_learns_its_own_words(tiny_llm):
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.distill.module import Distill
+
+    module = Distill(on_policy=1.0, max_new_tokens=3)
+    module.model = AutoModelForCausalLM.from_pretrained(tiny_llm)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_llm)))
+    labels = torch.tensor([[-100, -100, 7, 8], [-100, 6, 7, -100]])
+    made = module.written({"input_ids": torch.tensor([[4, 5, 7, 8], [9, 6, 7, 0]]), "labels": labels})
+    assert made["input_ids"][:, :2].tolist()[0] == [4, 5] and made["input_ids"][1, 0] == 9 and module.model.training
+    for ids, mask, learned, prompt in zip(
+        *(made[name].tolist() for name in ("input_ids", "attention_mask", "labels")), (2, 1), strict=True
+    ):
+        said = sum(mask) - prompt
+        assert 1 <= said <= 3 and learned == [-100] * prompt + ids[prompt : sum(mask)] + [-100] * (len(ids) - sum(mask))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"on_policy": 0.5}, "model.on_policy needs data.packing=false"),
+        ({"own": 2}, "model.own=2 is a share, from 0 to 1"),
+        ({"temperature": 0}, "model.temperature=0 has to be more than 0"),
+    ],
+)
+def test_a_lesson_that_can_not_be_given_is_named(options, said):
+    from types import SimpleNamespace
+
+    from examples.common.errors import BadInput
+    from examples.distill.module import Distill
+
+    module = Distill(**options)
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(packing=True))
+    with pytest.raises(BadInput, match=said):
+        module.configure_model()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model.teacher=other"], "the tokenizer of model.teacher=other has other tokens than that of"),
+        pytest.param(["--model.teacher=./none"], "directory none does not exist", marks=SLOW),
+        pytest.param(
+            ["--model.on_policy=0.5", "--data.packing=false", "--data.block_size=250"],
+            r"rows of 282 tokens .* are more than the 256 positions",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_a_teacher_that_can_not_teach_is_named(arguments, said, tiny_llm, words):
+    from examples.common.errors import BadInput
+
+    shutil.copytree(tiny_llm, "other")
+    words.add_tokens(["owl-like"])
+    words.save_pretrained("other")
+    config = json.loads(pathlib.Path("other/config.json").read_text())
+    pathlib.Path("other/config.json").write_text(json.dumps({**config, "vocab_size": len(words)}))
+    with pytest.raises(BadInput, match=said):
+        fit("distill", f"--model.name_or_path={tiny_llm}", *arguments)
+
+
+# ---- few weights of many
+
+
+def sparse_layer():
+    from examples.prune.sparse import SparseLinear, renew
+
+    layer = torch.nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.tensor([[8.0, -7.0, 1.0, 2.0], [-6.0, 5.0, 3.0, -4.0]])
+    SparseLinear.of(layer, penalty=0.5)
+    renew(layer, 0.25, 0.5)
+    return layer
+
+
+def test_a_sparse_layer_uses_its_largest_weights_and_learns_a_few_more():
+    from examples.prune.sparse import block_of, renew
+
+    names = ("model.layers.1.mlp.up_proj", "h.0.attn", "", "wte")
+    assert [block_of(name) for name in names] == ["model.layers.1", "h.0", "", "wte"]
+    layer, saved = sparse_layer(), sparse_layer().state_dict()
+    renew(layer, 1.0, 1.0)
+    layer.load_state_dict(saved)  # as a resumed run does
+    assert layer.codes.tolist() == [[2, 2, 0, 0], [1, 1, 0, 0]]
+    assert torch.equal(layer(torch.eye(4)).T, torch.tensor([[8.0, -7.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    layer(torch.ones(1, 4)).sum().backward()
+    # A gradient of 1, and half of the weight; of those that are not used, times 1 / 0.25.
+    assert layer.weight.grad.tolist() == [[1 + 4.0, 1 - 3.5, 0, 0], [1 - 12.0, 1 + 10.0, 0, 0]]
+
+
+def test_a_weight_that_grows_comes_to_be_used_with_the_value_that_it_kept():
+    from examples.prune.sparse import renew
+
+    layer = sparse_layer()
+    layer.weight.data[1, 0] = -9.0
+    assert layer(torch.eye(4)).T[1, 0] == 0
+    renew(layer, 0.25, 0.5)
+    assert layer(torch.eye(4)).T[1, 0] == -9 and layer.codes.tolist() == [[2, 1, 0, 0], [2, 1, 0, 0]]
+
+
+def test_the_share_of_weights_falls_fast_at_first():
+    from examples.prune.module import Prune
+
+    module = Prune(density=0.2, backward_density=0.5, ramp_steps=10)
+    assert [module.shares(step) for step in (0, 10, 99)] == [(1.0, 1.0), (0.2, 0.5), (0.2, 0.5)]
+    assert module.shares(5) == (0.2 + 0.8 / 8, 0.5) and Prune(density=0.2).shares(0) == (0.2, 0.2)
+
+
+def test_kept_weights_are_counted_with_their_bits():
+    from examples.prune.module import kept_share
+    from examples.prune.sparse import LEARNED, USED
+
+    layer, other = sparse_layer(), torch.nn.Parameter(torch.zeros(10))
+    up, down = {layer.weight, layer.codes, other}, {layer.weight, other}
+    assert kept_share([layer], up, USED, 2) == (2 * 4 + 8 * 2 / 8 + 40) / (8 * 4 + 8 + 40)
+    assert kept_share([layer], down, LEARNED, 1) == (4 * 4 + 8 / 8 + 40) / (8 * 4 + 40)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model.every=1"],
+        pytest.param(
+            [
+                *("--model.every=1", "--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"),
+                "--trainer.strategy.window=1",
+            ],
+            marks=SLOW,
+        ),
+        pytest.param(
+            [
+                *("--model.every=2", "--model.ramp_steps=4", "--model.backward_density=null"),
+                *("--trainer.gradient_clip_val=null", "--trainer.strategy.activations=keep"),
+            ],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_weights_are_chosen_anew_as_with_plain_lightning(arguments, capsys):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed = fit("prune", *arguments, steps=3, folder="streamed")
+    printed = r"[0-9.]+% are learned; they alone would be [0-9.]+ .iB up and [0-9.]+ .iB down per step"
+    assert re.search(printed, capsys.readouterr().out)
+    parity.compare(left(fit("prune", PLAIN, *on_plain, steps=3, folder="plain")), left(streamed))
+
+
+def test_what_a_pruned_run_saves_are_the_weights_that_are_used(tiny_llm, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    from examples.common.errors import BadInput
+    from examples.prune.module import Prune
+    from examples.prune.sparse import load
+
+    kept = []
+    monkeypatch.setattr(Prune, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    run = fit("prune", f"--model.name_or_path={tiny_llm}", "--model.density=0.05")
+    loaded = load(run / "model")
+    with torch.no_grad():
+        mine, theirs = (model.eval()(torch.arange(24)[None]).logits for model in (kept[0], loaded))
+    assert torch.equal(mine, theirs)
+    block = loaded.model.layers[0]
+    assert block.mlp.up_proj.weight.count_nonzero() == round(0.05 * block.mlp.up_proj.weight.numel())
+    weights = load_file(run / "model/sparse.safetensors")
+    save_file({name: weight for name, weight in weights.items() if "norm" not in name}, "less.safetensors")
+    shutil.copytree(run / "model", "less")
+    pathlib.Path("less.safetensors").replace("less/sparse.safetensors")
+    with pytest.raises(BadInput, match=r"less lacks the weights of LlamaForCausalLM: model.layers.0.input_layernorm.w"):
+        load("less")
+    dense = sum(path.stat().st_size for path in tiny_llm.glob("*.safetensors"))
+    assert (run / "model/sparse.safetensors").stat().st_size < dense / 3  # the rest are embedding and head
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"density": 0.0}, r"model.density=0.0 and model.backward_density=None are shares"),
+        (
+            {"density": 0.3, "backward_density": 0.2},
+            r"model.backward_density=0.2 are shares, .* not less than the first",
+        ),
+        ({"every": 0}, r"model.every=0 has to be 1 or more"),
+        ({"ramp_steps": -1}, r"model.ramp_steps=-1 0 or more"),
+    ],
+)
+def test_shares_that_are_none_are_named(options, said):
+    from examples.common.errors import BadInput
+    from examples.prune.module import Prune
+
+    with pytest.raises(BadInput, match=said):
+        Prune(**options).load()
+
+
+# ---- experts out of a dense model
+
+
+def split_feed_forward(experts=2, shared=0.25):
+    from examples.moefy.experts import SplitFeedForward, Tokens
+
+    dense = causal("Llama", hidden_size=8, intermediate_size=8).model.layers[0].mlp
+    return dense, SplitFeedForward(dense, Tokens(), 96, experts, shared, seed=0)
+
+
+def test_neurons_are_dealt_out_by_importance_and_their_sum_is_the_dense_layer():
+    dense, layer = split_feed_forward()
+    order = torch.tensor([5, 3, 0, 1, 2, 4, 6, 7])
+    layer.fill(dense, order)
+    dealt = [order[:2], order[2::2], order[3::2]]
+    for part, neurons in zip([layer.shared, *layer.experts], dealt, strict=True):
+        assert torch.equal(part.gate_proj.weight, dense.gate_proj.weight[neurons])
+        assert torch.equal(part.up_proj.weight, dense.up_proj.weight[neurons])
+        assert torch.equal(part.down_proj.weight, dense.down_proj.weight[:, neurons])
+    tokens = torch.randn(3, 8)
+    parts = layer.shared(tokens) + layer.experts[0](tokens) + layer.experts[1](tokens)
+    torch.testing.assert_close(parts, dense(tokens))
+
+
+def test_a_token_goes_to_the_shared_part_and_to_its_own_expert_and_no_other_is_called():
+    _, layer = split_feed_forward()
+    zero = (layer.table == 0).nonzero()[:2, 0]
+    assert torch.bincount(layer.table.int()).tolist() == [48, 48]  # of 96 tokens
+    called = []
+    for index, expert in enumerate(layer.experts):
+        expert.register_forward_hook(lambda *_, index=index: called.append(index))
+    layer.tokens.ids, states = zero[None], torch.randn(1, 2, 8)
+    torch.testing.assert_close(layer(states), layer.shared(states) + layer.experts[0](states))
+    assert called == [0, 0]  # by the layer, and above
+    ids = torch.tensor([[int((layer.table == 1).nonzero()[0]), int(zero[0])]])
+    layer.tokens.ids = ids
+    torch.testing.assert_close(layer(states)[0, 0], (layer.shared(states) + layer.experts[1](states))[0, 0])
+
+
+def test_a_neurons_importance_is_what_the_loss_would_lose_to_first_order():
+    from examples.moefy.experts import feed_forwards, watched
+
+    model, batch, made = causal("Llama"), rows(), []
+    hook = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: made.append(args[0]))
+    loss = model(**batch).loss
+    (gradient,) = torch.autograd.grad(loss, made[0])
+    expected = (made[0] * gradient).sum(1).abs().sum(0)
+    hook.remove()
+    model.requires_grad_(False)
+    with watched(model, torch.device("cpu")) as totals:
+        for _ in range(2):
+            model(**batch).loss.backward()
+    assert len(totals) == len(feed_forwards(model)) == 2
+    torch.testing.assert_close(totals[1], 2 * expected)
+    assert not model.model.layers[1].mlp.down_proj._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(
+            [
+                *("--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2"),
+                *("--trainer.strategy.window=1", "--trainer.strategy.activations=recompute"),
+            ],
+            marks=SLOW,
+        ),
+        pytest.param(
+            [
+                *("--data.packing=false", "--trainer.gradient_clip_val=null"),
+                *("--trainer.strategy.units=auto", "--trainer.strategy.activations=offload"),
+            ],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_experts_are_made_and_taught_as_with_plain_lightning(arguments):
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    streamed, plain = fit("moefy", *arguments, folder="streamed"), fit("moefy", PLAIN, *on_plain, folder="plain")
+    parity.compare(left(plain), left(streamed))
+
+
+def test_before_the_first_step_experts_have_the_dense_models_neurons_and_are_exported_with_them(monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    from examples.moefy.experts import load
+    from examples.moefy.module import Moefy
+
+    kept = []
+    monkeypatch.setattr(Moefy, "on_fit_end", lambda self: kept.append(self.model), raising=False)
+    run = fit("moefy", "--model.lr=0", steps=1)
+    loaded, dense = load(run / "model"), AutoModelForCausalLM.from_pretrained(run / "tiny/teacher")
+    with torch.no_grad():
+        mine, theirs = (model.eval()(torch.arange(24)[None]).logits for model in (kept[0], loaded))
+    assert torch.equal(mine, theirs)
+    for block, original in zip(loaded.model.layers, dense.model.layers, strict=True):
+        neurons = [part.up_proj.weight for part in (block.mlp.shared, *block.mlp.experts)]
+        expected = original.mlp.up_proj.weight
+        assert {tuple(row) for part in neurons for row in part.tolist()} == {tuple(row) for row in expected.tolist()}
+        assert not torch.equal(neurons[0], expected[: len(neurons[0])])  # not those that happen to be first
+
+
+def test_an_expert_without_tokens_sends_no_gradients_down():
+    data = write("my.jsonl", *[{"text": "a" * 16}] * 8)
+    arguments = f"--data.path={data}", "--data.packing=false", "--data.block_size=16", "--data.batch_size=4"
+    run = fit("moefy", *arguments, "--trainer.callbacks+=test_recipes.Moved")
+    checkpoint = torch.load(last(run), weights_only=True)
+    stepped = checkpoint["optimizer_states"][0]["state"].values()
+    trained = sum(w.nbytes for n, w in checkpoint["state_dict"].items() if not n.endswith(".table"))
+    down = sum(state["exp_avg"].nbytes for state in stepped)
+    assert Moved.stats["bytes_down"] == 2 * down and down < 0.8 * trained
+
+
+def test_what_can_not_be_split_is_named():
+    from examples.common.errors import BadInput
+    from examples.moefy.experts import split
+
+    with pytest.raises(BadInput, match="PhiForCausalLM has no feed-forward layers with gate_proj, up_proj, down_proj"):
+        split(causal("Phi"), experts=2, shared=0.25)
+    for experts, shared in ((1, 0.25), (2, 1.0), (64, 0.5)):
+        with pytest.raises(BadInput, match=f"32 neurons cannot be split into {experts} experts and a share of"):
+            split(causal("Llama"), experts=experts, shared=shared)
+
+
+# ---- one block for all, then a block for each
+
+
+def test_a_phase_is_said_apart_and_its_first_step_is_not_counted():
+    from examples.common.summary import traffic
+
+    batches = [("one", 9, 9), ("one", 9, 9), ("one", 1, 2), ("one", 3, 4), ("two", 1024, 0)]
+    assert traffic(batches, 2) == "4 B up and 6 B down per step while one, 2.00 KiB up and 0 B down per step while two"
+    assert traffic([("", 5, 6), ("", 1, 2)], 1) == "1 B up and 2 B down per step" and traffic([], 1) == ""
+
+
+def delinking(step, *arguments, steps=4, folder):
+    return fit("pseudo_to_real", f"--model.delink_at={step}", *arguments, steps=steps, folder=folder)
+
+
+@pytest.mark.parametrize(
+    "step, arguments",
+    [
+        (2, []),
+        pytest.param(1, ["--trainer.gradient_clip_val=null", "--trainer.strategy.activations=keep"], marks=SLOW),
+        pytest.param(
+            3,
+            ["--trainer.precision=bf16-mixed", "--trainer.accumulate_grad_batches=2", "--trainer.strategy.window=1"],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_a_run_that_delinks_its_blocks_is_plain_lightnings_and_goes_on_from_either_side(step, arguments):
+    """It is resumed at the second step: before the switch, at it, and behind it."""
+    on_plain = [argument for argument in arguments if "strategy" not in argument]
+    through = delinking(step, PLAIN, "--trainer.callbacks+=test_recipes.Halfway", *on_plain, folder="through")
+    parity.compare(left(through), left(delinking(step, *arguments, folder="streamed")))
+    parity.compare(left(through), left(delinking(step, "--ckpt_path=half.ckpt", *arguments, folder="resumed")))
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    "recipe, arguments",
+    [
+        ("pseudo_to_real", ["--model.delink_at=1"]),
+        ("distill", ["--model.match=both"]),
+        ("distill", ["--data.packing=false", "--model.on_policy=1", "--model.max_new_tokens=4"]),
+        ("prune", ["--model.every=1"]),
+        ("moefy", []),
+    ],
+)
+@SLOW
+def test_a_recipe_is_plain_lightnings_beside_copies_that_are_under_way(recipe, arguments):
+    importlib.import_module("simgpu.lightning")
+    plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
+    arguments = ["--trainer.accelerator=simgpu", "--trainer.gradient_clip_val=null", *arguments]
+    streamed = fit(recipe, *arguments, steps=3, folder="streamed")
+    parity.compare(left(fit(recipe, *arguments, *plain, steps=3, folder="plain")), left(streamed))
+
+
+def test_blocks_are_delinked_with_their_weights_and_their_state():
+    from types import SimpleNamespace
+
+    from examples.common.schedule import adamw
+    from examples.pseudo_to_real.module import PseudoToReal
+
+    module = PseudoToReal(layers=3, hidden_size=16, heads=2)
+    words = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=2, __len__=lambda: 32)
+    words = type("Words", (), {**vars(words), "__len__": lambda self: 32})()
+    optimizers = []
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=words, block_size=8), optimizers=optimizers)
+    module.configure_model()
+    optimizers.append(adamw(module, 0.1, 0.0))
+    module.model(**rows(2, 8) | {"input_ids": torch.arange(16).view(2, 8), "labels": None}).logits.sum().backward()
+    optimizers[0].step()
+    expected = {name: weight.clone() for name, weight in module.state_dict().items()}
+    count = len(list(module.parameters()))
+    module.delink()
+    assert len(list(module.parameters())) > 2 * count
+    assert module.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in module.state_dict().items())
+    made_anew = adamw(module, 0.1, 0.0).param_groups
+    for mine, anew in zip(optimizers[0].param_groups, made_anew, strict=True):
+        assert all(one is other for one, other in zip(mine["params"], anew["params"], strict=True))
+    layers = module.model.model.layers
+    for parameters in zip(*(layer.parameters() for layer in layers), strict=True):
+        first, *others = (optimizers[0].state[parameter] for parameter in parameters)
+        assert all(torch.equal(first["exp_avg"], other["exp_avg"]) and other["step"] == 1 for other in others)
+        assert all(first["exp_avg"] is not other["exp_avg"] for other in others)
+    assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2]
+
+
+def test_while_blocks_are_one_its_weights_travel_once_and_a_plain_model_reads_the_checkpoint():
+    from transformers import AutoModelForCausalLM
+
+    moved = "--trainer.callbacks+=test_recipes.Moved"
+    run = delinking(2, moved, steps=2, folder="shared")
+    together = dict(Moved.stats)
+    state = torch.load(last(run), weights_only=True)["state_dict"]
+    unique = {weight.data_ptr(): weight.nbytes for weight in state.values()}
+    assert together["bytes_down"] == 2 * sum(unique.values())
+    exported = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()  # of a run that ends before the switch
+    assert exported.keys() == {name.removeprefix("model.") for name in state}
+    assert all(torch.equal(weight, state[f"model.{name}"]) for name, weight in exported.items())
+    delinking(0, moved, steps=2, folder="apart")
+    assert 3 * together["bytes_up"] < Moved.stats["bytes_up"] and 3 * together["bytes_down"] < Moved.stats["bytes_down"]
+
+
+def test_a_step_at_which_nothing_can_be_delinked_is_named():
+    from examples.common.errors import BadInput
+    from examples.pseudo_to_real.module import PseudoToReal
+
+    with pytest.raises(BadInput, match=r"model.delink_at=-1 is no step"):
+        PseudoToReal(delink_at=-1).load()
 
 
 # ---- batch inference

@@ -1,0 +1,1 @@
+"""A small language model that learns from a large one."""

@@ -1,0 +1,1 @@
+"""A dense language model, adapted to be a mixture of experts."""

@@ -1,0 +1,1 @@
+"""Training a language model of which few weights are used."""

@@ -1,0 +1,1 @@
+"""Pretraining with one block for all, and then with a block for each."""
