@@ -206,7 +206,7 @@ def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_heading(plan), markup=False, soft_wrap=True)
-    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan)):
+    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
         console.print()
         console.print(table)
     console.print()
@@ -251,7 +251,7 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
     return table
 
 
@@ -304,16 +304,16 @@ def _sweep_table(plan: Plan) -> Any:
     return table
 
 
-def _changes_table(plan: Plan) -> Any:
+def _changes_table(plan: Plan, run: dict[str, float]) -> Any:
     from ..options import format_bytes as size
 
     unit, time = _clock(plan)
-    table = _table("Possible changes", "", "device", "host", unit, "time per sample", "")
+    hours = ["hours"] if "hours" in run else []  # of the whole run
+    table = _table("Possible changes", "", "device", "host", unit, "time per sample", *hours, "")
     for change in (*plan.changes, *plan.host_changes):
         host = "" if change.host_nbytes is None else size(change.host_nbytes)
-        mark = "" if change.nbytes <= plan.available else "too large"
-        if change.host_nbytes is not None and not plan.makes_room(change):
-            mark = "too large"
-        cells = (size(change.nbytes), host, time(change.step_s), f"{change.cost(plan):.2f}x", mark)
-        table.add_row(change.what, *cells)
+        mark = "" if plan.makes_room(change) else "too large"
+        cost = change.cost(plan)
+        long = [f"{cost * run['hours']:.3g}"] if hours else []
+        table.add_row(change.what, size(change.nbytes), host, time(change.step_s), f"{cost:.2f}x", *long, mark)
     return table

@@ -372,6 +372,16 @@ def test_nonsense_is_refused_by_name(kind, llama, capsys):
         assert isinstance(said, str) and re.search(rf"plan: .*{name}\b", said), (name, said)
 
 
+def test_a_student_reads_what_fits_and_how_long_it_takes(capsys):
+    """A card of 12 GB, 64 GiB of RAM, a model of 8 B: each change with its bytes and the hours of the run."""
+    given = "--model llama-8b --machine rtx4070 --host-memory 64GiB --samples 10000".split()
+    run(*given, status=1)
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if line.startswith("adapters on a frozen bf16 base")]
+    assert re.search(r" \d\.\d\d GiB +1\d\.\d\d GiB +[\d.]+ +0\.\d\dx +1\d\.\d *$", row), row
+    assert re.search(r"time per sample +hours", said) and "…" not in said
+
+
 @pytest.mark.parametrize("name", ["epochs", "price"])
 def test_how_long_needs_to_know_of_what(name, capsys):
     run(*of_this_file(f"--{name}", "3"), status=2)

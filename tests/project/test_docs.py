@@ -199,3 +199,24 @@ def test_the_table_of_what_fits_has_a_row_for_each_card_and_memory():
 def test_the_table_of_what_fits_is_what_the_planner_says():
     make_fits = script("make_fits")
     assert make_fits.written(make_fits.README.read_text(), make_fits.table()) == make_fits.README.read_text()
+
+
+# What a recipe needs
+
+
+def test_every_command_of_a_recipe_for_a_real_model_says_what_it_needs():
+    make_needs = script("make_needs")
+    page = make_needs.PAGE.read_text()
+    found = {match[1]: match[3] for match in make_needs.commands(page)}
+    assert found.keys() == set(make_needs.RECIPES)
+    assert all(below.startswith(make_needs.NEEDS) for below in found.values())
+    assert make_needs.written(page, found) == page
+
+
+@pytest.mark.slow
+def test_what_a_recipe_needs_is_what_the_planner_says(monkeypatch):
+    pytest.importorskip("peft")
+    make_needs = script("make_needs")
+    monkeypatch.setattr(sys, "argv", ["make_needs.py"])
+    page = make_needs.PAGE.read_text()
+    assert make_needs.written(page, make_needs.needs(page)) == page  # else run: python docs/make_needs.py
