@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command in OWN:
-        if rest:
+        args.rest = rest  # of a plan in place of fit, LightningCLI knows them
+        if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
             parser.error(f"{args.command} does not know {' '.join(rest)}")
         sys.exit(_run_own(parser, args))
     # LightningCLI parses the arguments itself.

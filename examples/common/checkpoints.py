@@ -4,6 +4,7 @@
    conversion stay pages of the files until streaming begins, and are copied once, unit by unit. Nothing passes through
    the device.
 2. It is called in ``configure_model``, which the Trainer calls once it knows where weights are to be.
+3. Under ``torch.device("meta")`` a model is made from its config alone: a plan needs no weights (``plan --config``).
 """
 
 import math
@@ -40,6 +41,8 @@ def load(
     """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
     if dtype != "auto":
         dtype_of(dtype)
+    if planned():
+        return from_config(auto_class, name_or_path, dtype, **options).train()
     with torch.device("cpu"):  # wherever a plain strategy wants what is made
         model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
     if (lacking := sorted(info["missing_keys"])) and not new_head:
@@ -67,6 +70,21 @@ def fill(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str | Pa
     for names, problem in ((lacking, "lacks"), (unexpected, "has more than")):
         if names:
             raise BadInput(f"{where} {problem} the weights of {type(model).__name__}: {', '.join(names[:3])}, ...")
+
+
+def planned() -> bool:
+    """Return whether a model is made without weights, to plan its run (Rule 3)."""
+    return torch.get_default_device().type == "meta"
+
+
+def from_config(auto_class: Any, name_or_path: str, dtype: str, **options: Any) -> Any:
+    """Make a model as it would be read, without its weights."""
+    from transformers import AutoConfig
+
+    options.pop("ignore_mismatched_sizes", None)
+    config = read(AutoConfig, name_or_path, **options)
+    own = getattr(config, "dtype", None) or torch.float32
+    return auto_class.from_config(config, dtype=own if dtype == "auto" else getattr(torch, dtype))
 
 
 def load_config(checkpoint: str) -> Any:

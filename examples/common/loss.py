@@ -8,7 +8,8 @@
    of a router). Neither is looked up: the given model is tried with two passes of few tokens. What its head is given
    has to be what its base model returns, its logits what the head's weight makes of that, to the last bit, and its loss
    the cross entropy of these logits.
-3. No graph of its backward can be made: asked for one, it is an error. In compiled code it is not used.
+3. Of a model without weights, whose run is planned, the same is seen in the structure: which tensor is made of which.
+4. No graph of its backward can be made: asked for one, it is an error. In compiled code it is not used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad
 
+from .checkpoints import planned
 from .errors import BadInput
 from .text import IGNORED
 
@@ -69,6 +71,11 @@ class NextTokens:
         head = unadapted(model).get_output_embeddings()
         return each_in_chunks(head, hidden, labels) if self.chunked else each_of_logits(head(hidden), labels)
 
+    def decide_now(self, model: Any) -> None:
+        """Decide before there is a batch, for a model without weights (Rule 3)."""
+        if self.chunked is None:
+            self.chunked = self.decide(model, {})
+
     def decide(self, model: Any, batch: dict[str, Tensor]) -> bool:
         """Decide whether to take chunks; in "auto" log why not where they would have paid, else raise."""
         if self.kind == "auto" and vocabulary(model) < LARGE:
@@ -93,12 +100,12 @@ def unadapted(model: Any) -> Any:
 
 
 def why_not(model: Any, batch: dict[str, Tensor]) -> str | None:
-    """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 3), or None."""
+    """Return the reason why a model's loss cannot be computed in chunks (Rules 2 and 4), or None."""
     return why_not_in_chunks(model) or why_not_from_hidden(model, batch)
 
 
 def why_not_in_chunks(model: Any) -> str | None:
-    """Return the reason why no loss can be computed in chunks (Rules 1 and 3), or None."""
+    """Return the reason why no loss can be computed in chunks (Rules 1 and 4), or None."""
     if not hasattr(nn, "LinearCrossEntropyOptions"):
         return f"torch {torch.__version__} computes none in chunks, torch 2.15 does (pip install 'torch>=2.15')"
     if torch.compiler.is_compiling() or hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
@@ -117,7 +124,7 @@ def why_not_from_hidden(model: Any, batch: dict[str, Tensor]) -> str | None:
     if found := GIVEN & batch.keys():
         return f"a batch holds {', '.join(sorted(found))}, which are for the model's own loss"
     try:
-        return differs(model, whole, head)
+        return differs(model, whole, head) if not planned() else differs_in_structure(model, whole, head)
     except Exception as error:
         return f"{name} does not run on a few tokens alone ({type(error).__name__}: {error})"
 
@@ -151,6 +158,35 @@ def few_tokens(model: Any, device: torch.device) -> Tensor:
     """Return two rows to try a model with."""
     tokens = torch.arange(2 * LENGTH, device=device).add(vocabulary(model) // 2).remainder(vocabulary(model))
     return tokens.view(2, LENGTH)
+
+
+def differs_in_structure(model: Any, whole: Any, head: nn.Linear) -> str | None:
+    """Return what tells a model's loss from that of its head's weight, without values (Rule 3), or None."""
+    seen: list[Tensor] = []
+    hooks = [
+        whole.base_model.register_forward_hook(lambda _, __, output: seen.append(output[0])),
+        head.register_forward_hook(lambda _, args, output: seen.extend((args[0], output))),
+    ]
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    try:
+        with torch.enable_grad():
+            own = model(input_ids=tokens, labels=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name, (base, given, made, logits) = type(whole).__name__, map(storage_of, (*seen, own.logits))
+    if base != given:
+        return f"the head of {name} is given something else than what its base model returns"
+    if made != logits:
+        return f"{name} does more to its logits than its head's weight does (a cap, a scale, a slice)"
+    if not own.loss.grad_fn.name().startswith("NllLoss"):
+        return f"the loss of {name} is not the cross entropy of its logits alone (a router's loss, smoothed labels)"
+    return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from that of others, even where it has none."""
+    return tensor.untyped_storage()._cdata
 
 
 def unchanged(device: torch.device) -> Any:
@@ -206,6 +242,6 @@ def each_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def refuse_a_graph(_: Tensor) -> None:
-    """Raise if backward makes a graph of itself, in which this loss would be missing (Rule 3)."""
+    """Raise if backward makes a graph of itself, in which this loss would be missing (Rule 4)."""
     if torch.is_grad_enabled():
         raise BadInput("a graph of the backward (create_graph=True) needs all logits at once: set model.loss=full")

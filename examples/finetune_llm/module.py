@@ -53,8 +53,12 @@ class FineTuneLLM(L.LightningModule):
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / self.make_tiny.__name__, self.make_tiny))
 
     def configure_model(self) -> None:
-        if self.model is None:
-            self.model = self.load()
+        if self.model is not None:
+            return
+        self.model = self.load()
+        if checkpoints.planned():
+            self.apart = True  # whether documents are apart shows only with weights
+            self.next_tokens.decide_now(self.model)
 
     def load(self) -> Any:
         """The model, from its checkpoint."""

@@ -60,6 +60,9 @@ class FineTuneVision(L.LightningModule):
         """Where the model is read from."""
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "vit", tiny.image_classifier))
 
+    def prepare_data(self) -> None:
+        _ = self.checkpoint  # made here if there is none: a plan makes the model without weights
+
     def configure_model(self) -> None:
         if self.model is None:
             classes: list[str] = self.trainer.datamodule.classes
@@ -119,7 +122,7 @@ def from_torchvision(name: str, classes: int, pretrained: bool) -> nn.Module:
             f"torchvision has no classifier {name!r}; it has {torchvision.models.list_models(torchvision.models)}"
         )
     model = torchvision.models.get_model(name, num_classes=classes)
-    if pretrained:
+    if pretrained and not checkpoints.planned():
         try:
             state = torchvision.models.get_model_weights(name).DEFAULT.get_state_dict(check_hash=True)
         except URLError as error:

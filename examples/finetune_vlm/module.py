@@ -72,6 +72,8 @@ class FineTuneVLM(L.LightningModule):
         self.model = checkpoints.load(AutoModelForImageTextToText, self.checkpoint, self.dtype_name)
         if self.what == "connection":
             self.freeze_all_but_the_connection()
+        if checkpoints.planned():
+            self.next_tokens.decide_now(self.model)
 
     def freeze_all_but_the_connection(self) -> None:
         connections = [m for name, m in self.model.named_modules() if name.rpartition(".")[2] in CONNECTORS]

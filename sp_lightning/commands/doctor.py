@@ -74,7 +74,10 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("compute", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s in bfloat16, forward and backward"),
         ("link", f"{link}; {both}" + "; copies in memory, as the CPU computes" * facts.on_host),
         ("page locks", f"{pinned} (ulimit -l: {limit})"),
-        ("host memory", f"{memory}{', limited by the cgroup' * (facts.host_limited_by == 'cgroup')}"),
+        (
+            "host memory",
+            f"{memory}{', limited by the cgroup' * (facts.host_limited_by == 'cgroup')}{', of WSL2' * facts.wsl2}",
+        ),
         ("memory speed", f"{machine.dram_bytes_per_s / 1e9:.1f} GB/s read and written"),
         ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW {how}, {fused}"),
         ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),

@@ -1,14 +1,18 @@
 """A model and a batch for it, from a command line: a config, a name, or one of the user's functions.
 
-Nothing is downloaded, and no weights are read: a config is enough to describe a model.
+No weights are downloaded or read: a config is enough to describe a model.
+
+1. A model has one name and one plan. A known name is planned from its listed numbers, unless an argument needs its
+   code (``traced``): then its step is traced, if the name has a shape (shapes.py), and refused otherwise.
+2. An argument that a kind of model cannot obey is refused, by its name.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,12 @@ from torch import nn
 
 from ..errors import OptionError
 from ..planning.shapes import SHAPES
-from ..planning.workloads import WORKLOADS, Workload
+from ..planning.workloads import SAME, WORKLOADS, Workload, listed
 
+NAMES = [name for name in dict.fromkeys([*SHAPES, *WORKLOADS]) if name not in SAME.values()]
 SPECS = (
-    "a transformers config.json or a directory with one, a torchvision name such as vit_h_14, package.module:function, "
-    f"or one of {', '.join(dict.fromkeys([*WORKLOADS, *SHAPES]))}"
+    "a transformers config.json or a directory with one, a name on the hub, a torchvision name such as vit_h_14, "
+    f"package.module:function, or one of {', '.join(NAMES)}"
 )
 LENGTH = 2048  # default tokens in a row
 IMAGE = 224  # height and width of an image if the config has none
@@ -37,9 +42,17 @@ class Spec:
     batch: Any
     loss: Callable[[nn.Module, Any], Any] | None = None
     note: str = ""
+    tokens: int | None = None  # in a row; None where a row is no text
 
 
-def find(text: str, rows: int, length: int | None = None, data: str | None = None) -> Spec:
+def find(
+    text: str,
+    rows: int,
+    length: int | None = None,
+    data: str | None = None,
+    loss: str | None = None,
+    traced: Mapping[str, Any] | None = None,
+) -> Spec:
     """Find the model that a text names, and make a batch for it.
 
     Args:
@@ -47,44 +60,70 @@ def find(text: str, rows: int, length: int | None = None, data: str | None = Non
         rows: Rows of the batch.
         length: Tokens in a row; None: the model's own number, or 2048.
         data: ``package.module:function``: a function of rows and length that returns the batch.
+        loss: ``package.module:function``: a function of module and batch that returns the loss.
+        traced: Other arguments, by name, that listed numbers cannot obey (Rule 1).
     """
-    if data is None and text in SHAPES.keys() - WORKLOADS:
-        return _of_shape(text, rows, length)
+    given = {"data": data, "loss": loss, **(traced or {})}
+    needs_code = {name: value for name, value in given.items() if value is not None}
+    name = next((other for other, same in SAME.items() if same == text), text)
+    workload = listed(name)
+    if workload is not None and not needs_code:
+        return _of_numbers(name, workload, rows, length)
+    if workload is not None and name not in SHAPES:
+        argument, found = next(iter(needs_code.items()))
+        allowed = f"left out for {name}, whose numbers are listed (or give its config.json as the model)"
+        raise OptionError(argument=argument, found=found, allowed=allowed)
+    spec = _of_shape(name, rows, length, data) if name in SHAPES else _found(text, rows, length, data)
+    if data is not None:
+        spec = replace(spec, batch=own_function("data", data)(rows, length or spec.tokens or LENGTH), note="")
+    return spec if loss is None else replace(spec, loss=own_function("loss", loss))
+
+
+def _of_numbers(name: str, workload: Workload, rows: int, length: int | None) -> Spec:
+    shape = SHAPES.get(name)
+    if shape is not None:
+        length = length or shape.seq
+        shape.check(length)
     length = length or LENGTH
-    spec = _found(text, rows, length, data)
-    if data is None:
-        return spec
-    return Spec(spec.name, spec.model, _function("data", data)(rows, length), spec.loss)
+    return Spec(name, workload, rows * length, tokens=length)
 
 
-def _of_shape(name: str, rows: int, length: int | None) -> Spec:
+def _of_shape(name: str, rows: int, length: int | None, data: str | None) -> Spec:
     shape = SHAPES[name]
     for library in shape.needs:
         _needed(library)
     length = length or shape.seq
-    shape.check(length)
-    return Spec(name, shape.make, shape.inputs(rows, length, torch.Generator()))
+    if data is None:
+        shape.check(length)
+    batch = None if data is not None else shape.inputs(rows, length, torch.Generator())
+    return Spec(name, shape.make, batch, tokens=length)
 
 
-def _found(text: str, rows: int, length: int, data: str | None) -> Spec:
+def _no_length(text: str, length: int | None) -> None:
+    """Refuse a length for a model that takes images (Rule 2)."""
+    if length is not None:
+        raise OptionError(argument="seq", found=length, allowed=f"left out for {text}, which takes images")
+
+
+def _found(text: str, rows: int, length: int | None, data: str | None) -> Spec:
     path = Path(text)
-    if text in WORKLOADS:
-        return Spec(text, WORKLOADS[text], rows * length)
-    if text in SHAPES:
-        return Spec(text, SHAPES[text].make, None)
     if path.is_dir() or path.suffix == ".json":
         return _of_config(path / "config.json" if path.is_dir() else path, rows, length, data)
     if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):
+        if data is None:
+            _no_length(text, length)
         return _of_torchvision(text.removeprefix("torchvision:"), rows)
+    if "/" in text and ":" not in text:
+        return _of_config(_on_hub(text), rows, length, data, name=text)
     if ":" in text:
         if data is None:
             allowed = "package.module:function that returns the batch, for a model that is given as a function"
             raise OptionError(argument="data", found=None, allowed=allowed)
-        return Spec(text, _function("model", text), None)
+        return Spec(text, own_function("model", text), None, tokens=length)
     raise OptionError(argument="model", found=text, allowed=SPECS)
 
 
-def _function(argument: str, text: str) -> Any:
+def own_function(argument: str, text: str) -> Any:
     package, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(package), name)
@@ -99,7 +138,25 @@ def _function(argument: str, text: str) -> Any:
 # ---- transformers
 
 
-def _of_config(path: Path, rows: int, length: int, data: str | None) -> Spec:
+def _on_hub(name: str) -> Path:
+    """Return the config.json of a name on the hub: from the cache, or else from the network."""
+    utils = _needed("transformers.utils")
+    try:
+        try:
+            found = utils.cached_file(name, "config.json", local_files_only=True)
+        except OSError:
+            found = utils.cached_file(name, "config.json")
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        allowed = (
+            "a directory with a config.json, or a name on the hub whose config.json is cached or can be fetched "
+            f"({first}); without a network, give a directory or a known name"
+        )
+        raise OptionError(argument="model", found=name, allowed=allowed) from error
+    return Path(found)
+
+
+def _of_config(path: Path, rows: int, length: int | None, data: str | None, name: str | None = None) -> Spec:
     transformers = _needed("transformers")
     try:
         values = json.loads(path.read_text())
@@ -114,7 +171,7 @@ def _of_config(path: Path, rows: int, length: int, data: str | None) -> Spec:
     if not _layers(config):
         allowed = f"a config with layers ({', '.join(LAYERS[:3])}): a model without layers has nothing to stream"
         raise OptionError(argument="model", found=str(path), allowed=allowed)
-    name = path.parent.name if path.name == "config.json" else path.stem
+    name = name or (path.parent.name if path.name == "config.json" else path.stem)
     made = _class_of(transformers, config)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # any value will do
@@ -123,7 +180,10 @@ def _of_config(path: Path, rows: int, length: int, data: str | None) -> Spec:
         config.use_cache = False
         return made._from_config(config, dtype=torch.float32)
 
-    return Spec(name, make, *(_batch_of(config, made, rows, length) if data is None else (None,)))
+    if data is not None:
+        return Spec(name, make, None, tokens=length)
+    batch, note = _batch_of(config, made, rows, length)
+    return Spec(name, make, batch, note=note, tokens=batch["input_ids"].shape[1] if "input_ids" in batch else None)
 
 
 def _layers(config: Any) -> bool:
@@ -151,22 +211,23 @@ def _class_of(transformers: Any, config: Any) -> Any:
     raise OptionError(argument="model", found=type(config).__name__, allowed=allowed)
 
 
-def _batch_of(config: Any, made: Any, rows: int, length: int) -> tuple[Any, None, str]:
+def _batch_of(config: Any, made: Any, rows: int, length: int | None) -> tuple[Any, str]:
     name, reads = made.__name__, made.main_input_name
     vocabulary = getattr(getattr(config, "text_config", config), "vocab_size", None)
     if reads == "pixel_values" and not getattr(config, "num_frames", None):
+        _no_length(name, length)
         size = getattr(config, "image_size", None) or IMAGE
         size = (size, size) if isinstance(size, int) else tuple(size)
         images = torch.zeros(rows, getattr(config, "num_channels", 3), *size)
         labelled = {"labels": torch.zeros(rows, dtype=torch.long)} if "Classification" in name else {}
-        return {"pixel_values": images, **labelled}, None, ""
+        return {"pixel_values": images, **labelled}, ""
     if reads != "input_ids" or vocabulary is None:
         allowed = f"package.module:function: batches are only made for texts or images, and {name} takes {reads}"
         raise OptionError(argument="data", found=None, allowed=allowed)
-    tokens = torch.ones(rows, length, dtype=torch.long)
+    tokens = torch.ones(rows, length or LENGTH, dtype=torch.long)
     labelled = {"labels": tokens} if any(head in name for head in ("LM", "Generation", "ImageText")) else {}
     note = "without images: only the parts that read text were measured" if hasattr(config, "vision_config") else ""
-    return {"input_ids": tokens, **labelled}, None, note
+    return {"input_ids": tokens, **labelled}, note
 
 
 # ---- torchvision

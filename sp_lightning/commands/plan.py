@@ -4,38 +4,64 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import pathlib
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import check_picture
 
 if TYPE_CHECKING:
     from ..planning import Plan
+    from .fit_config import Run
 
+WIDTH = 120  # of tables that no terminal shows
+OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations"
+OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--model",
-        required=True,
-        help="a transformers config.json or its directory, a torchvision name, package.module:function or a known name",
+        "--config",
+        action="append",
+        help="a config of fit: with further arguments of fit (--model.name_or_path ...) the run that it would make",
     )
-    parser.add_argument("--batch", type=int, default=1, help="rows in a batch (default: 1)")
+    parser.add_argument(
+        "--model",
+        help="a transformers config.json or its directory, a name on the hub, a torchvision name, "
+        "package.module:function, a known name, or the path of a LightningModule, as fit takes it",
+    )
+    parser.add_argument("--batch", type=int, help="rows in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a row (default: as many as the model has, or 2048)")
     parser.add_argument("--data", help="package.module:function of rows and tokens that returns the batch")
-    parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's precision (default: bf16-mixed)")
+    parser.add_argument(
+        "--loss",
+        help="full (default); chunked: never all logits; or package.module:function of module and batch",
+    )
+    parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
     parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
-    parser.add_argument("--window", default="auto", help="units on the device at once (default: auto)")
-    parser.add_argument("--transfer", default="auto", help="units exchanged at a time (default: auto)")
+    parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
+    parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
+    parser.add_argument("--cores", type=int, help="physical cores for the optimizer (default: all of the machine's)")
+    parser.add_argument("--link", help="gen4x8, or bytes per second such as 12GB (default: the machine's)")
+    parser.add_argument("--copies", type=int, help="copies of the weights, such as an EMA callback's (default: 0)")
+    parser.add_argument("--accumulate", type=int, help="batches before the optimizer steps (default: 1)")
+    parser.add_argument("--samples", type=int, help="rows in an epoch: prints how long the run takes")
+    parser.add_argument("--epochs", type=int, help="epochs of those samples (default: 1)")
+    parser.add_argument("--price", type=float, help="of the machine for an hour: prints what the run costs")
+    parser.add_argument("--window", help="units on the device at once (default: auto)")
+    parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
-    parser.add_argument("--units", nargs="+", default="auto", help="class names of the units (default: auto)")
-    parser.add_argument("--activations", default="keep", help="keep, recompute, offload or recompute+offload")
+    parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
+    parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
-    parser.add_argument("--loss", default="full", help="full, or chunked: never all logits of a language model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
@@ -45,35 +71,38 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
     import json
 
+    from ..options import parse_bytes
     from ..planning import plan
-    from .model_spec import find
 
-    for name in ("batch", "seq"):
+    for name in ("batch", "seq", "accumulate", "samples", "epochs"):
         if getattr(args, name) is not None:
             _check_count(name, getattr(args, name))
+    _check_run(args)
     if args.plot:
         check_picture(args.plot)
-    spec = find(args.model, args.batch, args.seq, args.data)
+    run = _run_of_fit(args) if in_place_of_fit(args) else _run_of_arguments(args)
+    spec = run.spec
     found = plan(
         spec.model,
         spec.batch,
-        precision=args.precision,
-        optimizer=args.optimizer,
+        precision=run.precision,
+        optimizer=None if in_place_of_fit(args) else args.optimizer,
         machine=args.machine,
         device_memory=args.device_memory,
-        loss=args.loss if spec.loss is None or args.loss != "full" else spec.loss,
+        host_nbytes=None if args.host_memory is None else parse_bytes(args.host_memory, "host_memory"),
+        host_headroom=args.host_headroom,
+        cores=args.cores,
+        link=args.link,
+        copies=run.copies,
+        loss="chunked" if args.loss == "chunked" else spec.loss,
         name=spec.name,
-        window=args.window,
-        transfer=args.transfer,
-        memory_budget=args.memory_budget,
-        units=args.units,
-        activations=args.activations,
-        master_weights=args.master_weights,
+        **run.options,
     )
+    speed = _speed_of(args, run, found)
     if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(found.to_dict() | {"run": speed}, indent=2))
     else:
-        _print(found, spec.note)
+        _print(found, spec.note, speed)
     if args.timeline:
         from ..observe.timeline import save, simulated
 
@@ -85,6 +114,86 @@ def main(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def in_place_of_fit(args: argparse.Namespace) -> bool:
+    """Return whether the arguments are those of fit: there is a config, or the model is the path of a class."""
+    classes = args.model is not None and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", args.model) is not None
+    return bool(args.config) or (classes and not args.model.endswith(".json") and not pathlib.Path(args.model).exists())
+
+
+def _run_of_fit(args: argparse.Namespace) -> Run:
+    """Return the run that fit would make with the config, if there is one, and the arguments beside it."""
+    from ..errors import OptionError
+    from .fit_config import find
+    from .model_spec import own_function
+
+    for name in OF_RUN:
+        if getattr(args, name) is not None:
+            allowed = "left out beside arguments of fit, which say it (--trainer.precision, --data.batch_size ...)"
+            raise OptionError(argument=name, found=getattr(args, name), allowed=allowed)
+    if args.master_weights:
+        allowed = "left out beside arguments of fit: give --trainer.strategy.master_weights true"
+        raise OptionError(argument="master_weights", found=True, allowed=allowed)
+    given = [word for config in args.config or () for word in ("--config", config)]
+    for name in ("model", "data", "optimizer"):
+        if getattr(args, name) is not None:
+            given += [f"--{name}", getattr(args, name)]
+    run = find([*given, *args.rest])
+    loss = None if args.loss in (None, "full", "chunked") else own_function("loss", args.loss)
+    return replace(run, spec=replace(run.spec, loss=loss), copies=run.copies if args.copies is None else args.copies)
+
+
+def _run_of_arguments(args: argparse.Namespace) -> Run:
+    """Return the run that plan's own arguments describe."""
+    from ..errors import OptionError
+    from .fit_config import Run
+    from .model_spec import SPECS, find
+
+    if args.model is None:
+        raise OptionError(argument="model", found=None, allowed=f"given, unless --config is: {SPECS}")
+    options = {name: getattr(args, name) for name in OF_STRATEGY if getattr(args, name) is not None}
+    if args.master_weights:
+        options["master_weights"] = True
+    needs_code = {name: options[name] for name in ("units",) if options.get(name, "auto") != "auto"}
+    if "offload" in options.get("activations", ""):
+        needs_code["activations"] = options["activations"]
+    own_loss = None if args.loss in (None, "full", "chunked") else args.loss
+    return Run(
+        spec=find(args.model, args.batch or 1, args.seq, args.data, own_loss, needs_code),
+        precision=args.precision or "bf16-mixed",
+        options=options,
+        accumulate=args.accumulate or 1,
+        copies=args.copies or 0,
+        steps=None,
+    )
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    """Refuse what says how long a run is without what it is a run of."""
+    from ..errors import OptionError
+
+    for name in ("epochs", "price"):
+        if getattr(args, name) is not None and args.samples is None and not (in_place_of_fit(args) and name == "price"):
+            raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --samples")
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise OptionError(argument="price", found=args.price, allowed="a number >= 0")
+
+
+def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float]:
+    """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
+    rows = plan.rows if plan.counted == "rows" else args.batch or 1
+    rows *= run.accumulate
+    step_s = plan.step_s + (run.accumulate - 1) * plan.accumulating_s
+    speed: dict[str, float] = {"rows_per_s": rows / step_s}
+    if run.spec.tokens is not None:
+        speed["tokens_per_s"] = rows * run.spec.tokens / step_s
+    steps = run.steps if args.samples is None else -(-args.samples // rows) * (args.epochs or 1)
+    if steps is not None:
+        speed |= {"steps": steps, "hours": steps * step_s / 3600}
+        if args.price is not None:
+            speed["cost"] = speed["hours"] * args.price
+    return speed
+
+
 def _check_count(name: str, value: int) -> None:
     from ..errors import OptionError
 
@@ -92,10 +201,10 @@ def _check_count(name: str, value: int) -> None:
         raise OptionError(argument=name, found=value, allowed="an int >= 1")
 
 
-def _print(plan: Plan, note: str) -> None:
+def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_heading(plan), markup=False, soft_wrap=True)
     for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan)):
         console.print()
@@ -103,7 +212,20 @@ def _print(plan: Plan, note: str) -> None:
     console.print()
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    console.print(_speed(run), markup=False, soft_wrap=True)
     console.print(f"Change first: {plan.first}", markup=False, soft_wrap=True)
+
+
+def _speed(run: dict[str, float]) -> str:
+    from ..options import format_seconds
+
+    unit = "tokens" if "tokens_per_s" in run else "rows"
+    text = f"Speed: {run[f'{unit}_per_s']:.3g} {unit} a second"
+    if "hours" in run:
+        long = run["hours"] >= 0.1
+        text += f"; {run['steps']} steps take "
+        text += f"{run['hours']:.3g} hours" if long else format_seconds(3600 * run["hours"])
+    return text + (f" and cost {run['cost']:.2f}" if "cost" in run else "")
 
 
 def _heading(plan: Plan) -> str:
@@ -115,7 +237,7 @@ def _heading(plan: Plan) -> str:
         f"{plan.precision}, activations {plan.options.activations!r}\n"
         f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
-        f"{size(plan.host.total)} of {size(plan.machine.host_nbytes)} on the host: {fits}"
+        f"{size(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
     )
 
 
@@ -186,8 +308,12 @@ def _changes_table(plan: Plan) -> Any:
     from ..options import format_bytes as size
 
     unit, time = _clock(plan)
-    table = _table("Possible changes", "", "device", unit, "time per sample", "")
-    for change in plan.changes:
+    table = _table("Possible changes", "", "device", "host", unit, "time per sample", "")
+    for change in (*plan.changes, *plan.host_changes):
+        host = "" if change.host_nbytes is None else size(change.host_nbytes)
         mark = "" if change.nbytes <= plan.available else "too large"
-        table.add_row(change.what, size(change.nbytes), time(change.step_s), f"{change.cost(plan):.2f}x", mark)
+        if change.host_nbytes is not None and not plan.makes_room(change):
+            mark = "too large"
+        cells = (size(change.nbytes), host, time(change.step_s), f"{change.cost(plan):.2f}x", mark)
+        table.add_row(change.what, *cells)
     return table

@@ -46,3 +46,14 @@ def set_average_device(callback: Any, device: Any) -> None:
 def local_name(path: str) -> str:
     """Return a local path without its protocol."""
     return str(get_filesystem(path)._strip_protocol(path))
+
+
+# Of a command line: its own ``optimizer`` and ``lr_scheduler`` become the module's.
+add_configured_optimizers: Callable[[Any], None] = operator.methodcaller(
+    "_add_configure_optimizers_method_to_model", None
+)
+
+
+def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
+    """Attach what a run trains on, as the Trainer does when it begins."""
+    trainer._data_connector.attach_data(module, datamodule=datamodule)

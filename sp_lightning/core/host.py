@@ -86,6 +86,12 @@ def numa_nodes(root: Path = ROOT) -> int:
     return max(1, sum(not allowed.isdisjoint(_cores("".join(_lines(file)))) for file in lists))
 
 
+def is_wsl2(root: Path = ROOT) -> bool:
+    """Whether this Linux runs inside Windows (WSL2), which gives it half of the computer's memory by default."""
+    version = "".join(_lines(root / "proc/version")).lower()
+    return "microsoft-standard" in version or "wsl2" in version
+
+
 def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
     """Count the GPUs that kernel drivers report, by vendor, whether torch can use them or not."""
     nvidia = len(list((root / "proc/driver/nvidia/gpus").glob("*")))

@@ -2,11 +2,18 @@
 
 Profiles are datasheet peaks times the fraction that long-running work is assumed to reach, stated once below. Use them
 to plan for a machine that is not at hand. Measure a machine that is: hosts differ more than devices do.
+
+1. ``MACHINES`` are those that docs/simulation.md compares; ``PROFILES`` has them and all others that a plan knows.
+2. A part of the host's memory is the system's (`headroom`): a run that would take all but that does not fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+
+from ..errors import OptionError
+from ..options import parse_bytes
 
 GIB = 2**30
 
@@ -15,9 +22,19 @@ SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix p
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
-# Page-locked copies over 16 lanes, of 31.5 and 63.0 GB/s per direction on the wire (16 and 32 GT/s, 128b/130b).
+CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
+
+# Page-locked copies over 16 lanes, of 15.8, 31.5 and 63.0 GB/s per direction on the wire (8 to 32 GT/s, 128b/130b).
+GEN3 = 12e9
 GEN4 = 25e9
 GEN5 = 55e9
+LANES = 16
+GENERATIONS = {3: GEN3, 4: GEN4, 5: GEN5}
+
+# The system's share of host memory: desktop, drivers, the interpreter with its libraries, and the page cache (Rule 2).
+SYSTEM_SHARE = 0.1
+SYSTEM_LEAST, SYSTEM_MOST = 4 * GIB, 32 * GIB
+SMALL_HOST_SHARE = 0.25  # the most that is taken of a small host
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,41 @@ class Machine:
     # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
     optimizer_bytes_per_parameter: float = 28
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
+
+
+def headroom(host_nbytes: int) -> int:
+    """Return the bytes of host memory that are left to the system (Rule 2)."""
+    usual = min(max(int(SYSTEM_SHARE * host_nbytes), SYSTEM_LEAST), SYSTEM_MOST)
+    return min(usual, int(SMALL_HOST_SHARE * host_nbytes))
+
+
+def with_cores(machine: Machine, cores: int) -> Machine:
+    """Return the machine with an optimizer that has this many cores: they may move fewer bytes than the channels do."""
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+        raise OptionError(argument="cores", found=cores, allowed="an int >= 1")
+    return replace(machine, dram_bytes_per_s=min(machine.dram_bytes_per_s, cores * CORE_DRAM))
+
+
+def with_link(machine: Machine, link: str | float) -> Machine:
+    """Return the machine with another link: "gen4x8" (PCIe 4 with 8 lanes), or bytes per second such as "12GB"."""
+    rate = link_bytes_per_s(link)
+    return replace(machine, up_bytes_per_s=rate, down_bytes_per_s=rate)
+
+
+def link_bytes_per_s(link: str | float) -> float:
+    """Parse a link into the bytes per second that page-locked copies reach in one direction."""
+    allowed = 'a PCIe generation and its lanes such as "gen4x8", or bytes per second such as "12GB"'
+    if isinstance(link, str):
+        match = re.fullmatch(r"(?:gen|pcie)?\s*([345])(?:\.0)?\s*x\s*(\d+)", link.strip().lower())
+        if match is not None and int(match[2]) in (1, 2, 4, 8, 16):
+            return GENERATIONS[int(match[1])] * int(match[2]) / LANES
+        try:
+            link = parse_bytes(link.strip().removesuffix("/s"), "link")
+        except OptionError:
+            raise OptionError(argument="link", found=link, allowed=allowed) from None
+    if isinstance(link, bool) or not isinstance(link, int | float) or link <= 0:
+        raise OptionError(argument="link", found=link, allowed=allowed)
+    return float(link)
 
 
 def _profile(
@@ -82,3 +134,72 @@ MACHINES = {
         _profile("mi300x", 1307.4e12, 163.4e12, GEN5, 460.8e9, 192e9, 2048 * GIB),
     )
 }
+
+
+def _geforce(
+    name: str, cores: int, clock: float, link: float, peak_dram: float, device_nbytes: float, host_nbytes: int
+) -> Machine:
+    """Make the profile of a GeForce card from its CUDA cores and its boost clock.
+
+    A CUDA core does 2 FLOP per clock, and the tensor cores beside it 4, dense bf16 with FP32 accumulation.
+    """
+    fp32 = 2 * cores * clock
+    return _profile(name, 2 * fp32, fp32, link, peak_dram, device_nbytes, host_nbytes)
+
+
+def _rented(
+    name: str,
+    peak_flops: float,
+    peak_fp32: float,
+    link: float,
+    device_nbytes: float,
+    host_nbytes: int,
+    cores: int,
+    peak_dram: float = 204.8e9,
+) -> Machine:
+    """Make the profile of a virtual machine, which has some cores of a server with this memory bandwidth."""
+    return with_cores(_profile(name, peak_flops, peak_fp32, link, peak_dram, device_nbytes, host_nbytes), cores)
+
+
+# Cards as people have them. Cores and boost clocks are those of the vendor's specification pages (of laptops, whose
+# clocks depend on the maker: the middle of the range), lanes and memory too. Hosts are typical ones: desktops with two
+# channels of DDR4-3200 (51.2 GB/s) or DDR5-5600 (89.6 GB/s), laptops with DDR5-4800 (76.8 GB/s).
+_DDR4, _DDR5, _LAPTOP = 51.2e9, 89.6e9, 76.8e9
+_CARDS = (
+    # 8 GB
+    _geforce("rtx3070", 5888, 1.725e9, GEN4, _DDR4, 8 * GIB, 32 * GIB),
+    _geforce("rtx4060", 3072, 2.46e9, GEN4 / 2, _DDR5, 8 * GIB, 32 * GIB),  # 8 lanes
+    _geforce("rtx4060-laptop", 3072, 1.92e9, GEN4 / 2, _LAPTOP, 8 * GIB, 16 * GIB),  # 8 lanes
+    _geforce("rtx4070-laptop", 4608, 1.70e9, GEN4 / 2, _LAPTOP, 8 * GIB, 32 * GIB),  # 8 lanes
+    # 12 GB
+    _geforce("rtx4070", 5888, 2.475e9, GEN4, _DDR5, 12 * GIB, 64 * GIB),
+    _geforce("rtx5070", 6144, 2.512e9, GEN5, _DDR5, 12 * GIB, 64 * GIB),
+    _geforce("rtx4080-laptop", 7424, 1.81e9, GEN4, _LAPTOP, 12 * GIB, 32 * GIB),
+    # 16 GB
+    _geforce("rtx4060ti-16gb", 4352, 2.535e9, GEN4 / 2, _DDR5, 16 * GIB, 64 * GIB),  # 8 lanes
+    _geforce("rtx4080", 9728, 2.505e9, GEN4, _DDR5, 16 * GIB, 64 * GIB),
+    _geforce("rtx5060ti-16gb", 4608, 2.572e9, GEN5 / 2, _DDR5, 16 * GIB, 64 * GIB),  # 8 lanes
+    _geforce("rtx5080", 10752, 2.617e9, GEN5, _DDR5, 16 * GIB, 64 * GIB),
+    _geforce("rtx4090-laptop", 9728, 1.75e9, GEN4, _LAPTOP, 16 * GIB, 64 * GIB),
+    # 24 GB
+    _geforce("rtx3090", 10496, 1.695e9, GEN4, _DDR4, 24 * GIB, 128 * GIB),
+)
+
+# What clouds rent by the hour, with one card: cores are half of the vCPUs, which are hardware threads. Peaks are the
+# cards' data sheets' (dense bf16, FP32), cores and memory the pages of the instance types; eight memory channels.
+_RENTED = (
+    # AWS g5.4xlarge: A10G, 70 and 35 TFLOP/s; 16 vCPUs, 64 GiB.
+    _rented("aws-g5.4xlarge", 70e12, 35e12, GEN4, 24 * GIB, 64 * GIB, 8),
+    # AWS g6e.4xlarge: L40S, 362 and 91.6 TFLOP/s; 16 vCPUs, 128 GiB.
+    _rented("aws-g6e.4xlarge", 362e12, 91.6e12, GEN4, 48 * GIB, 128 * GIB, 8),
+    # Google Cloud g2-standard-16: L4, 121 and 30.3 TFLOP/s; 16 vCPUs, 64 GB.
+    _rented("gcp-g2-standard-16", 121e12, 30.3e12, GEN4, 24 * GIB, 64 * GIB, 8),
+    # Google Cloud a2-highgpu-1g: A100, 312 and 19.5 TFLOP/s, 40 GB; 12 vCPUs, 85 GB.
+    _rented("gcp-a2-highgpu-1g", 312e12, 19.5e12, GEN4, 40 * GIB, int(85e9), 6),
+    # Lambda gpu_1x_a10: A10, 125 and 31.2 TFLOP/s; 30 vCPUs, 200 GiB.
+    _rented("lambda-1x-a10", 125e12, 31.2e12, GEN4, 24 * GIB, 200 * GIB, 15),
+    # Lambda gpu_1x_h100_pcie: H100 PCIe, 756 and 51 TFLOP/s, 80 GB; 26 vCPUs, 200 GiB.
+    _rented("lambda-1x-h100", 756e12, 51e12, GEN5, 80 * GIB, 200 * GIB, 13, 307.2e9),
+)
+
+PROFILES = MACHINES | {machine.name: machine for machine in (*_CARDS, *_RENTED)}

@@ -3,11 +3,15 @@
 1. The code that offers a change tells in numbers what it takes and gains. Nothing here measures.
 2. A change is named as the user makes it. Where it consists of options alone, these stand beside the name.
 3. A function returns no remedy where its change cannot be made, or would change nothing.
+4. Changes that free host memory come in the order of what they change: nothing, the optimizer, the precision, what is
+   trained (the planner puts slow ones behind fast ones that train as much). Each says what it costs in bits and what to
+   type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -24,8 +28,6 @@ _LEAVES_LESS = {"keep": "recompute", "recompute": "recompute+offload", "offload"
 _COSTS = {"recompute": "each forward runs twice", "recompute+offload": "inputs of units go to the host and come back"}
 
 ADAPTERS = Remedy("training adapters beside frozen weights", _NO_OPTIONS)
-TENTH = Remedy("training a tenth of the parameters (adapters)", _NO_OPTIONS)
-HALF_STATE = Remedy("an optimizer with half the state", _NO_OPTIONS)
 WIRE_AS_IS = Remedy("wire_dtype='as-is'", {"wire_dtype": "as-is"})
 LOSS_IN_CHUNKS = Remedy("loss in chunks", _NO_OPTIONS, "the head's products are computed once more")
 HALF_BATCHES = Remedy(
@@ -57,3 +59,86 @@ def half_precision(single: bool) -> list[Remedy]:
     """Halve the bytes of weights and gradients on the device, of weights that are FP32 there."""
     what = "precision='bf16-true' and master_weights=True"
     return [Remedy(what, {"master_weights": True})] if single else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRemedy:
+    """A change to a run that leaves less in host memory (Rule 4)."""
+
+    what: str
+    bits: str  # what it does to the numbers
+    how: str  # what to type
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, that it sets
+    half: bool = False  # weights, gradients and state become bf16
+    optimizer: str | None = None  # None: as it is
+    adapters: bool = False  # frozen weights, beside which few are trained
+    base_bits: int = 16  # of a frozen weight
+
+
+# Bytes of state per parameter: of a factored one nearly none; of an 8-bit one a scale for each 256 numbers, too.
+STATE_NBYTES = {"Adafactor": 0.0, "AdamW8bit": 2.03}
+ADAPTED = 0.01  # share of the parameters that adapters train
+_RECIPE = "python -m sp_lightning fit --config examples/lora_llm/config.yaml --trainer.precision bf16-true"
+_IN_BF16 = "weights, gradients and state are rounded to bf16, in which small updates are lost"
+_MOMENTS = "its moments have 8 bits"
+_FACTORED = "other updates than AdamW's"
+
+
+def host(*, half: bool, wires: bool, activations: str, optimizer: str) -> Iterator[HostRemedy]:
+    """Yield changes that free host memory, those first that change least (Rule 4).
+
+    Args:
+        half: Whether weights are in half precision already, on the host too.
+        wires: Whether there are wire copies that the run can do without.
+        activations: The run's policy.
+        optimizer: The optimizer's name.
+    """
+    if wires:
+        yield HostRemedy(
+            what=WIRE_AS_IS.what,
+            bits="the same bits",
+            how="--trainer.strategy.wire_dtype as-is",
+            options=WIRE_AS_IS.options,
+        )
+    if "offload" in activations:
+        yield HostRemedy(
+            what="activations='recompute'",
+            bits="the same bits",
+            how="--trainer.strategy.activations recompute",
+            options={"activations": "recompute"},
+        )
+    precision, typed = ("", "") if half else ("precision='bf16-true'", "--trainer.precision bf16-true")
+    rounded = "" if half else _IN_BF16
+    adafactor, adam8 = "configure_optimizers: torch.optim.Adafactor", "configure_optimizers: bitsandbytes' AdamW8bit"
+    factored = HostRemedy(what="Adafactor", bits=_FACTORED, how=adafactor, optimizer="Adafactor")
+    if not half:
+        if optimizer != factored.optimizer:
+            yield factored
+        yield HostRemedy(what=precision, bits=rounded, how=typed, half=True)
+    for what, name, bits, how in (
+        ("Adafactor", "Adafactor", _FACTORED, adafactor),
+        ("AdamW with 8-bit state", "AdamW8bit", _MOMENTS, adam8),
+    ):
+        if optimizer != name:
+            yield HostRemedy(
+                what=" and ".join(filter(None, (precision, what))),
+                bits="; ".join(filter(None, (rounded, bits))),
+                how=", ".join(filter(None, (typed, how))),
+                half=True,
+                optimizer=name,
+            )
+    yield HostRemedy(
+        what="adapters on a frozen bf16 base",
+        bits=f"about {ADAPTED:.0%} of the parameters are trained",
+        how=f"{_RECIPE} --model.dtype bfloat16",
+        half=True,
+        adapters=True,
+    )
+    yield HostRemedy(
+        what="adapters on a frozen base of 4 bits",
+        bits=f"about {ADAPTED:.0%} of the parameters are trained, the others are rounded to 4 bits",
+        how=f"{_RECIPE} --model.dtype bfloat16 --model.base_bits 4",
+        half=True,
+        adapters=True,
+        base_bits=4,
+    )

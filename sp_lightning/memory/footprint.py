@@ -51,6 +51,7 @@ class HostBytes:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0  # offloaded
+    copies: int = 0  # of the weights, such as an average of them
     ring: int = 0  # staging buffers, if memory cannot be page-locked
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.host import gpus_by_vendor, host_memory, lock_limit, numa_nodes, usable_cores
+from ..core.host import gpus_by_vendor, host_memory, is_wsl2, lock_limit, numa_nodes, usable_cores
 from ..core.machine import Machine
 from ..errors import OptionError
 from ..memory.device import Device, find
@@ -81,6 +81,7 @@ class Facts:
     torch_accelerator: str | None  # the kind for which torch was built
     versions: dict[str, str | None]
     torch_wanted_by_torchvision: str | None
+    wsl2: bool = False  # Linux inside Windows
 
     @property
     def on_host(self) -> bool:
@@ -193,6 +194,7 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
         torch_accelerator=_accelerator_of_build(),
         versions={name: _version(name) for name in PACKAGES},
         torch_wanted_by_torchvision=_torch_required_by_torchvision(),
+        wsl2=is_wsl2(),
     )
 
 
@@ -294,6 +296,16 @@ def _host_memory(facts: Facts) -> str | None:
     )
 
 
+def _wsl2(facts: Facts) -> str | None:
+    if not facts.wsl2:
+        return None
+    return (
+        f"This is Linux inside Windows (WSL2) with {format_bytes(facts.machine.host_nbytes)} of host memory, by "
+        "default half of the computer's: to give it more, write the lines [wsl2] and memory=56GB (of 64 GB) into "
+        "%UserProfile%\\.wslconfig, then run 'wsl --shutdown' in Windows; page-locked memory is limited there, too."
+    )
+
+
 def _dram(facts: Facts) -> str | None:
     if facts.machine.dram_bytes_per_s >= SLOW_DRAM:
         return None
@@ -379,6 +391,7 @@ CHECKS = {
     "duplex": _duplex,
     "pinned memory": _pinned,
     "host memory": _host_memory,
+    "WSL2": _wsl2,
     "memory speed": _dram,
     "threads": _threads,
     "memory nodes": _numa,

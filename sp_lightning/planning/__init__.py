@@ -28,6 +28,11 @@ def plan(
     device_memory: int | str | None = None,
     loss: Callable[[nn.Module, Any], Any] | str | None = None,
     name: str | None = None,
+    host_nbytes: int | str | None = None,
+    host_headroom: int | str | None = None,
+    cores: int | None = None,
+    link: str | float | None = None,
+    copies: int = 0,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training this model with the strategy.
@@ -42,15 +47,36 @@ def plan(
         batch: A batch as the module takes it, or a function that makes one. For a workload: the number of tokens.
         precision: The Trainer's precision.
         optimizer: A name such as "AdamW", a class, or a function of parameters; by default the module's own, or AdamW.
-        machine: A name in ``machine.MACHINES``, a profile, or "here" to measure this machine.
+        machine: A name in ``machine.PROFILES``, a profile, or "here" to measure this machine.
         device: The device type whose kernels are counted. By default "cuda" for a machine's name, this machine's
             device for "here", and its accelerator, or else "cuda", for a profile.
         device_memory: Bytes of device memory, such as "24GiB", if they differ from the machine's.
         loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``. "chunked":
             the loss of a language model of transformers, or of a workload, in chunks as the recipes compute it.
         name: The model's name in the plan.
+        host_nbytes: Bytes of host memory, such as "64GiB", if they differ from the machine's.
+        host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
+        cores: Physical cores for the optimizer, if they are few.
+        copies: Copies of the weights beside the module on the host, such as an average that a callback has.
+        link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
 
-    return make_plan(module, batch, precision, optimizer, machine, device, device_memory, loss, name, options)
+    return make_plan(
+        module,
+        batch,
+        precision,
+        optimizer,
+        machine,
+        device,
+        device_memory,
+        loss,
+        name,
+        host_nbytes,
+        host_headroom,
+        cores,
+        link,
+        copies,
+        options,
+    )

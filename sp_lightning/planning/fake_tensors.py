@@ -82,6 +82,11 @@ class FakeTensors:
             return self._known_values.adopt(tensor)
 
 
+def without_data() -> bool:
+    """Return whether tensors that are made on this thread have no data."""
+    return hasattr(_here, "attributes")
+
+
 # ---- values (Rule 2)
 
 

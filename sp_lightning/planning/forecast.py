@@ -35,6 +35,8 @@ class Change:
     step_s: float
     samples: float = 1.0  # per step, as a multiple of the plan's
     host_nbytes: int | None = None  # on the host then; None: as planned
+    bits: str = ""  # what it does to the numbers, if it frees host memory
+    how: str = ""  # what to type for it
 
     def cost(self, plan: Plan) -> float:
         """Return the time per sample, as a multiple of the plan's."""
@@ -46,7 +48,8 @@ class Change:
         if self.host_nbytes is not None:
             nbytes = f"{format_bytes(self.host_nbytes)} on the host"
         cost = f"{self.cost(plan):.2f} times as long per sample"
-        return f"{self.what} ({nbytes}, {format_seconds(self.step_s)} a step, {cost})"
+        said = "; ".join(filter(None, (f"{nbytes}, {format_seconds(self.step_s)} a step, {cost}", self.bits)))
+        return f"{self.what} ({said})" + (f": {self.how}" if self.how else "")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Plan:
     host_changes: tuple[Change, ...] = ()  # that free host memory, if the host has too little
     notes: tuple[str, ...] = ()
     flops: float = 0.0
+    headroom: int = 0  # bytes of host memory that are left to the system
+    accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
 
     @property
     def device_nbytes(self) -> int:
@@ -107,24 +112,41 @@ class Plan:
         return self.simulation.floor.binds
 
     @property
+    def host_available(self) -> int:
+        """Bytes of host memory for the run: all but the system's share."""
+        return self.machine.host_nbytes - self.headroom
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the run fits on the host."""
+        return self.host.total <= self.host_available
+
+    @property
     def fits(self) -> bool:
         """Whether the run fits on both device and host."""
-        return self.device_nbytes <= self.available and self.host.total <= self.machine.host_nbytes
+        return self.device_nbytes <= self.available and self.fits_host
 
     def check(self) -> None:
         """Raise MemoryBudgetError if the run does not fit: with its needs, what is available, and what would fit."""
+        if not self.fits_host:
+            raise MemoryBudgetError(
+                f"training {self.model} needs {format_bytes(self.host.total)} of host memory "
+                f"({_listed(asdict(self.host))}), and {self.machine.name} has {self.host_memory()}; "
+                f"{self._host_remedies()}"
+            )
         if self.device_nbytes > self.available:
             needed, available = format_both(self.device_nbytes, self.available)
             raise MemoryBudgetError(
                 f"training {self.model} needs {needed} on the device with window "
                 f"{self.window} and {self.rows} {self.counted}, but {available} are available; " + self._remedies()
             )
-        if self.host.total > self.machine.host_nbytes:
-            raise MemoryBudgetError(
-                f"training {self.model} needs {format_bytes(self.host.total)} of host memory "
-                f"({_listed(asdict(self.host))}), "
-                f"and {self.machine.name} has {format_bytes(self.machine.host_nbytes)}; {self._host_remedies()}"
-            )
+
+    def host_memory(self) -> str:
+        """Describe the host memory that there is, and what of it is left to the system."""
+        if not self.headroom:
+            return format_bytes(self.machine.host_nbytes)
+        whole, headroom = format_bytes(self.machine.host_nbytes), format_bytes(self.headroom)
+        return f"{format_bytes(self.host_available)} ({whole} less {headroom} for the system)"
 
     def _remedies(self) -> str:
         fitting = [change for change in self.changes if change.nbytes <= self.available][:3]
@@ -133,19 +155,27 @@ class Plan:
         return "what would fit: " + "; ".join(change.describe(self) for change in fitting)
 
     def _host_remedies(self) -> str:
-        most = self.machine.host_nbytes
-        enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= most][:3]
+        enough = [change for change in self.host_changes if self.makes_room(change)][:3]
+        where, further = "what would fit: ", ""
         if not enough:
-            return "a host with more memory is needed"
-        return "what would fit: " + "; ".join(change.describe(self) for change in enough)
+            where, further = "what would fit on the host: ", "; the device needs a smaller batch, too"
+            enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= self.host_available][:3]
+        if not enough:
+            return "nothing that was tried fits: use a host with more memory, or a smaller model"
+        return where + "; ".join(change.describe(self) for change in enough) + further
+
+    def makes_room(self, change: Change) -> bool:
+        """Whether the run fits with this change, on both device and host."""
+        host_nbytes = self.host.total if change.host_nbytes is None else change.host_nbytes
+        return change.nbytes <= self.available and host_nbytes <= self.host_available
 
     @property
     def first(self) -> str:
         """Sentence that says what to change first."""
-        if self.device_nbytes > self.available:
-            return self._remedies()
-        if not self.fits:
+        if not self.fits_host:
             return self._host_remedies()
+        if not self.fits:
+            return self._remedies()
         floor = self.simulation.floor
         if self.changes and self.changes[0].what == remedies.LOSS_IN_CHUNKS.what:  # logits are the largest term
             chunks = self.changes[0]
@@ -180,6 +210,7 @@ class Plan:
             "floor_s": self.floor_s,
             "binds": self.binds,
             "fits": self.fits,
+            "host_available": self.host_available,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],

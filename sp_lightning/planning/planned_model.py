@@ -6,6 +6,8 @@
 2. A workload's numbers are listed (workloads.py).
 3. The loss of a language model of transformers may be in chunks, if the dry run saw that it is nothing else than the
    cross entropy of what its head, one linear layer, makes of what its base model returns.
+4. Listed numbers agree with a dry run of the same model within a tenth, by a test: in half precision and under
+   autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from ..autograd.saved_tensors import tensors_in
 from ..compat.kernels import has_chunked_loss
 from ..compat.tensors import storage_id, without_dispatch_modes, without_function_modes
 from ..core.machine import Machine
+from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
@@ -36,11 +39,18 @@ from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..options import Options, format_bytes
 from .dry_run import RealTensors, Runner, dry_run
 from .fake_tensors import FakeTensors, Unknown
-from .step_trace import StepTrace
-from .workloads import Workload
+from .step_trace import GRADIENTS, KEPT, ROOT, WINDOW, WORKING, StepTrace
+from .workloads import Workload, WorkloadPart
 
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+HALF_BYTES = 2
+# What a listed model's activations take, as multiples of what they would in half precision alone: norms and sums of
+# blocks compute in FP32. Of a head's logits there are a copy in FP32, its softmax and gradients, by the loss (Rule 3).
+SAVED = {"half": 1.09, "mixed": 1.4, "full": 2.17}
+INPUTS = {"half": 1, "mixed": 2, "full": 2}
+LOSS = 2
+BACKWARD = 1.2  # of a recomputed unit's activations, with their gradients
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class PlannedModel(ABC):
     name: str
     rows: int
     counted = "rows"  # what `rows` counts
+    optimizer = ""  # class name of the module's own first optimizer, once it was made
     notes: list[str]
 
     @abstractmethod
@@ -162,7 +173,8 @@ class TracedModel(PlannedModel):
 
     def in_half(self) -> PlannedModel | None:
         module, precision, *others = self._given
-        return TracedModel(module, self._batch, "bf16-true", *others) if precision == "32-true" else None
+        single = precision == "32-true" or precision.endswith("mixed")
+        return TracedModel(module, self._batch, "bf16-true", *others) if single else None
 
     @property
     def logits_nbytes(self) -> int:
@@ -175,7 +187,7 @@ class TracedModel(PlannedModel):
         return TracedModel(module, self._batch, precision, optimizer, target, _loss_in_chunks)
 
     def _half(self) -> torch.dtype | None:
-        return HALF.get(self._precision.split("-")[0])
+        return half_of(self._precision)
 
     def _trace(self, options: Options, scale: int) -> StepTrace:
         if (options, scale) not in self._traces:
@@ -244,9 +256,7 @@ class TracedModel(PlannedModel):
             raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
         adopted = apply_to_collection(batch, Tensor, tensors.adopt)
         half = self._half()
-        if options.master_weights and (half is None or self._precision.endswith("mixed")):
-            allowed = "'bf16-true' or '16-true' with master_weights=True"
-            raise OptionError(argument="precision", found=self._precision, allowed=allowed)
+        check_master_weights(options, self._precision)
         if self._precision.endswith("true"):
             dtype = half or (torch.float64 if self._precision == "64-true" else None)
             adopted = adopted if dtype is None else apply_to_collection(adopted, Tensor, _to(dtype))
@@ -319,7 +329,13 @@ class TracedModel(PlannedModel):
 
     def _states_of_optimizer(self, module: nn.Module) -> float:
         try:
-            return states_of(self._optimizer, module)
+            configure: Any = getattr(module, "configure_optimizers", None)
+            if self._optimizer is None and configure is not None:
+                made = list(optimizers_in(configure()))
+                self.optimizer = type(made[0]).__name__ if made else ""
+                return _mean_states(made)
+            widest = max(module.parameters(), key=lambda parameter: parameter.numel())
+            return states_of(self._optimizer, module, widest.dtype)
         except OptionError:
             raise
         except Exception as error:
@@ -330,50 +346,113 @@ class TracedModel(PlannedModel):
 
 
 class ListedModel(PlannedModel):
-    """A workload, by its listed numbers."""
+    """A workload, by its listed numbers, which are for half precision."""
 
     counted = "tokens"
 
-    def __init__(self, workload: Workload, tokens: int, options: Options, chunked: bool = False) -> None:
-        if not isinstance(tokens, int) or tokens < 1:
+    def __init__(
+        self,
+        workload: Workload,
+        tokens: int,
+        options: Options,
+        precision: str = "32-true",
+        optimizer: Any = None,
+        chunked: bool = False,
+    ) -> None:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
         if options.activations not in ("keep", "recompute"):
             found, allowed = options.activations, "'keep' or 'recompute' for a workload, which lists nothing else"
             raise OptionError(argument="activations", found=found, allowed=allowed)
+        if options.units != "auto":
+            allowed = "'auto' for a workload, which lists its units (name them with its config.json as the model)"
+            raise OptionError(argument="units", found=options.units, allowed=allowed)
+        check_master_weights(options, precision)
         self._workload = workload
         self._chunked = chunked
+        self._precision = precision
+        self._optimizer = optimizer
+        dtype = torch.bfloat16 if self._host_width(options) == HALF_BYTES else torch.float32
+        self._states = states_of(optimizer, None, dtype)
         self.rows = tokens
         self.name = workload.name
-        self.notes = [
-            "planned from listed numbers: weights and gradients travel in bf16, attention's scores are not saved"
-        ]
+        scores = ": in FP32 they take more (plan the model's config.json)" if self._kind() == "full" else ""
+        self.notes = [f"planned from listed numbers, in which attention's scores are not saved{scores}"]
+
+    def _kind(self) -> str:
+        """Return the kind of precision: "mixed", "half", or "full", whose activations are FP32 or wider."""
+        return "mixed" if self._precision.endswith("mixed") else "half" if half_of(self._precision) else "full"
+
+    def _host_width(self, options: Options) -> int:
+        """Return the bytes of a weight on the host."""
+        if self._precision == "64-true":
+            return 8
+        return HALF_BYTES if self._kind() == "half" and not options.master_weights else 4
+
+    def _wire_width(self, part: WorkloadPart, options: Options) -> int:
+        """Return the bytes of a weight on its way: tables that are looked up are never cast by autocast."""
+        casts = self._kind() == "mixed" and options.wire_dtype == "auto" and not options.compile_units
+        if options.master_weights or (casts and part.active):
+            return HALF_BYTES
+        return self._host_width(options)
 
     def needs(self, options: Options, machine: Machine) -> Requirements:
         return self.with_rows(self.rows, options, machine)
 
     def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements:
-        costs = self._workload.units(rows, chunked=self._chunked)
         recompute = options.activations == "recompute"
-        if recompute:  # what is in chunks is made again in any case
-            again = [not (self._chunked and part.vocabulary) for part in self._workload.parts]
-            pairs = zip(costs, again, strict=True)
-            costs = [replace(c, backward_flops=c.backward_flops + more * c.forward_flops) for c, more in pairs]
-        costs = [cost for cost in costs if not cost.resident] + [cost for cost in costs if cost.resident]
-        works = _sweep(costs)
+        kind = self._kind()
+        slower = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s) if kind == "full" else 1.0
+        parts = sorted(self._workload.parts, key=lambda part: part.resident)  # a stable order
+        plain = {cost.name: cost for cost in self._workload.units(rows, chunked=self._chunked)}
+        costs = []
+        for part in parts:
+            cost, wire = plain[part.name], self._wire_width(part, options)
+            forward = slower * cost.forward_flops
+            again = recompute and not (self._chunked and part.vocabulary)  # what is in chunks is made again anyway
+            costs.append(
+                replace(
+                    cost,
+                    up_nbytes=part.parameters * wire,
+                    down_nbytes=part.parameters * wire,
+                    forward_flops=forward,
+                    backward_flops=slower * cost.backward_flops + again * forward,
+                    activation_nbytes=round(SAVED[kind] * cost.activation_nbytes),
+                    input_nbytes=round(INPUTS[kind] * cost.input_nbytes),
+                )
+            )
+        first = HALF_BYTES if options.master_weights else self._host_width(options)  # bytes in the first step
+        device = {part.name: part.parameters * first for part in parts}
+        later = {cost.name: cost.up_nbytes for cost in costs}  # and of gradients, in the first step too
+
+        turns, kept = [], 0  # places of units in `costs`, with what is on the device beside weights at their turn
+        for turn, cost in enumerate(costs):
+            working, gradient = 0, later[cost.name]
+            if _feeds_the_loss(cost):
+                of_loss = plain[cost.name].activation_nbytes
+                turns.append((turn, {KEPT: kept, WORKING: of_loss if self._chunked else LOSS * of_loss}))
+                gradient = device[cost.name] if self._chunked else gradient  # of a weight that the loss itself casts
+            else:
+                kept += cost.input_nbytes if recompute else cost.activation_nbytes
+                working = recompute * round(BACKWARD * cost.activation_nbytes)
+            turns.append((turn, {KEPT: kept, WORKING: working, GRADIENTS: 2 * gradient}))
+
+        def step(nbytes: Mapping[str, int], window: int) -> dict[str, int]:
+            """Return the peak of a step with these bytes of each unit's weights."""
+            fullest = _fullest(tuple(nbytes[cost.name] for cost in costs if not cost.resident), window)
+            weights = [*fullest, *(max(fullest) for cost in costs if cost.resident)]
+            root = sum(nbytes[cost.name] for cost in costs if cost.resident)
+            found = ({WINDOW: weights[turn], ROOT: root} | beside for turn, beside in turns)
+            return max(found, key=lambda terms: sum(terms.values()))
 
         def peak(window: int, transfer: int) -> dict[str, int]:
-            streamed = sorted((cost.up_nbytes for cost in costs if not cost.resident), reverse=True)
-            saved = sum(cost.input_nbytes if recompute else cost.activation_nbytes for cost in costs)
-            return {
-                "window": sum(streamed[:window]),
-                "resident root": sum(cost.up_nbytes for cost in costs if cost.resident),
-                "kept for backward": saved,
-                "activations of one unit": recompute * max(cost.activation_nbytes for cost in costs),
-                "gradient buffers": 2 * max(cost.down_nbytes for cost in costs),
-            }
+            if device == later:
+                return step(device, window)
+            narrow = step(device, max(1, window // 2))  # window.py, Rule 4
+            return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
-        sizes = [UnitBytes(c.name, c.up_nbytes, c.down_nbytes, c.resident, c.parameters) for c in costs]
-        return Requirements(costs, works, peak, sizes)
+        sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
+        return Requirements(costs, _sweep(costs), peak, sizes)
 
     @property
     def logits_nbytes(self) -> int:
@@ -381,11 +460,41 @@ class ListedModel(PlannedModel):
         return 4 * self.rows * sum(vocabularies)
 
     def in_chunks(self) -> PlannedModel | None:
-        return ListedModel(self._workload, self.rows, Options(), True) if self.logits_nbytes else None
+        if not self.logits_nbytes:
+            return None
+        return ListedModel(self._workload, self.rows, Options(), self._precision, self._optimizer, True)
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
-        count = self._workload.parameters
-        return HostBytes(weights=4 * count, wire=2 * count, gradients=4 * count, optimizer=8 * count)
+        parts, width = self._workload.parts, self._host_width(options)
+        wires = [(part.parameters, self._wire_width(part, options)) for part in parts]
+        weights = width * self._workload.parameters
+        return HostBytes(
+            weights=weights,
+            wire=sum(count * wire for count, wire in wires if wire != width),
+            gradients=weights,
+            optimizer=int(self._states * weights),
+        )
+
+    def states(self) -> float:
+        return self._states
+
+    def in_half(self) -> PlannedModel | None:
+        if half_of(self._precision) and not self._precision.endswith("mixed"):
+            return None
+        return ListedModel(self._workload, self.rows, Options(), "bf16-true", self._optimizer, self._chunked)
+
+
+@functools.lru_cache
+def _fullest(sizes: tuple[int, ...], window: int) -> list[int]:
+    """Return, for each unit, the bytes of the largest window that it is in: a window has neighbours."""
+    window = min(window, len(sizes))
+    sums = [sum(sizes[first : first + window]) for first in range(len(sizes) - window + 1)]
+    return [max(sums[max(0, place - window + 1) : place + 1]) for place in range(len(sizes))]
+
+
+def _feeds_the_loss(cost: UnitCost) -> bool:
+    """Whether a listed unit is the head, whose outputs are larger than a block's."""
+    return cost.name.startswith("head")
 
 
 def _sweep(costs: Sequence[UnitCost]) -> list[SimulatedVisit]:
@@ -447,6 +556,18 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
             )
         )
     return costs, works
+
+
+def half_of(precision: str) -> torch.dtype | None:
+    """Return the half-precision type in which such a run computes, if it does."""
+    return HALF.get(precision.split("-")[0])
+
+
+def check_master_weights(options: Options, precision: str) -> None:
+    """Raise OptionError if master weights are asked for without a precision that has them."""
+    if options.master_weights and (half_of(precision) is None or precision.endswith("mixed")):
+        allowed = "'bf16-true' or '16-true' with master_weights=True"
+        raise OptionError(argument="precision", found=precision, allowed=allowed)
 
 
 def _in_a_line(error: Exception) -> str:
@@ -523,19 +644,31 @@ def _forward(module: nn.Module, batch: Any) -> Any:
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
 
 
-def states_of(optimizer: Any, module: nn.Module) -> float:
-    """Count the tensors that an optimizer stores per parameter, in its size and type, by stepping one parameter."""
+QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need it installed
+
+
+def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:
+    """Count the tensors that an optimizer stores per parameter, in its size and type, by stepping one parameter.
+
+    Args:
+        optimizer: A name, a class, a function of parameters, or None for the module's own.
+        module: The module whose own optimizer counts.
+        dtype: The parameters' type.
+    """
     if isinstance(optimizer, str):
-        names = {name.lower(): name for name in (*STATES, "Adafactor")}
+        names = {name.lower(): name for name in (*STATES, "Adafactor", *QUANTIZED)}
         if optimizer.lower() not in names:
             allowed = f"one of {', '.join(names.values())}, a class or a function of parameters"
             raise OptionError(argument="optimizer", found=optimizer, allowed=allowed)
-        optimizer = getattr(torch.optim, names[optimizer.lower()])
+        name = names[optimizer.lower()]
+        if name in QUANTIZED:
+            return STATE_NBYTES[name] / dtype.itemsize
+        optimizer = getattr(torch.optim, name)
     if optimizer is None:
         configure = getattr(module, "configure_optimizers", None)
         if configure is None:
             return STATES["AdamW"]
-        return _mean_states(list(_optimizers_in(configure())))
+        return _mean_states(list(optimizers_in(configure())))
     with torch.random.fork_rng(devices=[]):
         return _count_stored(optimizer)
 
@@ -558,14 +691,15 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
 
-def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers in what ``configure_optimizers`` returned."""
     if isinstance(found, torch.optim.Optimizer):
         yield found
     elif isinstance(found, dict):
-        yield from _optimizers_in(found.get("optimizer"))
+        yield from optimizers_in(found.get("optimizer"))
     elif isinstance(found, list | tuple):
         for item in found:
-            yield from _optimizers_in(item)
+            yield from optimizers_in(item)
 
 
 def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:

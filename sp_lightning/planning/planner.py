@@ -18,30 +18,35 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
-from ..core.machine import MACHINES, Machine
-from ..core.remedies import Remedy
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_link
+from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
-from ..core.simulation import Simulation, simulate
+from ..core.simulation import Simulation, UnitCost, simulate
 from ..core.sizing import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..memory.device import find
-from ..options import Options, parse_bytes
+from ..memory.footprint import HostBytes
+from ..options import Options, is_int, parse_bytes
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
 from .dry_run import Runner
 from .forecast import Change, Plan, SweepPoint
-from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel
-from .workloads import WORKLOADS, Workload
+from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel, states_of
+from .workloads import WORKLOADS, Workload, listed
 
 RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
 RESERVED = "reserve"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
+SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
 ENOUGH = 3  # changes that fit: no more are searched for
 COPIES = 8  # of logits in FP32, at most, that all logits take: less is not worth another dry run
 NEAR = 1.6  # times the available memory: windows that take more are left out
 EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
+# How many times as long as by its bytes a step of these takes on the host: they run in many kernels, without a
+# compiled step (python benchmarks/small_state.py, on two cores).
+PACE = {"Adafactor": 40, "AdamW8bit": 70}
 ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
@@ -56,6 +61,11 @@ def make_plan(
     device_memory: int | str | None,
     loss: Runner | str | None,
     name: str | None,
+    host_nbytes: int | str | None,
+    host_headroom: int | str | None,
+    cores: int | None,
+    link: str | float | None,
+    copies: int,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
@@ -68,20 +78,47 @@ def make_plan(
         loss = None
     profile, target = _machine(machine, device, precision)
     if device_memory is not None:
-        nbytes = parse_bytes(device_memory, "device_memory") if isinstance(device_memory, str) else device_memory
-        profile = replace(profile, device_nbytes=nbytes)
+        profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
+    if host_nbytes is not None:
+        profile = replace(profile, host_nbytes=_nbytes(host_nbytes, "host_nbytes"))
+    if cores is not None:
+        profile = with_cores(profile, cores)
+    if link is not None:
+        profile = with_link(profile, link)
+    left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", least=0)
     if isinstance(module, str):
-        if module not in WORKLOADS:
+        found = listed(module)
+        if found is None:
             raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
-        module = WORKLOADS[module]
+        module = found
     if isinstance(module, Workload):
-        source: PlannedModel = ListedModel(module, 8 * 2048 if batch is None else batch, parsed)
+        if loss is not None:
+            allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
+            raise OptionError(argument="loss", found=loss, allowed=allowed)
+        tokens = 8 * 2048 if batch is None else batch
+        source: PlannedModel = ListedModel(module, tokens, parsed, precision, optimizer)
     else:
         source = TracedModel(module, batch, precision, optimizer, target, loss)
     source.name = name or source.name
     if chunked:
         source = _in_chunks(source, parsed, profile)
-    return _Planner(source, profile, target, precision, parsed).plan()
+    if not is_int(copies) or copies < 0:
+        raise OptionError(argument="copies", found=copies, allowed="an int >= 0")
+    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), copies).plan()
+
+
+def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
+    nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
+    if not is_int(nbytes) or nbytes < least:
+        raise OptionError(argument=argument, found=given, allowed=f"bytes, at least {least}")
+    return nbytes
+
+
+def _named(optimizer: Any) -> str:
+    """Return the name of an optimizer, such as "AdamW"; "" where only the module knows it."""
+    if isinstance(optimizer, str):
+        return next((name for name in PACE if name.lower() == optimizer.lower()), optimizer)
+    return getattr(optimizer, "__name__", "")
 
 
 # ---- arguments
@@ -117,10 +154,10 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
         return measure(found, dtype=dtype), target or found.type
     if isinstance(given, Machine):
         return given, target or (here.type if here is not None else "cuda")
-    if given not in MACHINES:
-        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, MACHINES))
+    if given not in PROFILES:
+        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, PROFILES))
         raise OptionError(argument="machine", found=given, allowed=allowed)
-    return MACHINES[given], target or "cuda"
+    return PROFILES[given], target or "cuda"
 
 
 # ---- deciding
@@ -129,17 +166,40 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
 class _Planner:
     """Tries windows, transfers and other changes for one model."""
 
-    def __init__(self, source: PlannedModel, machine: Machine, target: str, precision: str, options: Options) -> None:
+    def __init__(
+        self,
+        source: PlannedModel,
+        machine: Machine,
+        target: str,
+        precision: str,
+        options: Options,
+        left: int,
+        optimizer: str,
+        copies: int,
+    ) -> None:
+        self.copies = copies
         self.source = source
         self.options = options
         self.precision = precision
         self.target = target
         self.machine = machine
         self.needs = source.needs(options, machine)
-        words = 3 + 2 * source.states()
-        scaled = machine.optimizer_bytes_per_parameter * words / ADAMW_WORDS
-        self.machine = replace(machine, optimizer_bytes_per_parameter=scaled)
+        self.optimizer = optimizer or source.optimizer
+        self.profile = machine
+        self.machine = self._stepping(source.states(), self.optimizer)
         self.available = machine.device_nbytes
+        self.headroom = left
+        self.host_available = machine.host_nbytes - left
+
+    def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
+        host = source.host(options, needs)
+        return replace(host, copies=self.copies * host.weights)
+
+    def _stepping(self, states: float, optimizer: str) -> Machine:
+        """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
+        words = PACE.get(optimizer, 1) * (3 + 2 * states)
+        scaled = self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS
+        return replace(self.profile, optimizer_bytes_per_parameter=scaled)
 
     def plan(self) -> Plan:
         count = self._most_units()
@@ -162,7 +222,7 @@ class _Planner:
             transfer=chosen.transfer,
             units=tuple(cost.name for cost in self.needs.streamed),
             device_terms=terms,
-            host=self.source.host(self.options, self.needs),
+            host=self._host(self.source, self.options, self.needs),
             available=self.available,
             simulation=simulation,
             largest_window=self._largest_window(count),
@@ -172,6 +232,9 @@ class _Planner:
             host_changes=tuple(self._host_changes(chosen)),
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
+            headroom=self.headroom,
+            # As much memory is read and written as by an optimizer without state.
+            accumulating_s=self._simulated(self.needs, chosen.window, chosen.transfer, self._stepping(0, "")).step_s,
         )
 
     def _most_units(self) -> int:
@@ -269,8 +332,8 @@ class _Planner:
 
     def _host_is_short(self, options: Options, needs: Requirements, source: PlannedModel) -> bool:
         """Whether these needs exceed the host's memory, and the plan's own needs: more offloaded activations may."""
-        nbytes = source.host(options, needs).total
-        return nbytes > max(self.machine.host_nbytes, self.source.host(self.options, self.needs).total)
+        nbytes = self._host(source, options, needs).total
+        return nbytes > max(self.host_available, self._host(self.source, self.options, self.needs).total)
 
     # ---- changes
 
@@ -337,7 +400,9 @@ class _Planner:
         classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
         for remedy in (*further, *remedies.smaller_units(classes)):
             yield from self._changed(remedy, chosen)
-        half = self.source.in_half()
+        # Under autocast most weights travel in half precision already: not worth a dry run.
+        worth = self.precision == "32-true" or isinstance(self.source, ListedModel)
+        half = self.source.in_half() if worth else None
         for remedy in remedies.half_precision(half is not None):
             yield from self._changed(remedy, chosen, half)
 
@@ -355,27 +420,89 @@ class _Planner:
         yield Change(remedy.what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
 
     def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
-        """Yield changes that free host memory, if the host has too little."""
-        needs, host = self.needs, self.source.host(self.options, self.needs)
-        if host.total <= self.machine.host_nbytes:
+        """Yield changes that free host memory, if the host has too little: last those that train few weights."""
+        host = self._host(self.source, self.options, self.needs)
+        if host.total <= self.host_available:
             return
+        half = self.source.in_half()
+        found: list[tuple[bool, bool, Change]] = []
+        for remedy in remedies.host(
+            half=half is None and not self.options.master_weights,
+            wires=self.options.wire_dtype == "auto" and not self.options.master_weights and host.wire > 0,
+            activations=self.options.activations,
+            optimizer=self.optimizer,
+        ):
+            change = self._host_change(remedy, chosen, (half or self.source) if remedy.half else self.source)
+            if change is not None and (change.host_nbytes or 0) < host.total:
+                found.append((remedy.adapters, change.step_s > SLOW * chosen.step_s, change))
+        yield from (change for *_, change in sorted(found, key=lambda item: item[:2]))
 
-        def change(remedy: Remedy, less: int, needs: Requirements = needs, states: float = 1.0) -> Iterator[Change]:
-            if less > 0:
-                words = 3 + 2 * self.source.states()
-                scaled = self.machine.optimizer_bytes_per_parameter * (3 + states * (words - 3)) / words
-                machine = replace(self.machine, optimizer_bytes_per_parameter=scaled)
-                step_s = self._simulated(needs, chosen.window, chosen.transfer, machine).step_s
-                yield Change(remedy.what, chosen.nbytes, step_s, host_nbytes=host.total - less)
+    def _host_change(self, remedy: HostRemedy, chosen: SweepPoint, source: PlannedModel) -> Change | None:
+        """Return the change that a remedy leads to; with recomputation if it does not fit on the device otherwise."""
+        changed = replace(self.options, **remedy.options)
+        if remedy.half:
+            changed = replace(changed, master_weights=False)
+        further = [{}, *(other.options for other in remedies.activations(changed.activations))]
+        found: Change | None = None
+        for options in further:
+            if options.get("activations", "recompute") != "recompute" or (found and found.nbytes <= self.available):
+                continue
+            try:
+                tried = replace(changed, **options)
+                needs = source.needs(tried, self.machine)
+            except SuperpipelineError:
+                continue  # the model cannot run that way
+            found = self._of_host(remedy, chosen, source, tried, needs, bool(options))
+        return found
 
-        if self.options.wire_dtype == "auto" and not self.options.master_weights and needs.trace is not None:
-            as_is = self.source.needs(replace(self.options, **remedies.WIRE_AS_IS.options), self.machine)
-            yield from change(remedies.WIRE_AS_IS, host.wire, as_is)
-        if host.activations:
-            (recompute,) = remedies.activations("keep")
-            again = self.source.needs(replace(self.options, **recompute.options), self.machine)
-            yield from change(recompute, host.activations, again)
-        yield from change(remedies.HALF_STATE, host.optimizer // 2, states=0.5)
-        few = [replace(c, down_nbytes=c.down_nbytes // 10, parameters=c.parameters // 10) for c in needs.costs]
-        less = 9 * (host.optimizer + host.gradients) // 10
-        yield from change(remedies.TENTH, less, replace(needs, costs=few))
+    def _of_host(
+        self,
+        remedy: HostRemedy,
+        chosen: SweepPoint,
+        source: PlannedModel,
+        options: Options,
+        needs: Requirements,
+        recomputes: bool,
+    ) -> Change:
+        host, states, optimizer = self._host(source, options, needs), source.states(), self.optimizer
+        if remedy.optimizer is not None:
+            optimizer = remedy.optimizer
+            states = states_of(optimizer, None, torch.bfloat16 if remedy.half else torch.float32)
+            host = replace(host, optimizer=int(states * host.gradients))
+        if remedy.adapters:
+            share = remedies.ADAPTED
+            host = replace(
+                host,
+                weights=host.weights * remedy.base_bits // 16,
+                gradients=int(share * host.gradients),
+                optimizer=int(share * host.optimizer),
+                copies=int(share * host.copies),
+            )
+            needs = _frozen(needs, share, remedy.base_bits)
+        step_s = self._simulated(needs, chosen.window, chosen.transfer, self._stepping(states, optimizer)).step_s
+        what = remedy.what + " and activations='recompute'" * recomputes
+        how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
+        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
+        return Change(what, nbytes, step_s, host_nbytes=host.total, bits=remedy.bits, how=how)
+
+
+def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:
+    """Return the requirements if this share of the weights is trained, beside frozen ones of this many bits.
+
+    Backward leaves out the products that make gradients of weights, which are as many as forward's.
+    """
+
+    def cost(one: UnitCost) -> UnitCost:
+        return replace(
+            one,
+            up_nbytes=one.up_nbytes * bits // 16,
+            down_nbytes=int(share * one.down_nbytes),
+            parameters=int(share * one.parameters),
+            backward_flops=max(one.backward_flops - one.forward_flops, one.backward_flops / 2),
+        )
+
+    costs = [cost(one) for one in needs.costs]
+    pairs = zip(needs.costs, costs, strict=True)
+    parts = [new.backward_flops / one.backward_flops if one.backward_flops else 1.0 for one, new in pairs]
+    works = [replace(work, flops=work.flops * parts[work.unit]) if work.sends else work for work in needs.works]
+    return replace(needs, costs=costs, works=works)

@@ -218,3 +218,11 @@ WORKLOADS = {
         sdxl_unet(),
     )
 }
+
+# Names of shapes (shapes.py) that have listed numbers, too, under another name: one name for one model.
+SAME = {"llama-8b": "llama3-8b"}
+
+
+def listed(name: str) -> Workload | None:
+    """Return the listed numbers of a model, by either of its names; None if it has none."""
+    return WORKLOADS.get(SAME.get(name, name))

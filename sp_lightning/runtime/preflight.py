@@ -25,7 +25,7 @@ from ..core.schedule import Schedule
 from ..core.simulation import UnitCost, simulate
 from ..core.sizing import UnitBytes, first_window
 from ..errors import MemoryBudgetError
-from ..memory.footprint import STATES, UnitHostBytes, host_bytes
+from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.layout import aligned
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
@@ -233,21 +233,39 @@ def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dty
 
 
 def check_host(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
-    """Warn if the host memory that training will allocate exceeds what is free (Rule 2)."""
+    """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2)."""
+    parameters = [p for unit in units for _, p in unit.params]
     of_units = [UnitHostBytes.of([p for _, p in unit.params], device_dtype) for unit in units]
     missing = [UnitHostBytes.of([p for _, p in unit.params if p.is_meta]).weights for unit in units]
-    to_come = replace(host_bytes(of_units, states=STATES["AdamW"]), weights=sum(missing))
+    whole = host_bytes(of_units, states=STATES["AdamW"])
+    to_come = replace(whole, weights=sum(missing))
     if to_come.total < WORTH_CHECKING:
         return
     free = host_memory().free
     if to_come.total > free:
+        half = all(p.dtype.itemsize <= 2 for p in parameters if p.is_floating_point())
+        listed = remedies.host(half=half, wires=whole.wire > 0, activations="keep", optimizer="AdamW")
+        present = whole.weights - to_come.weights
+        count = sum(p.numel() for p in parameters if p.requires_grad)
+        left = [(remedy, _host_left(remedy, whole, half, count) - present) for remedy in listed]
+        fitting = [f"{remedy.what} ({format_bytes(max(0, n))}; {remedy.how})" for remedy, n in left if n <= free]
         log.warning(
             "superpipeline: training will take %s more host memory (weights %s, wire copies %s, gradients %s, "
-            "optimizer %s if it is AdamW), but %s are free: the system may end the process. Train a tenth of the "
-            "parameters, as adapters do (%s less), use an optimizer with half the state (%s less), or close other "
-            "programs",
+            "optimizer %s if it is AdamW), but %s are free: the system may end the process. Close other programs, or, "
+            "with what each would still take: %s",
             *map(format_bytes, (to_come.total, to_come.weights, to_come.wire, to_come.gradients, to_come.optimizer)),
             format_bytes(free),
-            format_bytes(9 * (to_come.gradients + to_come.optimizer) // 10),
-            format_bytes(to_come.optimizer // 2),
+            "; ".join(fitting[:3]) or "nothing fits but a smaller model",
         )
+
+
+def _host_left(remedy: remedies.HostRemedy, whole: HostBytes, half: bool, trained: int) -> int:
+    """Return the bytes of host memory that the whole run takes with this change."""
+    halved = 2 if remedy.half and not half else 1
+    share = remedies.ADAPTED if remedy.adapters else 1
+    optimizer = whole.optimizer / halved
+    if remedy.optimizer is not None:
+        optimizer = remedies.STATE_NBYTES[remedy.optimizer] * trained
+    keeps_wire = not remedy.half and "wire_dtype" not in remedy.options
+    weights = whole.weights / halved * remedy.base_bits / 16
+    return int(weights + keeps_wire * whole.wire + share * (whole.gradients / halved + optimizer))

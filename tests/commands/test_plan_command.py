@@ -1,5 +1,6 @@
 """``python -m sp_lightning plan``: what it prints, what it draws, which models it finds, and what it refuses."""
 
+import argparse
 import json
 import pathlib
 import re
@@ -10,6 +11,7 @@ from torch import nn
 
 from sp_lightning import cli
 from sp_lightning.commands import model_spec, plan_plot
+from sp_lightning.commands import plan as command
 from sp_lightning.errors import MissingExtraError, OptionError
 from sp_lightning.planning.shapes import SHAPES
 
@@ -149,7 +151,7 @@ def test_its_options_are_listed(capsys):
 def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "some.json").write_text(json.dumps(config))
-    spec = model_spec.find(str(tmp_path / "some.json"), 2, 8)
+    spec = model_spec.find(str(tmp_path / "some.json"), 2, 8 if "input_ids" in keys else None)
     net = spec.model()
     assert (type(net).__name__, set(spec.batch), net.dtype) == (name, keys, torch.float32)
     assert net(**spec.batch).loss.requires_grad
@@ -158,7 +160,7 @@ def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tm
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18"])
 def test_a_torchvision_name_is_a_classifier_with_images(name):
     pytest.importorskip("torchvision")
-    spec = model_spec.find(name, 2, 0)
+    spec = model_spec.find(name, 2)
     assert spec.batch[0].shape == (2, 3, 224, 224)
     assert spec.loss(spec.model(), spec.batch).dim() == 0
 
@@ -185,6 +187,242 @@ def test_a_shape_takes_a_batch_of_the_users():
     assert spec.loss is None and spec.model()(**spec.batch).requires_grad
 
 
+# Options, for each kind of model
+
+KINDS = {
+    "listed": "vit-h",
+    "listed without a shape": "qwen3-14b",
+    "shape": "llama-tiny",
+    "config": "{llama}",
+    "torchvision": "torchvision:vit_b_32",
+    "function": "test_plan_command:tower",
+}
+# A value of each option that differs from the default, and what any kind of model may refuse by the option's name.
+VALUES = {
+    "config": None,  # another way to say what a model is: test_fit_config.py
+    "model": None,  # the kind itself
+    "batch": ["3"],
+    "seq": ["40"],
+    "data": ["test_plan_command:{data}"],
+    "loss": ["test_plan_command:{loss}"],
+    "precision": ["64-true"],
+    "optimizer": ["SGD"],
+    "machine": ["h100"],
+    "device_memory": ["3GiB"],
+    "host_memory": ["48GiB"],
+    "host_headroom": ["1GiB"],
+    "cores": ["1"],
+    "link": ["gen3x1"],
+    "copies": ["1"],
+    "accumulate": ["2"],
+    "samples": ["1000"],
+    "epochs": ["2", "--samples", "1000"],
+    "price": ["0.5", "--samples", "1000"],
+    "window": ["3"],
+    "transfer": ["2", "--window", "3"],
+    "memory_budget": ["{budget}"],  # less than the model
+    "units": ["Linear"],
+    "activations": ["recompute+offload"],
+    "master_weights": ["--precision", "bf16-true"],
+    "json": None,  # how it is printed: all other runs of this test use it
+    "plot": None,
+    "timeline": None,
+}
+FEW = [  # the quick ones; a slow run has all
+    kind if kind in ("listed without a shape", "function") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS
+]
+BUDGETS = {
+    "listed": "300MiB",
+    "listed without a shape": "12GiB",
+    "shape": "2MiB",
+    "config": "650KiB",
+    "torchvision": "120MiB",
+    "function": "60KiB",
+}
+REFUSED = {
+    ("listed", "seq"),
+    ("listed without a shape", "data"),
+    ("listed without a shape", "loss"),
+    ("listed without a shape", "units"),
+    ("listed without a shape", "activations"),
+    ("torchvision", "seq"),
+}
+NONSENSE = {
+    "batch": "0",
+    "seq": "0",
+    "data": "Foo",
+    "loss": "Foo",
+    "precision": "Foo",
+    "optimizer": "Nonsense",
+    "machine": "Foo",
+    "device_memory": "Foo",
+    "host_memory": "Foo",
+    "host_headroom": "Foo",
+    "cores": "0",
+    "link": "Foo",
+    "copies": "-1",
+    "accumulate": "0",
+    "samples": "0",
+    "epochs": "0",
+    "price": "-1",
+    "window": "Foo",
+    "transfer": "Foo",
+    "memory_budget": "Foo",
+    "units": "Foo",
+    "activations": "Foo",
+}
+NO_NONSENSE = {"config", "model", "master_weights", "json", "plot", "timeline"}
+
+
+def options_of_plan():
+    """All options that the parser has, by name."""
+    parser = argparse.ArgumentParser(add_help=False)
+    command.add_arguments(parser)
+    return {action.dest: action.option_strings[0] for action in parser._actions}
+
+
+def planned_as_json(capsys, *arguments):
+    """What is printed for these arguments, or the error that ends the command."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *map(str, arguments), "--json"])
+    said = capsys.readouterr()
+    if stopped.value.code == 2:
+        return said.err
+    found = json.loads(said.out)
+    return {name: found[name] for name in found if name not in ("options", "machine")}  # what follows from them
+
+
+def of_kind(kind, llama):
+    """The arguments for a model of this kind, and the functions of this file that suit it."""
+    model = KINDS[kind].format(llama=llama)
+    given = ["--model", model, "--machine", "rtx4090", "--precision", "32-true", "--window", "1"]
+    if kind == "function":
+        given += ["--data", "test_plan_command:rows_of_32"]
+    if kind != "listed without a shape" and kind != "listed":
+        given += ["--batch", "2"]
+    functions = {"function": ("twice_rows_of_32", "mean"), "torchvision": ("images", "of_images")}
+    functions |= {"listed": ("vit_images", "summed"), "config": ("ids", "summed"), "shape": ("ids", "summed")}
+    return given, functions.get(kind, ("rows_of_32", "mean"))
+
+
+def twice_rows_of_32(rows, length):
+    return torch.zeros(2 * rows, 32)
+
+
+def images(rows, length):
+    return torch.zeros(2 * rows, 3, 224, 224), torch.zeros(2 * rows, dtype=torch.long)
+
+
+def vit_images(rows, length):
+    return {"pixel_values": torch.zeros(rows, 3, 224, 224), "labels": torch.zeros(rows, dtype=torch.long)}
+
+
+def ids(rows, length):
+    return {"input_ids": torch.ones(rows, 48, dtype=torch.long), "labels": torch.ones(rows, 48, dtype=torch.long)}
+
+
+def mean(net, batch):
+    return net(net(batch)).mean()
+
+
+def of_images(net, batch):
+    return net(torch.cat([batch[0]] * 2)).mean()
+
+
+def summed(net, batch):
+    found = net(**batch)
+    return getattr(found, "loss", found) + sum(p.square().sum() for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_every_option_is_obeyed_or_refused_by_name(kind, llama, capsys):
+    """A new option of the parser fails here until it has a value above, and does something for each kind of model."""
+    options = options_of_plan()
+    assert options.keys() == VALUES.keys()
+    if kind == "torchvision":
+        pytest.importorskip("torchvision")
+    given, (data, loss) = of_kind(kind, llama)
+    plain = planned_as_json(capsys, *given)
+    assert isinstance(plain, dict), plain
+    for name, values in VALUES.items():
+        if values is None:
+            continue
+        first, *rest = values
+        flags = [] if name == "master_weights" else [first.format(data=data, loss=loss, budget=BUDGETS[kind])]
+        rest = values if name == "master_weights" else rest
+        found = planned_as_json(capsys, *given, options[name], *flags, *rest)
+        if (kind, name) in REFUSED:
+            assert isinstance(found, str) and f"plan: {name} must be" in found, (name, found)
+            continue
+        without = planned_as_json(capsys, *given, *rest) if rest else plain
+        assert isinstance(found, dict), (name, found)
+        assert found != without, f"{name} changes nothing"
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_nonsense_is_refused_by_name(kind, llama, capsys):
+    assert options_of_plan().keys() == NONSENSE.keys() | NO_NONSENSE
+    if kind == "torchvision":
+        pytest.importorskip("torchvision")
+    given, _ = of_kind(kind, llama)
+    for name, value in NONSENSE.items():
+        more = ["--samples", "9"] if name in ("epochs", "price") else []
+        said = planned_as_json(capsys, *given, options_of_plan()[name], value, *more)
+        assert isinstance(said, str) and re.search(rf"plan: .*{name}\b", said), (name, said)
+
+
+@pytest.mark.parametrize("name", ["epochs", "price"])
+def test_how_long_needs_to_know_of_what(name, capsys):
+    run(*of_this_file(f"--{name}", "3"), status=2)
+    assert f"{name} must be given together with --samples, got 3" in capsys.readouterr().err
+
+
+def test_it_says_how_long_a_run_takes_and_what_it_costs(capsys):
+    given = ("--model", "llama-8b", "--machine", "rtx4090", "--precision", "bf16-true", "--activations", "recompute")
+    given = (*given, "--batch", 2, "--seq", 1024, "--samples", 10001, "--epochs", 3, "--price", 0.5)
+    found = planned_as_json(capsys, *given)
+    hours = 5001 * 3 * found["step_s"] / 3600
+    assert found["run"] == pytest.approx(
+        {
+            "rows_per_s": 2 / found["step_s"],
+            "tokens_per_s": 2048 / found["step_s"],
+            "steps": 15003,
+            "hours": hours,
+            "cost": hours / 2,
+        }
+    )
+    run(*given)
+    said = capsys.readouterr().out
+    assert re.search(rf"Speed: \d+ tokens a second; 15003 steps take {hours:.3g} hours and cost {hours / 2:.2f}", said)
+
+
+def test_one_model_has_one_plan(capsys):
+    given = ("--machine", "rtx4090", "--activations", "recompute")
+    one, other = (planned_as_json(capsys, "--model", name, *given) for name in ("llama-8b", "llama3-8b"))
+    assert one == other and one["model"] == "llama-8b"
+    assert "llama3-8b" not in model_spec.NAMES and "llama-8b" in model_spec.NAMES
+
+
+def test_a_name_on_the_hub_is_planned_from_the_cached_config(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    kept = tmp_path / "models--some--tiny"
+    (kept / "snapshots" / "0123").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    (kept / "snapshots" / "0123" / "config.json").write_text(json.dumps(LLAMA))
+    import transformers.utils.hub as hub
+
+    monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    spec = model_spec.find("some/tiny", 2, 8)
+    assert spec.name == "some/tiny" and spec.batch["input_ids"].shape == (2, 8)
+    said = "model must be a directory with a config.json, or a name on the hub whose config.json is cached or can be"
+    with pytest.raises(OptionError, match=rf"{said} .*without a network, .* got 'some/other'"):
+        model_spec.find("some/other", 2, 8)
+
+
 def tokens(rows, length):
     return {"tokens": torch.zeros(rows, length + 1, dtype=torch.long)}
 
@@ -205,7 +443,7 @@ def test_a_workload_is_planned_for_its_tokens(capsys):
 @pytest.mark.parametrize(
     "text, data, message",
     [
-        ("llama9", None, "model must be a transformers config.json .* or one of llama3-8b, .* got 'llama9'"),
+        ("llama9", None, "model must be a transformers config.json .* or one of tiny, .* got 'llama9'"),
         ("torchvision:resnet1", None, "model must be one of torchvision's classifiers: .* got 'resnet1'"),
         ("test_plan_command:tower", None, "data must be package.module:function that returns the batch"),
         ("test_plan_command:no", "x:y", r"model must be package.module:function that can be imported \(module"),
@@ -216,7 +454,7 @@ def test_a_workload_is_planned_for_its_tokens(capsys):
 )
 def test_a_model_that_is_not_found_is_refused(text, data, message):
     with pytest.raises(OptionError, match=message):
-        model_spec.find(text, 1, 1, data)
+        model_spec.find(text, 1, None, data)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sp_lightning import cli
-from sp_lightning.core.host import gpus_by_vendor
+from sp_lightning.core.host import gpus_by_vendor, is_wsl2
 from sp_lightning.core.machine import MACHINES
 from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.memory.device import available
@@ -99,6 +99,11 @@ SICK = {
         facts(host_free_nbytes=16 * GIB),
         "host memory",
         r"16\.00 GiB of host memory are free for a device of 24\.00 GiB, .* 18 host bytes .*: add memory",
+    ),
+    "Linux in Windows": (
+        facts(wsl2=True, host_nbytes=32 * GIB),
+        "WSL2",
+        r"\(WSL2\) with 32\.00 GiB of host memory, by default half of the computer's: .*wslconfig, .* --shutdown",
     ),
     "slow memory": (facts(dram_bytes_per_s=9 * GB), "memory speed", r"moves 9\.0 GB/s, .* every channel"),
     "few threads": (facts(threads=1), "threads", r"1 thread on 16 cores, .* idle: set OMP_NUM_THREADS=16"),
@@ -235,3 +240,19 @@ def test_gpus_are_found_by_what_their_drivers_show(tmp_path):
         node.mkdir(parents=True)
         (node / "gpu_id").write_text(identity)
     assert gpus_by_vendor(tmp_path) == {"NVIDIA": 2, "AMD": 1}
+
+
+@pytest.mark.parametrize(
+    "version, found",
+    [
+        ("Linux version 5.15.153.1-microsoft-standard-WSL2 (root@941d701f84f1)", True),
+        ("Linux version 6.1.21-custom-WSL2+ (me@here)", True),
+        ("Linux version 6.8.0-45-generic (buildd@lcy02)", False),
+        (None, False),
+    ],
+)
+def test_linux_in_windows_is_recognised_by_its_kernel(version, found, tmp_path):
+    if version is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc" / "version").write_text(version + "\n")
+    assert is_wsl2(tmp_path) is found

@@ -148,10 +148,16 @@ def test_the_list_of_pages_has_all_of_them():
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
 
 
+def script(name: str):
+    """A script of the docs, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_reference_is_what_the_docstrings_say():
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
-    make_api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_api)
+    make_api = script("make_api")
     assert (ROOT / "docs" / "api.md").read_text() == make_api.page()  # else run: python docs/make_api.py
 
 
@@ -175,3 +181,21 @@ def test_the_table_of_refusals_is_that_of_the_tests():
         r"^\| (.+) \| (\w+Error) \| (.+) \|$", (ROOT / "docs" / "exactness.md").read_text(), re.MULTILINE
     )
     assert len(table) > 10 and set(table) == set(refusals())
+
+
+# What fits where
+
+
+def test_the_table_of_what_fits_has_a_row_for_each_card_and_memory():
+    make_fits = script("make_fits")
+    table = make_fits.README.read_text().partition(make_fits.BEGIN)[2].partition(make_fits.END)[0].strip()
+    head, _, *rows = table.splitlines()
+    assert head == f"| card | RAM | {' | '.join(make_fits.WAYS)} |"
+    assert len(rows) == len(make_fits.CARDS) * len(make_fits.MEMORIES)
+    assert make_fits.written(make_fits.README.read_text(), table) == make_fits.README.read_text()
+
+
+@pytest.mark.slow
+def test_the_table_of_what_fits_is_what_the_planner_says():
+    make_fits = script("make_fits")
+    assert make_fits.written(make_fits.README.read_text(), make_fits.table()) == make_fits.README.read_text()

@@ -142,15 +142,27 @@ def test_inference_by_hand_needs_no_room_for_gradients():
 
 
 def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 3 * GIB, "machine", 4 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
         preflight.check_host(partition(large), float32)
     assert (
         "training will take 8.00 GiB more host memory (weights 2.00 GiB, wire copies 0 B, gradients "
-        "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 2.00 GiB are free: the system may end the process. "
-        "Train a tenth of the parameters, as adapters do (5.40 GiB less), use an optimizer with half the state (2.00"
+        "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 3.00 GiB are free: the system may end the process. "
+        "Close other programs, or, with what each would still take: precision='bf16-true' and Adafactor (2.00 GiB; "
+        "--trainer.precision bf16-true, configure_optimizers: torch.optim.Adafactor); adapters on a frozen bf16 base "
+        "(1.03 GiB; python -m sp_lightning fit --config examples/lora_llm/config.yaml"
     ) in caplog.text
+
+
+@pytest.mark.parametrize("free, offered", [(7, "Adafactor (4.00 GiB"), (0.1, "nothing fits but a smaller model")])
+def test_what_a_filled_host_has_room_for_is_offered(free, offered, monkeypatch, caplog):
+    free_nbytes = int(free * GIB)
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(16 * GIB, free_nbytes, "machine", 16 * GIB))
+    large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
+    with caplog.at_level(logging.WARNING, "sp_lightning"):
+        preflight.check_host(partition(large), float32)
+    assert f"would still take: {offered}" in caplog.text
 
 
 def test_a_host_with_room_is_not_warned(monkeypatch, caplog):

@@ -1,0 +1,145 @@
+"""The run that ``fit`` with the same arguments would make, for a plan: its model, batch, precision and options.
+
+1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
+   and without a logger. The first batch is that of the Trainer's own loader.
+2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
+   ``configure_model``. Code that reads weights there can see it by ``torch.get_default_device()``, and read none.
+   A model that depends on data (planned_model.py, Rule 1) is made with weights.
+3. ``training_step`` has the Trainer, but nothing is logged, and the optimizers that it is given (with manual
+   optimization) change nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MissingExtraError, OptionError
+from ..options import Options
+from .model_spec import Spec
+
+META = torch.device("meta", 0)  # by its index torch.get_default_device knows it, without asking a tensor
+BATCH_HOOKS = "on_before_batch_transfer", "on_after_batch_transfer"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to plan for."""
+
+    spec: Spec
+    precision: str
+    options: dict[str, Any]  # of the strategy
+    accumulate: int  # batches before a step of the optimizer
+    copies: int  # of the weights, that callbacks have
+    steps: int | None  # of the optimizer, in the whole run; None if it has no end
+
+
+def find(arguments: Sequence[str]) -> Run:
+    """Find the run of ``fit`` with these arguments."""
+    if importlib.util.find_spec("jsonargparse") is None:
+        raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
+    from ..compat.lightning import attach_data
+    from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
+    from ..lightning.strategy import SuperpipelineStrategy
+
+    cli = _parser()(arguments)
+    trainer, options = cli.trainer, getattr(cli.trainer.strategy, "options", None)
+    if not isinstance(trainer.strategy, SuperpipelineStrategy) or not isinstance(options, Options):
+        found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"
+        raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
+    with META:
+        module = _connected(cli)
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    attach_data(trainer, module, cli.datamodule)
+    for owner in filter(None, (cli.datamodule, module)):
+        owner.prepare_data()
+    for owner in filter(None, (cli.datamodule, module)):
+        owner.setup("fit")
+    trainer.fit_loop.setup_data()
+    batch = next(iter(trainer.train_dataloader))
+    for name in BATCH_HOOKS:
+        for owner in filter(None, (cli.datamodule, module)):
+            batch = getattr(owner, name)(batch, 0)
+    steps = trainer.estimated_stepping_batches
+    averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+    length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
+    return Run(
+        spec=Spec(type(module).__name__, _maker(cli), batch, tokens=length),
+        precision=str(cli.config.trainer.precision or "32-true"),
+        options=asdict(options),
+        accumulate=trainer.accumulate_grad_batches,
+        copies=len(averages),
+        steps=int(steps) if 0 <= steps < float("inf") else None,
+    )
+
+
+def _parser() -> Any:
+    """Return the class of a LightningCLI that makes all but the model (Rule 1)."""
+    from lightning.pytorch.cli import LightningCLI  # needs the extra
+
+    class Parser(LightningCLI):
+        def __init__(self, arguments: Sequence[str]) -> None:
+            super().__init__(
+                args=list(arguments),
+                run=False,
+                save_config_callback=None,
+                trainer_defaults={"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}},
+                parser_kwargs={"prog": "python -m sp_lightning plan"},
+            )
+
+        def instantiate_classes(self) -> None:
+            whole = self.config.clone()
+            self.of_model = type(whole)(model=whole.pop("model"))
+            self.config_init = self.parser.instantiate_classes(whole)
+            self.datamodule = self.config_init.get("data")
+            self.trainer = self.instantiate_trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+
+    return Parser
+
+
+def _connected(cli: Any) -> Any:
+    """Make the module, with the Trainer that it will have."""
+    cli.model = cli.parser.instantiate_classes(cli.of_model).model
+    cli.trainer.strategy.connect(cli.model)
+    cli.model.trainer = cli.trainer
+    return cli.model
+
+
+def _maker(cli: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2)."""
+    from ..compat.lightning import add_configured_optimizers
+    from ..planning.fake_tensors import without_data
+    from ..planning.planned_model import optimizers_in
+
+    def make() -> nn.Module:
+        with META if without_data() else contextlib.nullcontext():
+            module = _connected(cli)
+            module.configure_model()
+        add_configured_optimizers(cli)
+        made = module.configure_optimizers()
+        module.configure_optimizers = lambda: made
+        _leave_nothing(module, list(optimizers_in(made)))
+        return module  # type: ignore[no-any-return]
+
+    return make
+
+
+def _leave_nothing(module: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Let a step of this module, which no Trainer runs, neither log nor change weights (Rule 3)."""
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        return None if closure is None else closure()
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    for optimizer in optimizers:
+        optimizer.step = step  # type: ignore[method-assign]
+    module.optimizers = lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers
+    module.log = module.log_dict = nothing

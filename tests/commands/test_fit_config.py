@@ -1,0 +1,236 @@
+"""``plan --config``: what is planned is what ``fit`` with the same arguments runs."""
+
+import json
+import pathlib
+import re
+
+import lightning as L
+import pytest
+import torch
+
+from sp_lightning import cli
+from sp_lightning.commands import fit_config
+from sp_lightning.planning import plan
+
+pytest.importorskip("jsonargparse")
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+QUIET = ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Where a run writes, and where the recipes are imported from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    monkeypatch.setattr("sys.argv", ["sp_lightning"])
+
+
+class Seen(L.Callback):
+    """What a run has in its first step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0 and trainer.current_epoch == 0:
+            self.shapes = shapes(batch)
+            self.parameters = described(pl_module)
+            units = trainer.strategy.handle.units
+            self.units = sorted(unit.name for unit in units if not unit.resident)
+            self.steps = trainer.estimated_stepping_batches
+
+    def on_train_end(self, trainer, pl_module):
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        self.state_nbytes = sum(tensor.nbytes for tensor in tensors if tensor.dim())
+        self.weight_nbytes = sum(parameter.nbytes for parameter in pl_module.parameters())
+
+
+def shapes(batch):
+    tensors = batch.values() if hasattr(batch, "values") else batch
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def described(module):
+    return {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def trained(arguments):
+    """Train one epoch as the command line does, with a callback that looks."""
+    given = cli_of(arguments)
+    seen = Seen()
+    given.trainer.callbacks.append(seen)
+    given.trainer.fit(given.model, datamodule=given.datamodule)
+    return seen, given
+
+
+def cli_of(arguments):
+    from lightning.pytorch.cli import LightningCLI
+
+    strategy = {"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}}
+    return LightningCLI(args=arguments, run=False, save_config_callback=None, trainer_defaults=strategy)
+
+
+CASES = [
+    ("finetune_llm", ["--data.batch_size", "2", "--trainer.accumulate_grad_batches", "4", "--trainer.max_epochs", "2"]),
+    ("finetune_llm", ["--trainer.precision", "bf16-true", "--data.packing", "false", "--trainer.max_steps", "3"]),
+    ("finetune_llm", ["--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1", "--model.dtype", "bfloat16"]),
+    ("lora_llm", ["--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]),
+    ("finetune_vision", ["--trainer.max_epochs", "1", "--trainer.strategy.window", "3"]),
+    ("finetune_vlm", ["--model.train", "connection", "--trainer.max_epochs", "1"]),
+    ("moe", ["--trainer.max_epochs", "1"]),
+    ("pretrain_small", ["--trainer.max_steps", "4", "--model.layers", "3"]),
+]
+
+
+@pytest.mark.parametrize(
+    "recipe, more", [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
+def test_what_is_planned_is_what_runs(recipe, more):
+    pytest.importorskip("transformers")
+    if recipe == "lora_llm":
+        pytest.importorskip("peft")
+    arguments = ["--config", str(EXAMPLES / recipe / "config.yaml"), *more, *QUIET]
+    run = fit_config.find(arguments)
+    found = plan(
+        run.spec.model, run.spec.batch, precision=run.precision, copies=run.copies, machine="rtx4060", **run.options
+    )
+    seen, given = trained(arguments)
+    options = given.trainer.strategy.options
+    assert run.options == vars(options) or run.options == {name: getattr(options, name) for name in run.options}
+    assert run.precision == str(given.config.trainer.precision or "32-true")
+    assert run.accumulate == given.trainer.accumulate_grad_batches
+    assert shapes(run.spec.batch) == seen.shapes
+    assert sorted(found.units) == seen.units
+    assert run.steps == (seen.steps if seen.steps < float("inf") else None)
+    assert found.parameters == sum(torch.Size(shape).numel() for shape, *_ in seen.parameters.values())
+    aligned = 256 * len(seen.parameters)  # of a few KiB these are much
+    assert found.host.weights == pytest.approx(seen.weight_nbytes, abs=aligned)
+    assert found.host.optimizer == pytest.approx(seen.state_nbytes, abs=2 * aligned)
+    assert run.copies == (recipe == "finetune_vision")
+
+
+def test_a_model_is_planned_without_its_weights(tmp_path, capsys):
+    """From a directory with a config and a tokenizer; its loss in chunks, as the recipe decides without weights."""
+    transformers = pytest.importorskip("transformers")
+    from examples.common import tiny
+
+    words = tiny.tokenizer(tiny.sentences(50))
+    words.save_pretrained("large")
+    sizes = {**tiny.sizes(words), "vocab_size": 128256, "hidden_size": 512, "intermediate_size": 1024}
+    transformers.LlamaConfig(**sizes).save_pretrained("large")
+    tiny.write_jsonl(pathlib.Path("my.jsonl"), tiny.chats(40))
+    given = ["plan", "--config", str(EXAMPLES / "finetune_llm" / "config.yaml"), "--machine", "rtx4060", "--json"]
+    given += "--model.name_or_path large --data.path my.jsonl --trainer.precision bf16-mixed".split()
+
+    def planned(*more):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([*given, *more])
+        assert stopped.value.code == 0
+        return json.loads(capsys.readouterr().out)
+
+    auto, full = planned(), planned("--model.loss", "full")
+    assert not list(pathlib.Path("large").glob("*.safetensors")) and auto["parameters"] == full["parameters"]
+    chunks = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    assert (auto["flops"] > full["flops"]) == chunks
+    assert auto["run"]["steps"] % 3 == 0  # epochs
+    cheap = planned("--price", "2", "--trainer.accumulate_grad_batches", "8")
+    assert cheap["run"]["cost"] == pytest.approx(2 * cheap["run"]["hours"])
+    assert cheap["run"]["rows_per_s"] > auto["run"]["rows_per_s"]  # the optimizer steps less often
+    assert cheap["accumulating_s"] < cheap["step_s"]
+
+
+class TwoOptimizers(L.LightningModule):
+    """A module of the user's, with manual optimization, whose weights are made in ``__init__``."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.automatic_optimization = False
+        self.one = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+        self.two = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+
+    def loss(self, batch):
+        return self.two(self.one(batch[0])).square().mean()
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.one.parameters()), torch.optim.SGD(self.two.parameters(), lr=0.1)
+
+
+class Numbers(L.LightningDataModule):
+    def __init__(self, rows: int = 6):
+        super().__init__()
+        self.rows = rows
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 64)), self.rows)
+
+
+def loss_of_two(module, batch):
+    return module.loss(batch)
+
+
+@pytest.mark.parametrize("loss", [[], ["--loss", "test_fit_config:loss_of_two"]])
+def test_a_module_with_two_optimizers_and_an_average_is_planned(loss, capsys):
+    pathlib.Path("config.yaml").write_text(
+        "model: {class_path: test_fit_config.TwoOptimizers, init_args: {width: 64}}\n"
+        "data: {class_path: test_fit_config.Numbers}\n"
+        "trainer:\n  max_epochs: 2\n"
+        "  callbacks: [{class_path: lightning.pytorch.callbacks.EMAWeightAveraging}]\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main([*"plan --config config.yaml --machine rtx4060 --json --data.rows 5 --model.width 64".split(), *loss])
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == []
+    weights = 8 * 65 * 64 * 4
+    assert found["rows"] == 5 and found["run"]["steps"] == 2 * 7
+    assert found["host"]["weights"] == pytest.approx(weights, rel=0.05)
+    assert found["host"]["copies"] == found["host"]["weights"]
+    assert found["host"]["optimizer"] == pytest.approx(weights, rel=0.05)  # AdamW's two moments of a half
+
+
+def test_plan_in_place_of_fit(capsys):
+    given = "--model test_fit_config.TwoOptimizers --data test_fit_config.Numbers --model.width 64 --data.rows 4"
+    more = "--trainer.max_epochs 3 --trainer.precision bf16-mixed --trainer.strategy.window 2"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *given.split(), *more.split(), "--machine", "rtx4060", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (stopped.value.code, found["rows"], found["window"], found["run"]["steps"]) == (0, 4, 2, 24)
+    assert found["precision"] == "bf16-mixed" and found["model"] == "TwoOptimizers"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--batch", "3"], "batch must be left out beside arguments of fit, which say it"),
+        (["--master-weights"], "master_weights must be left out beside arguments of fit"),
+        (["--trainer.strategy", "auto"], r"trainer.strategy must be superpipeline \(or left out\), for a plan, got"),
+        (["--data.path", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_what_a_config_cannot_be_planned_with_is_refused(arguments, message, capsys):
+    given = ["plan", "--config", str(EXAMPLES / "finetune_llm" / "config.yaml"), "--machine", "rtx4060"]
+    try:
+        cli.main([*given, *arguments])
+    except SystemExit as stopped:
+        assert stopped.code == 2
+        said = capsys.readouterr().err
+    except Exception as error:  # of the recipe, as fit shows it
+        said = str(error)
+    assert re.search(message, said), said
+
+
+def test_without_a_config_a_model_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--machine", "rtx4060"])
+    assert "model must be given, unless --config is" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model.width", "3"])
+    assert "plan does not know --model.width 3" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Machines: what their profiles say, and what a user may change of them."""
+
+import pytest
+
+from sp_lightning.core.machine import (
+    CORE_DRAM,
+    GEN4,
+    GEN5,
+    GIB,
+    MACHINES,
+    PROFILES,
+    headroom,
+    link_bytes_per_s,
+    with_cores,
+    with_link,
+)
+from sp_lightning.errors import OptionError
+
+
+@pytest.mark.parametrize("gigabytes", [8, 12, 16, 24])
+def test_there_are_profiles_for_the_cards_that_people_have(gigabytes):
+    found = [machine for machine in PROFILES.values() if machine.device_nbytes == gigabytes * GIB]
+    assert len(found) >= 2
+    assert gigabytes == 24 or any("laptop" in machine.name for machine in found)
+
+
+def test_profiles_have_the_names_that_they_are_found_by():
+    assert all(name == machine.name for name, machine in PROFILES.items())
+    assert MACHINES.keys() < PROFILES.keys()
+
+
+def test_a_geforce_card_has_the_peaks_of_its_architecture_s_whitepaper():
+    """The RTX 3090's 71 and 35.6 TFLOP/s follow from its cores and its clock."""
+    assert PROFILES["rtx3090"].flops_per_s / 0.6 == pytest.approx(71e12, rel=0.01)
+    assert PROFILES["rtx3090"].fp32_flops_per_s / 0.6 == pytest.approx(35.6e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "host, left", [(64, 6.4), (16, 4), (32, 4), (8, 2), (128, 12.8), (2048, 32)], ids=lambda value: str(value)
+)
+def test_a_tenth_of_the_host_is_the_system_s_within_limits(host, left):
+    assert headroom(host * GIB) == pytest.approx(left * GIB)
+
+
+def test_few_cores_step_the_optimizer_slower_and_many_do_not_make_it_faster():
+    machine = PROFILES["h100"]
+    assert with_cores(machine, 2).dram_bytes_per_s == 2 * CORE_DRAM
+    assert with_cores(machine, 1000) == machine
+
+
+@pytest.mark.parametrize(
+    "text, rate",
+    [("gen4x16", GEN4), ("4x8", GEN4 / 2), ("PCIe 5.0 x8", GEN5 / 2), ("12GB", 12e9), ("12GB/s", 12e9), (3e9, 3e9)],
+)
+def test_a_link_is_given_by_its_lanes_or_its_rate(text, rate):
+    assert link_bytes_per_s(text) == rate
+    changed = with_link(PROFILES["rtx4090"], text)
+    assert changed.up_bytes_per_s == changed.down_bytes_per_s == rate
+
+
+@pytest.mark.parametrize("text", ["gen9x16", "gen4x3", "fast", "0", 0, True])
+def test_another_link_is_refused(text):
+    with pytest.raises(OptionError, match="link must be a PCIe generation and its lanes such as"):
+        link_bytes_per_s(text)
+
+
+@pytest.mark.parametrize("cores", [0, -1, True, 1.5])
+def test_another_number_of_cores_is_refused(cores):
+    with pytest.raises(OptionError, match="cores must be an int >= 1"):
+        with_cores(PROFILES["h100"], cores)
