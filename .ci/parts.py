@@ -46,6 +46,7 @@ PARTS = {
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "plans": Part(("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/core/")),
+    "ranks": Part(("tests/ranks",), ("sp_lightning/ranks/", "sp_lightning/lightning/", "sp_lightning/memory/")),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),

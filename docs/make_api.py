@@ -63,7 +63,7 @@ def argument(parameter: inspect.Parameter) -> str:
     """Return an argument as it is written in Python, with its type's short name."""
     of = parameter.annotation if isinstance(parameter.annotation, str) else parameter.annotation.__name__
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    default = "" if parameter.default is parameter.empty else f" = {json.dumps(parameter.default)}"
+    default = "" if parameter.default is parameter.empty else f" = {json.dumps(parameter.default, default=str)}"
     default = default.replace("null", "None").replace("true", "True").replace("false", "False")
     return f"{stars}{parameter.name}: {of}{default}"
 

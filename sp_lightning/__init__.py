@@ -11,6 +11,7 @@ from .lightning.fabric import SuperpipelineFabricStrategy
 from .lightning.registration import register
 from .lightning.strategy import SuperpipelineStrategy
 from .planning import Plan, plan
+from .ranks.exchange import tree_hook
 from .runtime.handle import Handle, stream
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "SuperpipelineStrategy",
     "plan",
     "stream",
+    "tree_hook",
 ]
 
 register()

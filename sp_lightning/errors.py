@@ -45,6 +45,10 @@ class ExactnessError(SuperpipelineError, RuntimeError):
     """The run stops because its result could differ from plain training; the message names the module."""
 
 
+class PeerError(SuperpipelineError, RuntimeError):
+    """Another rank ended, failed, or did not come in time; the message names it."""
+
+
 class TraceError(SuperpipelineError, ValueError):
     """A file is not a timeline that this package wrote."""
 

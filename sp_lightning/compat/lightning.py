@@ -9,14 +9,33 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities import imports as _imports
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_if_distributed
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as backend_for
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_if_distributed
 from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
-__all__ = ["EmptyInit", "WrappingCheckpointIO", "is_local", "move_optimizers", "update_properties"]
+__all__ = [
+    "EmptyInit",
+    "ScriptLauncher",
+    "WrappingCheckpointIO",
+    "all_gather_if_distributed",
+    "backend_for",
+    "init_process_group",
+    "is_local",
+    "move_optimizers",
+    "reset_seed",
+    "sync_if_distributed",
+    "update_properties",
+]
 
 # Methods of precision plugins that run between backward and the optimizer's step.
 BEFORE_STEP = "_clip_gradients", "_after_closure"
@@ -41,6 +60,11 @@ average_device: Callable[[Any], Any] = operator.attrgetter("_device")
 def set_average_device(callback: Any, device: Any) -> None:
     """Set the device for a callback's average."""
     callback._device = device
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or a prompt."""
+    return bool(_imports._IS_INTERACTIVE)
 
 
 def local_name(path: str) -> str:

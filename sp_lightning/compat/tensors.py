@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -91,6 +92,7 @@ preserving_version: Any = torch.autograd._unsafe_preserve_version_counter  # typ
 # saved tensor could not be told to lie in a unit's buffer.
 _cdata: Any = torch._C.StorageBase._cdata  # type: ignore[attr-defined]
 storage_id: Callable[[torch.UntypedStorage], int] = _cdata.__get__
+StorageReference: Any = StorageWeakRef  # a reference that does not keep the storage
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage  # sparse tensors have none
 
 # Makes each access to a storage's bytes an error with this message. Without it a weight whose step is pending, or a

@@ -36,6 +36,9 @@ class Streaming(Protocol):
 
     handle: Handle | None
 
+    def tell_peers(self, exception: BaseException) -> None:
+        """Tell the other ranks of an exception."""
+
 
 class SuperpipelineCallback(Callback):
     """Report what each training step moved, how long it took and what it waited for.
@@ -192,6 +195,8 @@ class SuperpipelineCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the report of an unfinished run, and write its timeline."""
+        if isinstance(trainer.strategy, Streaming):
+            trainer.strategy.tell_peers(exception)  # before a callback that waits for them, to save a checkpoint
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
         self._leave(trainer)  # Lightning does not call teardown after an exception

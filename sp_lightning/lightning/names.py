@@ -25,11 +25,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from ..compat.lightning import WrappingCheckpointIO, update_properties
+from ..compat.lightning import ScriptLauncher, WrappingCheckpointIO, update_properties
 
 __all__ = [
     "Accelerator",
@@ -46,8 +46,10 @@ __all__ = [
     "LightningModule",
     "Logger",
     "ModelCheckpoint",
+    "ParallelStrategy",
     "Precision",
     "RichProgressBar",
+    "ScriptLauncher",
     "SingleDeviceStrategy",
     "StochasticWeightAveraging",
     "Strategy",

@@ -7,7 +7,8 @@ import torch
 from ..errors import OptionError
 from ..memory.device import check_supported
 
-ONE = "1: this strategy streams a model through one device; use strategy='fsdp' for several"
+ONE = "1: Fabric streams through one device; a Trainer, or sp_lightning.stream(group=...), through several"
+ONE_MACHINE = "1: several machines are not supported; use strategy='fsdp' there"
 
 
 class OneDevice:
@@ -24,8 +25,8 @@ class OneDevice:
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
+        if devices:
+            self._take_devices(devices)
         self._parallel_devices = devices
         if devices and self._device_given and self._root_device.type != devices[0].type:
             raise OptionError(
@@ -37,6 +38,10 @@ class OneDevice:
             check_supported(devices[0])
             self._root_device = devices[0]
 
+    def _take_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1:
+            raise OptionError(argument="devices", found=len(devices), allowed=ONE)
+
     @property
     def num_nodes(self) -> int:
         """Always 1."""
@@ -45,7 +50,7 @@ class OneDevice:
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
         if count > 1:
-            raise OptionError(argument="num_nodes", found=count, allowed=ONE)
+            raise OptionError(argument="num_nodes", found=count, allowed=ONE_MACHINE)
 
     @property
     def _num_nodes(self) -> int:

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -30,6 +32,7 @@ from .names import (
     Accelerator,
     Checkpoint,
     CheckpointIO,
+    ParallelStrategy,
     Precision,
     SingleDeviceStrategy,
     StochasticWeightAveraging,
@@ -39,14 +42,14 @@ from .names import (
     WrappingCheckpointIO,
     update_properties,
 )
-from .one_device import OneDevice
+from .several_devices import SeveralDevices
 
 HOST = torch.device("cpu")
 
 log = logging.getLogger(__name__)
 
 
-class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
+class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
     Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
@@ -79,6 +82,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
             raises an error; "pageable" uses ordinary memory, which one thread per direction copies through a small
             page-locked ring; "auto" uses pinned memory as far as the system allows it. Ignored where the CPU computes.
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
+        timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -100,17 +104,14 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         master_weights: bool = False,
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
+        timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            device=device or "cpu",
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
+        self._timeout = timeout
         self.options = Options.parse(
             window=window,
             transfer=transfer,
@@ -139,6 +140,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
         super().setup_environment()
+        self._set_up_ranks()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         self._add_callback(trainer)
@@ -178,6 +180,8 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.model = self._sync_batch_norms(self.model)
         self.model = self._convert_module(self.model)
         self.model_to_device()
         self.model = setup_model(self)(self.model)
@@ -201,7 +205,17 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         compute_dtype = masters.half_dtype(self.precision_plugin) if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
-            self.handle = Handle(self.lightning_module, self.root_device, self.options, compute_dtype, not fits, fits)
+            self.handle = Handle(
+                self.lightning_module,
+                self.root_device,
+                self.options,
+                compute_dtype,
+                not fits,
+                fits,
+                ranks=self.ranks,
+            )
+        self.broadcast_buffers(self.lightning_module)
+        self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +230,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
             for callback in self._averages:
                 set_average_device(callback, None)
             self._averages.clear()
+            self.leave_ranks()
             self._remove_callback()
             self._base_teardown()
 
@@ -227,6 +242,8 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
             update_properties(self.lightning_module, device=HOST)
         self.precision_plugin.teardown()
         assert self.accelerator is not None
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
@@ -262,6 +279,8 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)
+        if self._streaming is not None:
+            self._streaming.settle()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as the base class does, with a progress bar if it takes long."""
@@ -326,7 +345,7 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
         with handle.explaining():
-            if not (self.lightning_module.automatic_optimization and self.options.optimizer_overlap):
+            if not (self._automatic and self.options.optimizer_overlap):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
             with handle.steps.overlapping(optimizer, self._may_hold, self._may_step_ahead(optimizer)):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -350,24 +369,61 @@ class SuperpipelineStrategy(OneDevice, SingleDeviceStrategy):
         self.handle.steps.say(WHOLE_STEP, reason)
         return reason is None and user_hooks.next_is_a_training_step(module.trainer)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which would wait for this one."""
+        self.tell_peers(exception)
+        super().on_exception(exception)
+
+    @property
+    def _automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
+
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
         handle = self._streaming
         if handle is None:
             yield
             return
+        if self.ranks is not None:
+            self.ranks.check()
+        if self.is_distributed and self._syncs_buffers:
+            assert self.lightning_module is not None
+            self.broadcast_buffers(self.lightning_module)
         handle.open_scope(name)
         try:
             with handle.explaining():
                 yield
         finally:
             handle.close_scope()
+            # As DDP decides after its forward. By hand, Lightning has it not synchronise there.
+            self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients and self._automatic
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
         handle = self._streaming
-        with contextlib.nullcontext() if handle is None else handle.explaining():
-            return super().backward(*args, **kwargs)
+        if handle is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with handle.explaining():
+            if not self.is_distributed:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return self._backward_of_ranks(handle, closure_loss, optimizer, *args, **kwargs)
+
+    def _backward_of_ranks(
+        self, handle: Handle, loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run backward; gradients are exchanged before ``on_after_backward``, which the last part of it calls."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        assert module is not None
+        if not self._automatic:  # as Lightning prepares DDP; the end of a step decides again
+            self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients
+        self.pre_backward(loss)
+        loss = plugin.pre_backward(loss, module)
+        with handle.engine.exchanging() if self._syncs_gradients else contextlib.nullcontext():
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step as one pass over the units."""

@@ -242,6 +242,18 @@ class Device:
                 f"{format_bytes(memory.total)} are free; train fewer parameters, or close other programs"
             ) from error
 
+    def lock(self, flat: Tensor) -> Callable[[], object] | None:
+        """Page-lock memory of the ranks (Rule 3), if this device can; return what unlocks it before it is unmapped."""
+        self._largest_slab = max(self._largest_slab, flat.nbytes)
+        if self._can_pin and self._lock is not None:
+            try:
+                unlock = self._slabs.lock(flat, self._lock)
+                self._locked_nbytes += flat.nbytes
+                return unlock
+            except (RuntimeError, OSError) as error:
+                self._stop_locking(flat.nbytes, error)
+        return None
+
     def passing(self, nbytes: int) -> Tensor:
         """Allocate a flat host buffer that comes and goes, page-locked if that is possible (Rules 2 and 3)."""
         if self._can_pin:

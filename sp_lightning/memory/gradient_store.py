@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
 class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
-    def __init__(self, store: UnitStore, device: Device) -> None:
+    def __init__(self, store: UnitStore, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
         self._fields = store.gradient_fields()
         self._device = device
@@ -94,7 +94,7 @@ class GradientSlab:
         narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in self.narrow)
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
-        self._slots = dict(self._lay_out(store, device.slab(self.nbytes), trained, narrow))
+        self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
         self._wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
         self._untouched = {index: _traces([slot.tensor]) for index, slot in self._slots.items()}
         self._all_untouched = self._all_traces()

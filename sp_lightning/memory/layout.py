@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .pinned import note_view
+
 ALIGNMENT = 512
 
 
@@ -69,7 +71,9 @@ class Layout:
         """
         if storage.device.type == "meta":  # which has no bytes to share
             return _tensor_over(torch.UntypedStorage(field.nbytes, device="meta"), field, 0)  # type: ignore[no-untyped-call]
-        return _tensor_over(storage[field.offset : field.offset + field.nbytes], field, 0)
+        part = storage[field.offset : field.offset + field.nbytes]
+        note_view(part)
+        return _tensor_over(part, field, 0)
 
 
 def as_few_runs(places: Iterable[tuple[Tensor, int]], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:

@@ -14,21 +14,26 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
 import mmap
+import operator
 import os
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..compat.tensors import forbid_access, storage_id
+from ..compat.tensors import StorageReference, forbid_access, storage_id
 
-_locked: dict[int, int] = {}  # storages of locked slabs, by their address
+_locked: dict[int, tuple[int, int]] = {}  # storages of locked slabs and their bytes, by their address
+_views: list[tuple[int, Any]] = []  # storages over parts of slabs, with their addresses
+_most_views = 1024  # before those that died are dropped
 MESSAGE = (
     "a streamed weight or gradient lies in page-locked memory, which a forked process does not have: read it before "
     "the fork, or start the process by 'spawn'"
@@ -51,7 +56,7 @@ class HostAllocator:
     """Allocator of slabs, which unlocks those that it locked."""
 
     def __init__(self) -> None:
-        self._locks: list[weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]] = []
+        self._locks: list[weakref.finalize[..., Any]] = []
 
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab, whose pages are taken when they are first written."""
@@ -66,9 +71,16 @@ class HostAllocator:
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
         _share_with_forks(mapping, False)
-        _locked[flat.data_ptr()] = storage_id(flat.untyped_storage())
+        _locked[flat.data_ptr()] = storage_id(flat.untyped_storage()), flat.nbytes
         _mind_forks()
         return flat
+
+    def lock(self, flat: Tensor, lock: PageLock) -> Callable[[], object]:
+        """Lock memory that something else mapped; return what unlocks it, which its owner may call first."""
+        lock.lock(flat.data_ptr(), flat.nbytes)
+        unlock = weakref.finalize(self, _unlock_foreign, lock, flat.data_ptr(), os.getpid())
+        self._locks.append(unlock)
+        return unlock
 
     def unlock(self) -> None:
         """Unlock all slabs, which remain as ordinary memory. Safe twice."""
@@ -111,6 +123,27 @@ def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> N
         _locked.pop(address, None)
 
 
+def _unlock_foreign(lock: PageLock, address: int, process: int) -> None:
+    if os.getpid() == process:
+        lock.unlock(address)
+
+
+def keep_from_forks(flat: Tensor) -> Callable[[], object]:
+    """Refuse reads of this memory in forked processes (Rule 4); return what ends that, for when it is unmapped."""
+    _locked[flat.data_ptr()] = storage_id(flat.untyped_storage()), flat.nbytes
+    _mind_forks()
+    return functools.partial(_locked.pop, flat.data_ptr(), None)
+
+
+def note_view(storage: torch.UntypedStorage) -> None:
+    """Note a storage over a part of a slab, which a forked process may not read either (Rule 4)."""
+    global _most_views
+    if len(_views) > _most_views:
+        _views[:] = [view for view in _views if not view[1].expired()]
+        _most_views = max(1024, 2 * len(_views))
+    _views.append((storage.data_ptr(), StorageReference(storage)))
+
+
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
@@ -123,5 +156,10 @@ def _mind_forks() -> None:
 
 def _refuse_all() -> None:
     """Make every read of a locked slab an error, in a forked process (Rule 4)."""
-    for storage in _locked.values():
+    for storage, _ in _locked.values():
         forbid_access(storage, MESSAGE)
+    slabs = sorted((address, address + nbytes) for address, (_, nbytes) in _locked.items())
+    for address, reference in _views:
+        at = bisect.bisect_right(slabs, address, key=operator.itemgetter(0)) - 1
+        if at >= 0 and address < slabs[at][1] and not reference.expired():
+            forbid_access(reference.cdata, MESSAGE)

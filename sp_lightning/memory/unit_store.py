@@ -32,6 +32,9 @@
    the unit's bytes, the view must keep the old ones: then the stand-in is *parted*, with memory of its own for the new
    data, which is copied into the buffer when the visit ends. If model code assigns the data in the buffer again before
    that (``old = p.data; p.data = other; ...; p.data = old``), the stand-in is over the buffer again.
+11. Where several ranks share the slab, the parameters are over its face in this process (shared_memory.py), and what
+   goes up from the slab is the truth. Weights that user code may have written to since the two were last equal go up
+   from the face. The first rank's bytes are the truth at the beginning.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import bisect
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +52,24 @@ from ..compat.references import OWN_STORAGE_USES, is_entry_shared, shares_storag
 from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
 from ..core.telemetry import Counters
+from ..errors import UnsupportedError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
+
+
+class SharedMemory(Protocol):
+    """A slab that several ranks share (shared_memory.py)."""
+
+    truth: Tensor
+    face: Tensor
+    is_first: bool  # whether this rank is the first
+
+    def private(self) -> Sequence[tuple[int, int]]:
+        """Find the ranges of bytes that this rank wrote through the face."""
+
 
 _offset = operator.attrgetter("offset")
 
@@ -68,6 +84,7 @@ class UnitStore:
         counters: Counters,
         owner: ParameterOwner,
         device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+        share: Callable[[int], SharedMemory] | None = None,
     ) -> None:
         self.unit = unit
         self.device = device
@@ -77,7 +94,10 @@ class UnitStore:
         self.names = [name for name, _ in unit.params]
         self.owner = owner
         self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
-        self.slab = device.slab(max(self.host_layout.nbytes, ALIGNMENT))
+        nbytes = max(self.host_layout.nbytes, ALIGNMENT)
+        self.shared: Any = None if share is None else share(nbytes)  # by several ranks (Rule 11)
+        self.slab = device.slab(nbytes) if self.shared is None else self.shared.truth
+        self._settled: Stamp | None = None  # of the host bytes when they were last true for all ranks
         self.is_loaded = False  # whether the bytes are on the device, or on the way up until ``ready`` has happened
         self.ready: Any = None  # dropped early, a reader would see the bytes of the memory's previous user
         self._device_dtype = device_dtype
@@ -145,6 +165,8 @@ class UnitStore:
             Weight(p, field, self.device.is_host and shares_storage(p), p.untyped_storage(), p.stride(), field)
             for p, field in zip(self.params, self.host_layout.fields, strict=True)
         ]
+        if self.shared is not None:
+            return self._adopt_shared(weights)
         for weight in weights:
             if not weight.outside:
                 with torch.inference_mode(False), torch.no_grad():
@@ -155,6 +177,52 @@ class UnitStore:
             watch(weight.parameter, self)
         malloc.freed(self.slab.numel())
         return weights
+
+    def _adopt_shared(self, weights: list[Weight]) -> list[Weight]:
+        """Place the parameters over the face of the slab (Rule 11)."""
+        for weight in weights:
+            if weight.outside:
+                raise UnsupportedError(
+                    f"{weight.host.name} shares its memory with another tensor, which several ranks on the CPU cannot"
+                )
+            with torch.inference_mode(False), torch.no_grad():
+                if self.shared.is_first:
+                    self.host_layout.own_view(self.slab.untyped_storage(), weight.host).copy_(
+                        true_data(weight.parameter)
+                    )
+                view = self.host_layout.own_view(self.shared.face.untyped_storage(), weight.host)
+            set_true_data(weight.parameter, view)
+            weight.storage = view.untyped_storage()
+            watch(weight.parameter, self)
+        malloc.freed(self.slab.numel())
+        return weights
+
+    # ---- several ranks (Rule 11)
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        """The slab, and its face if several ranks share it."""
+        return (self.slab,) if self.shared is None else (self.slab, self.shared.face)
+
+    def may_differ(self) -> bool:
+        """Whether user code may have written to the face since it was last equal to the truth."""
+        return self.stamp() != self._settled
+
+    def is_true(self) -> None:
+        """Note that the face is equal to the truth."""
+        self._settled = self.stamp()
+
+    def indices_in(self, pages: Sequence[tuple[int, int]]) -> list[int]:
+        """List the parameters of which any byte is in these ranges of the slab."""
+        return [
+            index
+            for index, field in enumerate(self.host_layout.fields)
+            if any(start < field.offset + field.nbytes and field.offset < end for start, end in pages)
+        ]
+
+    def _on_the_face(self, stamp: Stamp) -> list[int]:
+        """List the parameters that go up from the face."""
+        return [] if stamp == self._settled else self.indices_in(self.shared.private())
 
     def release(self, kept: bool = False) -> None:
         """Make the parameters plain again, with the bytes they have, and free the device buffer.
@@ -300,7 +368,7 @@ class UnitStore:
             runs = as_few_runs(self._sources(), self.layout)
             self._copies = [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
         under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
-        self.ready = self.device.send_up(self._copies, under_way, self._uncut())
+        self.ready = self.device.send_up(self._copies, under_way, self._uncut(stamp))
         self._ordered = []
         self._device_stamp = stamp
         self.is_loaded = True
@@ -450,13 +518,14 @@ class UnitStore:
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
 
-    def _uncut(self) -> list[tuple[Tensor, Tensor]]:
+    def _uncut(self, stamp: Stamp) -> list[tuple[Tensor, Tensor]]:
         """Pair weights that go up neither from the slab nor as wire copies with their places in the device buffer."""
-        places = zip(self.weights, self._device_stamp.addresses, self._homes, strict=True)
+        written = () if self.shared is None else self._on_the_face(stamp)
+        places = enumerate(zip(self.weights, self._device_stamp.addresses, self._homes, strict=True))
         return [
             (self.layout.view(self.storage, weight.field), true_data(weight.parameter))
-            for weight, at, home in places
-            if weight.wire is None and (weight.outside or at != home)
+            for index, (weight, at, home) in places
+            if weight.wire is None and (weight.outside or at != home or index in written)
         ]
 
     def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp, done: Collection[int] = ()) -> None:

@@ -206,7 +206,7 @@ def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: in
 
     left = functools.partial(_left_to_torch, optimizer, conversions) if compiles else operator.itemgetter("params")
     groups = [
-        {**group, "params": [part for param in left(group) for part in cut(param)]} if _takes_the_loop(group) else group
+        {**group, "params": [part for param in left(group) for part in cut(param)]} if takes_the_loop(group) else group
         for group in optimizer.param_groups
     ]
     if in_turn:
@@ -281,7 +281,7 @@ def _regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
     groups: list[Group] = []
     for group in optimizer.param_groups:
         fused: list[Tensor] = []
-        if _takes_the_loop(group) and group.get("foreach") is None and group.get("fused") is None:
+        if takes_the_loop(group) and group.get("foreach") is None and group.get("fused") is None:
             fused = [param for param in group["params"] if _state_in_step(optimizer, param) is not None]
         chosen = {id(param) for param in fused}
         groups.append({**group, "params": [param for param in group["params"] if id(param) not in chosen]})
@@ -289,7 +289,8 @@ def _regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
     return groups, optimizer.state
 
 
-def _takes_the_loop(group: Group) -> bool:
+def takes_the_loop(group: Group) -> bool:
+    """Whether torch steps this group in its default loop."""
     get = group.get
     return not (get("foreach") or get("fused") or get("capturable") or get("differentiable"))
 

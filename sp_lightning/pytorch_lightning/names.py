@@ -22,9 +22,9 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins import CheckpointIO, HalfPrecision, Precision
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 
-from ..compat.pytorch_lightning import WrappingCheckpointIO, update_properties
+from ..compat.pytorch_lightning import ScriptLauncher, WrappingCheckpointIO, update_properties
 from ..lightning.names import __all__ as __all__

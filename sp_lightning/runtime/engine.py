@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -44,6 +45,8 @@ from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
+from ..ranks.board import Ranks
+from ..ranks.team import Team, check_alike, shared_slab
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
@@ -62,7 +65,11 @@ class Engine:
         options: Options,
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        if ranks is not None:
+            check_alike(ranks, units)
+        self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -72,6 +79,13 @@ class Engine:
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.units = [self._streamed(unit, slots) for unit in units]
+        self.team: Team | None = None  # of several devices
+        self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
+        if ranks is not None:
+            self.team = Team(ranks, device, [unit.store for unit in self.units])
+            self.gradient_return.exchange = self.team.exchange
+            self.team.exchange.overlaps = options.optimizer_overlap
+            self.team.exchange.is_own = self.gradient_return.is_own
         self._by_storage = {storage_id(unit.store.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
@@ -92,7 +106,7 @@ class Engine:
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype)
+        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype, self._share)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
         return StreamedUnit(unit, store, own, self.gradients_ready)
 
@@ -179,7 +193,7 @@ class Engine:
 
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes lie in the slab of a unit."""
-        starts = ((unit.store.slab.data_ptr(), unit.store.slab.numel()) for unit in self.units)
+        starts = ((slab.data_ptr(), slab.numel()) for unit in self.units for slab in unit.store.slabs)
         return any(start <= tensor.data_ptr() < start + length for start, length in starts)
 
     def read_on_host(self, parameter: Tensor) -> None:
@@ -376,6 +390,25 @@ class Engine:
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
 
+    @contextlib.contextmanager
+    def not_exchanging(self) -> Iterator[None]:
+        """Leave the gradients of backwards in this context to this rank."""
+        before, self.exchanges = self.exchanges, False
+        try:
+            yield
+        finally:
+            self.exchanges = before
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Exchange the gradients of one backward, in this context, with the other ranks."""
+        assert self.team is not None
+        self.team.exchange.begin()
+        yield
+        self.land()
+        with quietly():
+            self.team.exchange_gradients()
+
     def check_changed(self) -> None:
         """Report the units whose gradients other code changed since they arrived (backward_pass.py, Rule 1)."""
         for parameter in self.gradient_return.marks.changed():
@@ -390,6 +423,8 @@ class Engine:
         if self.phases.closed:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done, self.phases.in_scope)
+        if self.team is not None and self.exchanges:
+            self.team.exchange.begin()
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.current_step.finish()
@@ -419,6 +454,8 @@ class Engine:
                 self.check_changed()
             self.phases.end_backward()
             self.window.settle()
+            if self.team is not None and self.exchanges:
+                self.team.exchange_if_any()
             self.counters.listener.step_may_begin()
 
     # ---- an optimizer's step (pending_step.py)
@@ -488,6 +525,8 @@ class Engine:
             self.phases.close()
             self.autocast_weights.close()
             self.window.tuner.end()
+            if self.team is not None:
+                self.team.close()
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()

@@ -122,6 +122,7 @@ class GradientReturn:
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
+        self.exchange: Any = None  # of several ranks
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[GradientTransfer] = []
         self._accumulating = False
@@ -190,7 +191,8 @@ class GradientReturn:
     def _take(self, store: UnitStore, taken: dict[int, Tensor], step: PendingStep | None) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
-        slab = self._slabs.get(store)
+        exchanged = self.exchange is not None and self.exchange.active
+        slab = self.exchange.slab_for(store) if exchanged else self._slabs.get(store)
         if slab is None or not slab.fits(store):
             slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = list(taken)
@@ -204,7 +206,12 @@ class GradientReturn:
         transfer.in_use = [(place.tensor, place.wide_view) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
-        if step is not None and not self._under_way:
+        if self.exchange is not None:
+            self.exchange.reached(transfer.parameters)
+        if exchanged:
+            named = zip(indices, places, strict=True)
+            self.exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named])
+        elif step is not None and not self._under_way:
             step.submit(store, transfer)
         else:
             self._under_way.append(transfer)

@@ -6,22 +6,26 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
-from ..errors import PartitionError, SuperpipelineError, UnsupportedError
+from ..errors import PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..options import Options
+from ..ranks.board import Ranks
+from ..ranks.connection import broadcast_buffers, connect
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -65,6 +69,8 @@ class Handle:
         only_inference: bool = False,
         trains: bool = False,
         methods: Sequence[str] = (),
+        ranks: Ranks | None = None,
+        by_hand: bool = False,
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
@@ -74,7 +80,11 @@ class Handle:
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
+        self._ranks = ranks  # of several devices, each of which has a handle like this one
+        self._by_hand = by_hand  # every backward exchanges gradients, but for those in `no_sync`
+        self._syncs = self._syncs_buffers = True  # whether the next backward does; whether the next forward does
         self.closed = False
+        self.group: Any = None  # of processes, whose ranks these are
         self._attach()
         self.steps = OptimizerSteps(self.engine)
 
@@ -145,6 +155,10 @@ class Handle:
     def open_scope(self, kind: Any) -> None:
         """Begin a step of the module. Everything between its end and the next step counts as user code."""
         self._follow_changes()
+        if self._by_hand and not self.engine.phases.in_step:
+            if self._syncs_buffers:
+                self.broadcast_buffers()
+            self._syncs_buffers = self._syncs and torch.is_grad_enabled()
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -223,6 +237,30 @@ class Handle:
         window.ran_out()
         return report
 
+    # ---- several devices
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of backwards in this context to their rank, to accumulate, as DDP's ``no_sync`` does.
+
+        The next backward outside exchanges what was accumulated.
+        """
+        self._syncs = False
+        try:
+            with self.engine.not_exchanging():
+                yield
+        finally:
+            self._syncs = True
+
+    def settle(self) -> None:
+        """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
+        if self.engine.team is not None:
+            self.engine.team.faces.settle()
+
+    def broadcast_buffers(self) -> None:
+        """Give all ranks the first one's buffers. Every rank comes here."""
+        broadcast_buffers(self.module, self.group, self.device.torch_device)
+
     # ---- ends
 
     def close(self) -> None:
@@ -239,6 +277,8 @@ class Handle:
             for entry in self._entries:
                 entry.retire()
             self.steps.close()
+            if self._by_hand and self._ranks is not None:
+                self._ranks.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -246,6 +286,8 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._by_hand and self._ranks is not None and error is not None:
+            self._ranks.fail(isinstance(error, PeerError))
         self.close()
 
     # ---- details
@@ -265,8 +307,11 @@ class Handle:
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
-            self.engine = Engine(units, self._slots, self.device, self.options, self._counters, self._compute_dtype)
+            self.engine = Engine(
+                units, self._slots, self.device, self.options, self._counters, self._compute_dtype, self._ranks
+            )
             self.engine.window.only_inference = self._only_inference
+            self.engine.exchanges = self._by_hand
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             self._entries.append(RootEntry(self.module, self))
@@ -380,7 +425,14 @@ class Handle:
                 yield EncoderFastPathEntry(module)
 
 
-def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
+def stream(
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    group: Any = None,
+    timeout: timedelta = default_pg_timeout,
+    **options: Any,
+) -> Handle:
     """Stream a module's weights through a window on ``device``; train it in your own loop.
 
     Its parameters move into host memory, page-locked if the device supports that, and its buffers to the device.
@@ -390,11 +442,19 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     Args:
         module: Any module. Its parameters stay the same objects.
         device: The device that computes, such as "cuda".
+        group: A process group whose ranks, on this machine, train together with one device each, as under DDP. Every
+            rank calls this with its own copy of the module; the first one's weights and buffers count. Each backward
+            exchanges gradients, but for those in ``handle.no_sync()``, and every rank steps the same optimizers.
+        timeout: How long a rank of the group waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
             FP32 weights are bfloat16 on the device; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
-    return Handle(module, device, parsed, torch.bfloat16 if parsed.master_weights else None)
+    ranks = None if group is None else connect(group, torch.device(device), timeout)
+    compute_dtype = torch.bfloat16 if parsed.master_weights else None
+    handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, by_hand=ranks is not None)
+    handle.group = group
+    return handle
 
 
 # ---- the module that is streamed: whether it changed, where its buffers are, whether it has memory

@@ -98,7 +98,12 @@ class OptimizerSteps:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         malloc.as_ever()
         self._counters.listener.stepped()
-        self.engine.end_optimizer(optimizer, self._managed_by(optimizer), self.engine.current_step.params)
+        team, managed = self.engine.team, self._managed_by(optimizer)
+        if team is not None and managed:
+            team.owners.end(optimizer)
+        self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
+        if team is not None and managed:
+            team.faces.are_true()
 
     def other_hooks(self, optimizer: Optimizer, after: bool = False) -> str | None:
         """Say that other hooks than the library's run before this optimizer steps, or after it; None if none do."""
@@ -116,7 +121,7 @@ class OptimizerSteps:
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
         """Return the shadow that steps this optimizer's units beside other work; None if it may not (Rule 3)."""
-        if self._closed:
+        if self._closed or self.engine.team is not None:
             return None
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
@@ -156,6 +161,8 @@ class OptimizerSteps:
     def _rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer steps itself, after its closure."""
         self._wait_for_copies()
+        if self.engine.team is not None:
+            return self.engine.team.pieces(optimizer)
         step = self.engine.announced_step
         if step is None or step.optimizer is not optimizer:
             return all_of(optimizer)

@@ -625,4 +625,4 @@ def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, m
 @pytest.mark.slow
 def test_the_command_line_cannot_ask_it_for_two_devices(tmp_path):
     done = by_the_command(tmp_path, "--devices=2")
-    assert done.returncode and "devices must be 1: this strategy streams a model through one device" in done.stderr
+    assert done.returncode and "devices must be 1: Fabric streams through one device" in done.stderr

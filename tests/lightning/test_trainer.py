@@ -844,12 +844,9 @@ def test_by_name_on_the_accelerator_that_the_trainer_chose():
     assert torch.accelerator.max_memory_allocated() > 0
 
 
-@pytest.mark.parametrize("strategy", ["superpipeline", "instance"])
-def test_several_devices_are_refused_and_told_what_to_use(strategy):
-    strategy = sp_lightning.SuperpipelineStrategy() if strategy == "instance" else strategy
-    said = "devices must be 1: this strategy streams a model through one device; use strategy='fsdp' for several, got 2"
-    with pytest.raises(OptionError, match=said):
-        trainer_with(strategy, devices=2)
+def test_several_machines_are_refused_and_a_device_of_the_users_with_several():
+    with pytest.raises(OptionError, match="device must be left out with several devices"):
+        trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), devices=2)
     with pytest.raises(OptionError, match="num_nodes must be 1"):
         trainer_with("superpipeline", num_nodes=2)
 

@@ -22,6 +22,7 @@ from sp_lightning.core import malloc
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.memory import pinned
 from sp_lightning.memory.device import CudaPageLock
+from sp_lightning.memory.layout import Layout
 from sp_lightning.memory.pinned import HostAllocator
 
 SIMGPU = torch.device("simgpu", 0)
@@ -69,6 +70,24 @@ def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
     assert in_a_child(told)
     made.unlock()
     assert in_a_child(lambda: way(flat) is not None)
+
+
+def test_a_forked_process_is_told_of_the_weights_too(cudart):
+    made = HostAllocator()
+    layout = Layout.of([("", torch.empty(3, 5)), ("", torch.empty(7))])
+    flat = made.locked(8192, CudaPageLock(SIMGPU))
+    dropped, second = [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]  # storages of parts
+    del dropped
+
+    def told():
+        try:
+            second[2:4].sum()
+        except RuntimeError as error:
+            return "forked process" in str(error)
+
+    assert in_a_child(told)
+    made.unlock()
+    assert in_a_child(lambda: second.sum() is not None)
 
 
 def in_a_child(check):

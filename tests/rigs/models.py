@@ -104,7 +104,12 @@ class ZooModule(L.LightningModule):
             return torch.optim.AdamW(parameters, lr=self.lr, **self.implementation)
         if name == "adafactor" and not self.implementation["fused"]:
             return torch.optim.Adafactor(parameters, lr=self.lr, foreach=self.implementation["foreach"])
-        raise ValueError(f"no optimizer {name!r} with {self.implementation}; there are sgd, adamw, adafactor, two")
+        if name == "adagrad":
+            return torch.optim.Adagrad(parameters, lr=self.lr, **self.implementation)
+        if name == "lbfgs" and not any(self.implementation.values()):
+            return torch.optim.LBFGS(parameters, lr=self.lr, max_iter=3)
+        known = "adagrad, sgd, adamw, adafactor, lbfgs, two"
+        raise ValueError(f"no optimizer {name!r} with {self.implementation}; there are {known}")
 
 
 def case(name: str) -> Case:

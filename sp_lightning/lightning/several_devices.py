@@ -1,0 +1,212 @@
+"""Lightning's view of the devices: one, or one process for each of several on this machine.
+
+1. With one device nothing is distributed: no launcher, no sampler, no process group.
+2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
+   collectives. What DDP does beside gradients is done here: seeds, rank 0's weights at the beginning, and rank 0's
+   buffers at each synchronising forward. The weights are shared (sp_lightning/ranks), not broadcast.
+3. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ..compat.lightning import (
+    all_gather_if_distributed,
+    backend_for,
+    init_process_group,
+    is_interactive,
+    reset_seed,
+    sync_if_distributed,
+)
+from ..errors import OptionError, PeerError, UnsupportedError
+from ..ranks.board import Ranks
+from ..ranks.connection import broadcast_buffers, connect, home
+from ..ranks.shared_memory import check_possible
+from .names import ScriptLauncher
+from .one_device import OneDevice
+
+
+class SeveralDevices(OneDevice):
+    """The devices of a Trainer's strategy: Lightning chooses them unless the user passed one."""
+
+    cluster_environment: Any = None  # the connector sets these three
+    _layer_sync: Any = None
+    _num_processes = 1
+    _timeout: timedelta
+    _launcher: Any
+    model: Any
+    ranks: Ranks | None = None  # in a run on several devices
+
+    _syncs_gradients = True  # but in ``block_backward_sync``
+    _syncs_buffers = True  # at the next forward
+
+    # ---- ranks
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether each device has a process of its own."""
+        return self._num_processes > 1
+
+    def _take_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1 and self._device_given:
+            raise OptionError(
+                argument="device",
+                found=str(self._root_device),
+                allowed="left out with several devices, which Lightning chooses",
+            )
+        if len(devices) > 1:
+            check_possible()
+        self._num_processes = len(devices)
+
+    world_size = property(
+        lambda self: self._num_processes, lambda self, _: None
+    )  # SingleDeviceStrategy sets these three
+    global_rank = property(lambda self: self._rank("global_rank"), lambda self, _: None)
+    local_rank = property(lambda self: self._rank("local_rank"), lambda self, _: None)
+
+    def _rank(self, which: str) -> int:
+        return int(getattr(self.cluster_environment, which)()) if self.is_distributed else 0
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return self._rank("node_rank")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return self._rank("global_rank") == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The share of the data that this rank gets."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment the ranks, and take this rank's device."""
+        if self.is_distributed:
+            assert self.parallel_devices is not None
+            if self.local_rank >= self._num_processes:
+                raise OptionError(
+                    argument="devices",
+                    found=self._num_processes,
+                    allowed=f"more than the local rank, which is {self.local_rank}",
+                )
+            self.cluster_environment.set_global_rank(self.node_rank * self._num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.world_size)
+            setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
+            self._root_device = self.parallel_devices[self.local_rank]
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            if is_interactive() and not self.cluster_environment.creates_processes_externally:
+                raise UnsupportedError(
+                    "several devices need a process each, which a notebook cannot start: write a script and run it "
+                    "with python or torchrun, or pass devices=1"
+                )
+            self._launcher = ScriptLauncher(self.cluster_environment, self._num_processes, 1)
+
+    # ---- setup
+
+    def _set_up_ranks(self) -> None:
+        """Connect the processes, as DDP does."""
+        self.leave_ranks()
+        if self.is_distributed:
+            reset_seed()
+            self.set_world_ranks()
+            init_process_group(self.cluster_environment, backend_for(self._root_device), timeout=self._timeout)
+            self.ranks = connect(None, self._root_device, self._timeout)
+
+    def tell_peers(self, exception: BaseException) -> None:
+        """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""
+        if self.ranks is not None:
+            self.ranks.fail(isinstance(exception, PeerError))
+
+    def leave_ranks(self) -> None:
+        """End this rank's part in a run. Safe twice."""
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+
+    @contextlib.contextmanager
+    def _with_all_ranks(self, what: str, group: Any = None) -> Iterator[None]:
+        """Run a collective of torch once all ranks have come to it; its own errors name no rank."""
+        if self.ranks is not None and group is None:
+            self.ranks.meet(what)
+        try:
+            yield
+        except RuntimeError as error:
+            peer_error = None if self.ranks is None else self.ranks.explain(error)
+            if peer_error is None:
+                raise
+            raise peer_error from error
+
+    def _sync_batch_norms(self, module: Any) -> Any:
+        return module if self._layer_sync is None else self._layer_sync.apply(module)
+
+    def broadcast_buffers(self, module: torch.nn.Module) -> None:
+        """Give all ranks the first one's buffers."""
+        if self.is_distributed:
+            with self._with_all_ranks("the buffers of the first one"):
+                broadcast_buffers(module, None, self._root_device)
+
+    @property
+    def _home(self) -> torch.device:
+        """The device of the tensors that the process group's backend takes."""
+        return home(None, self._root_device)
+
+    # ---- collectives
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        if self.is_distributed and dist.is_initialized():
+            with self._with_all_ranks("a barrier"):
+                dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one rank."""
+        if not (self.is_distributed and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        with self._with_all_ranks("a broadcast"):
+            dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
+        """Reduce a tensor over all ranks."""
+        if not (self.is_distributed and isinstance(tensor, torch.Tensor)):
+            return tensor
+        with self._with_all_ranks("a reduction", group):
+            return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Gather a tensor from all ranks."""
+        if not self.is_distributed:
+            return tensor
+        with self._with_all_ranks("a gathering", group):
+            found: torch.Tensor = all_gather_if_distributed(tensor.to(self._home), group=group, sync_grads=sync_grads)
+        return found.to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decided so, or any did."""
+        if not self.is_distributed:
+            return decision
+        count = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return count == self.world_size if all else count > 0
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients to their ranks, while they are accumulated."""
+        self._syncs_gradients = False
+        try:
+            yield
+        finally:
+            self._syncs_gradients = True

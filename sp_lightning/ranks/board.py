@@ -1,0 +1,416 @@
+"""The board: numbers that the ranks of a machine post for one another, the waits for them, and who is alive.
+
+1. The board is one shared slab of 64-bit numbers. Each has one rank that writes it, after what it announces: a number
+   that another rank reads says that the bytes are there.
+2. Every wait for another rank goes through `wait`. It ends with a `PeerError` that names the rank, once one has died,
+   failed or left, and after the process group's timeout: nothing waits for a rank that cannot come. Who waited too
+   long notes on the board for whom, so that all ranks name the same one.
+3. Local rank 0 makes all shared memory and hands the descriptors on, over sockets that have no name in a file system.
+   An abstract socket has no permissions: a descriptor goes to a process of the same user that shows the run's token.
+   Other users' processes are turned away at once, and a process that says nothing keeps no other one waiting.
+4. A second socket from each rank to rank 0 carries nothing. Its end is the end of the process: the kernel closes it,
+   whatever the reason. So a forked process closes its copies. Before a rank has connected, its number tells its end.
+5. A thread of each rank watches the sockets and the board, and logs at once that a rank ended or failed. A rank that is
+   still in the run `GRACE_S` later hangs where nothing looks at the board, in a data loader or a collective of torch:
+   the thread ends its process.
+6. The state of ranks belongs to one run. A rank that stops since another one failed posts so, which names that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import hashlib
+import hmac
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+from ..errors import PeerError
+from .shared_memory import SharedSlab, make, paged
+
+log = logging.getLogger(__name__)
+
+HELLO = struct.Struct("!16sIc")  # token, rank, what the socket is for
+DESCRIPTORS, LIFE = b"d", b"l"
+SIZE = struct.Struct("!Q")
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+ALIVE, ENDED, FAILED, SILENT, STOPPED, LEFT = range(6)  # the state of a rank
+NEWS = {
+    ENDED: "ended",
+    FAILED: "failed; its own error says why",
+    SILENT: "did not come in time",
+    STOPPED: "stopped because of another rank",
+    LEFT: "has left the run",
+}
+CAUSES = ENDED, FAILED, SILENT
+WORD = 8
+POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
+WATCH_S = 0.1  # between two looks of the thread that watches
+GRACE_S = 4.0  # from the end of another rank to that of a process which does not leave the run (Rule 5)
+HELLO_S = 5.0  # how long a process may take to say who it is
+
+
+class Ranks:
+    """The ranks of this machine: what they share, and what they know of one another."""
+
+    def __init__(
+        self, rank: int, size: int, token: bytes, timeout: timedelta, processes: Sequence[int] | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.timeout = timeout
+        self._token = token
+        self._processes = processes  # the number of each rank's process, if they can see one another
+        self._meetings = 0
+        self._closed = False
+        self._peers: dict[int, socket.socket] = {}  # for descriptors
+        self._lives: dict[int, socket.socket] = {}
+        self._state: ctypes.Array[ctypes.c_int64] | None = None
+        self._slab: SharedSlab | None = None
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        _mind_forks(self)
+        try:
+            address = _address(token)
+            if rank == 0:
+                self._accept(address)
+            else:
+                self._connect(address)
+            self._slab = self.share(2 * size * WORD)  # of each rank its state, and how often it came to a meeting
+        except BaseException:
+            self.close()
+            raise
+        self._state = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr())
+        self._came = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr() + size * WORD)
+        threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
+
+    # ---- shared memory
+
+    def share(self, nbytes: int, keep: bool = False) -> SharedSlab:
+        """Make a slab that all ranks share, as `descriptor` does; ``keep``: with room for further faces."""
+        nbytes = paged(max(nbytes, 1))
+        return SharedSlab(self.descriptor(nbytes), nbytes, self.rank == 0, keep)
+
+    def descriptor(self, nbytes: int) -> int:
+        """Make memory that all ranks share. Every rank calls this, in the same order with the same sizes.
+
+        Returns its descriptor, which the caller closes.
+        """
+        if self.rank == 0:
+            descriptor = make(nbytes)
+            for rank, peer in self._peers.items():
+                with self._talking_to(rank):
+                    socket.send_fds(peer, [SIZE.pack(nbytes)], [descriptor])
+            return descriptor
+        with self._talking_to(0):
+            self.wait(lambda: [] if _is_readable(self._peers[0]) else [0], "the memory that they share")
+            message, descriptors, _, _ = socket.recv_fds(self._peers[0], SIZE.size, 1, socket.MSG_CMSG_CLOEXEC)
+            if not descriptors:
+                raise EOFError("no descriptor came")
+            (found,) = SIZE.unpack(message)
+        if found != nbytes:
+            os.close(descriptors[0])
+            raise PeerError(
+                f"rank {self.rank} and rank 0 share memory of {nbytes} and {found} bytes: their models differ"
+            )
+        return descriptors[0]
+
+    # ---- waits
+
+    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Wait until no rank is missing any more: what each posts is on the board (Rule 2)."""
+        if not missing():
+            return
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        pause, longest = POLL_S
+        while True:
+            news = self._news((*CAUSES, STOPPED, LEFT))  # read first: who left may have posted before that
+            ranks = missing()
+            if not ranks:
+                return
+            if news:
+                raise PeerError(news)
+            if time.monotonic() > deadline:
+                for rank in ranks:
+                    self._note(rank, SILENT)
+                raise PeerError(f"rank {self.rank} waited {self.timeout} for {what}: {_names(ranks)} did not come")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
+        self._meetings += 1
+        now = self._came[self.rank] = self._meetings
+        self.wait(lambda: [rank for rank in range(self.size) if self._came[rank] < now], what)
+
+    def check(self) -> None:
+        """Raise PeerError if a rank has died or failed."""
+        if news := self._news(CAUSES):
+            raise PeerError(news)
+
+    def explain(self, error: Exception) -> PeerError | None:
+        """Return the error of a rank in a collective of torch, whose own error does not name the rank that ended."""
+        until = time.monotonic() + 1
+        while not (news := self._news(CAUSES)) and time.monotonic() < until and not self._closed:
+            time.sleep(POLL_S[1])
+        return PeerError(f"{news} ({error})") if news else None
+
+    def fail(self, because_of_another: bool = False) -> None:
+        """Tell the other ranks that this one cannot go on."""
+        self._note(self.rank, STOPPED if because_of_another else FAILED)
+
+    def close(self) -> None:
+        """Leave: this rank's end is no longer news to the others. Safe twice."""
+        self._note(self.rank, LEFT)
+        self._closed = True
+        for end in (*self._lives.values(), *self._peers.values()):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close_copies(self) -> None:
+        """Close a forked process's copies of the sockets: a rank's end must close the last one (Rule 4)."""
+        self._closed = True
+        for end in (*self._lives.values(), *self._peers.values()):
+            end.close()
+
+    # ---- details
+
+    def _note(self, rank: int, state: int) -> None:
+        if self._state is not None and self._state[rank] == ALIVE:
+            self._state[rank] = state
+
+    def _news(self, states: Sequence[int]) -> str:
+        """Describe the ranks in these states: those that failed by themselves, if there are any."""
+        if self._state is None:
+            return ""
+        found = list(enumerate(self._state))
+        for among in (CAUSES, states):
+            if news := "; ".join(f"rank {rank} {NEWS[state]}" for rank, state in found if state in among):
+                return news
+        return ""
+
+    def _accept(self, address: str) -> None:
+        """Wait for the sockets of all other ranks."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.bind(address)
+            server.listen(128)
+            server.setblocking(False)
+            unknown: dict[int, tuple[socket.socket, float]] = {}  # until they say who they are
+            poll = select.poll()
+            poll.register(server, select.POLLIN)
+            try:
+                while len(self._peers) + len(self._lives) < 2 * (self.size - 1):
+                    for number, _ in poll.poll(WATCH_S * 1000):
+                        if number in unknown:
+                            poll.unregister(number)
+                            self._admit(unknown.pop(number)[0])
+                        elif (peer := self._of_this_user(server)) is not None:
+                            unknown[peer.fileno()] = peer, time.monotonic() + HELLO_S
+                            poll.register(peer, select.POLLIN)
+                    self._look_for_the_missing()
+                    for number in [at for at, (_, until) in unknown.items() if time.monotonic() > until]:
+                        poll.unregister(number)
+                        unknown.pop(number)[0].close()
+            finally:
+                for peer, _ in unknown.values():
+                    peer.close()
+
+    def _of_this_user(self, server: socket.socket) -> socket.socket | None:
+        """Take a connection if it is one of this user's processes (Rule 3)."""
+        try:
+            peer, _ = server.accept()
+        except OSError:  # it is gone, or this process has no descriptor left for it
+            return None
+        peer.setblocking(False)
+        _, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user == os.geteuid():
+            return peer
+        log.warning("superpipeline: a process of user %d, which is not of this run, asked for its memory", user)
+        peer.close()
+        return None
+
+    def _admit(self, peer: socket.socket) -> None:
+        """Take a connection that says something, if it shows the run's token (Rule 3)."""
+        try:
+            token, rank, purpose = HELLO.unpack(peer.recv(HELLO.size))
+        except (OSError, struct.error):
+            peer.close()
+            return
+        place = {DESCRIPTORS: self._peers, LIFE: self._lives}.get(purpose)
+        right = hmac.compare_digest(token, self._token)
+        if not right or place is None or not 0 < rank < self.size or rank in place:
+            log.warning("superpipeline: a process that is not of this run asked for its memory")
+            peer.close()
+            return
+        peer.settimeout(self.timeout.total_seconds())
+        place[rank] = peer
+
+    def _look_for_the_missing(self) -> None:
+        for rank, life in self._lives.items():
+            if _is_readable(life):
+                raise PeerError(f"rank {rank} ended while the ranks connected")
+        missing = [rank for rank in range(1, self.size) if not (rank in self._peers and rank in self._lives)]
+        for rank in missing:
+            self._check_process(rank)
+        if missing and time.monotonic() > self._deadline:
+            raise PeerError(f"{_names(missing)} did not come within {self.timeout}")
+
+    def _check_process(self, rank: int) -> None:
+        if self._processes is not None and _is_gone(self._processes[rank]):
+            raise PeerError(f"rank {rank} ended before the ranks were connected")
+
+    def _connect(self, address: str) -> None:
+        for purpose, place in ((DESCRIPTORS, self._peers), (LIFE, self._lives)):
+            while True:
+                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                peer.settimeout(self.timeout.total_seconds())
+                try:
+                    peer.connect(address)
+                    peer.send(HELLO.pack(self._token, self.rank, purpose))
+                    break
+                except OSError as error:
+                    peer.close()
+                    self._check_process(0)
+                    if time.monotonic() > self._deadline:
+                        raise PeerError(f"rank 0 did not answer within {self.timeout} ({error})") from None
+                    time.sleep(0.01)
+            place[0] = peer
+
+    @contextlib.contextmanager
+    def _talking_to(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise PeerError(
+                self._news(CAUSES) or f"rank {rank} ended while memory was being shared ({error})"
+            ) from error
+
+    def _watch(self) -> None:
+        """Note on the board whose process ended, and log what is there (Rules 4 and 5)."""
+        assert self._state is not None
+        lives = {life.fileno(): rank for rank, life in self._lives.items()}
+        poll = select.poll()
+        for number in lives:
+            poll.register(number, select.POLLIN | select.POLLHUP | select.POLLRDHUP)
+        logged: set[int] = set()
+        until: float | None = None
+        while not self._closed:
+            for number, _ in poll.poll(WATCH_S * 1000):
+                poll.unregister(number)
+                if not self._closed:
+                    self._note(lives.pop(number), ENDED)
+            news = {rank: state for rank, state in enumerate(self._state) if state in CAUSES}
+            for rank in news.keys() - logged:
+                logged.add(rank)
+                if rank != self.rank or news[rank] == SILENT:
+                    log.error("superpipeline: rank %d %s", rank, NEWS[news[rank]])
+            if until is None and any(rank != self.rank or state == SILENT for rank, state in news.items()):
+                until = time.monotonic() + GRACE_S
+            if until is not None and time.monotonic() > until and not self._closed:
+                self._end_process(self._news(CAUSES))
+
+    def _end_process(self, news: str) -> None:
+        """End this process, which hangs (Rule 5)."""
+        log.critical("superpipeline: rank %d hangs and is ended, since %s", self.rank, news)
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(sys.stderr)  # where it hangs
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _address(token: bytes) -> str:
+    """Name the socket of a run: the name is public, in /proc/net/unix, and says nothing of the token."""
+    return "\0superpipeline-" + hashlib.sha256(b"address" + token).hexdigest()[:32]
+
+
+def _is_readable(end: socket.socket) -> bool:
+    """Whether something came, or the other end is closed."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN | select.POLLHUP | select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process ended, also if its parent does not know yet."""
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+_all: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _mind_forks(ranks: Ranks) -> None:
+    _register()
+    _all.add(ranks)
+
+
+@functools.cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_close_copies)
+
+
+def _close_copies() -> None:
+    for ranks in list(_all):
+        ranks.close_copies()
+
+
+class Board:
+    """Rows of numbers, one for each rank (Rule 1), and places where all ranks meet."""
+
+    def __init__(self, ranks: Ranks, numbers: int) -> None:
+        self._ranks = ranks
+        self._width = numbers + 2
+        self._slab = ranks.share(ranks.size * self._width * WORD)
+        # One access for each number, unlike a tensor's.
+        self._words = (ctypes.c_int64 * (ranks.size * self._width)).from_address(self._slab.truth.data_ptr())
+        self._meetings = 0
+
+    def post(self, index: int, number: int) -> None:
+        """Post a number in this rank's row."""
+        self._words[self._ranks.rank * self._width + 2 + index] = number
+
+    def read(self, rank: int, index: int) -> int:
+        """Read a number of a rank's row."""
+        return self._words[rank * self._width + 2 + index]
+
+    def row(self, rank: int, start: int, end: int) -> list[int]:
+        """Read several numbers of a rank's row."""
+        first = rank * self._width + 2
+        return self._words[first + start : first + end]
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here as often as this one."""
+        self._meetings += 1
+        self._words[self._ranks.rank * self._width] = self._meetings
+        self._wait_for_all()
+
+    def exchange(self, number: int) -> list[int]:
+        """Return the numbers with which all ranks come to this meeting."""
+        self._words[self._ranks.rank * self._width + 1] = number
+        self.meet()
+        numbers = [self._words[rank * self._width + 1] for rank in range(self._ranks.size)]
+        self.meet()  # nobody overwrites its number before all have read it
+        return numbers
+
+    def _wait_for_all(self) -> None:
+        now, width = self._meetings, self._width
+        self._ranks.wait(
+            lambda: [rank for rank in range(self._ranks.size) if self._words[rank * width] < now], "a meeting of all"
+        )

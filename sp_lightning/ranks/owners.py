@@ -1,0 +1,163 @@
+"""The optimizer's step of several ranks: each steps what it owns.
+
+1. The update of the classes in `ELEMENTWISE` is elementwise: each rank steps a flat range of each parameter's truth,
+   with its own view of the gradient, so that what a user's hook did to ``.grad`` on all ranks counts once.
+2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
+   faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
+   state is each rank's own. Edits of one rank alone are an
+   error. State that was loaded, or that user code replaced, moves into the slabs before the step.
+3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
+   settled (faces.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take the
+   default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does not
+   step their faces: a page of its own would have old bytes of the parameters beside them, which their owners step.
+4. The ranks meet before what they own is stepped, since another rank may still read it, and after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..memory.layout import Layout
+from ..memory.parameters import true_data, true_grad
+from ..memory.unit_store import UnitStore
+from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
+from .board import Board, Ranks
+from .faces import Faces, flat, owned
+from .shared_memory import Range, SharedSlab
+
+ALL = slice(None)
+
+
+class Owners:
+    """The steps of optimizers over the parameters of all units."""
+
+    def __init__(self, ranks: Ranks, board: Board, faces: Faces, stores: Sequence[UnitStore]) -> None:
+        self._ranks, self._board, self._faces = ranks, board, faces
+        self._stores = stores
+        self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
+        self._slabs: dict[tuple[int, UnitStore, str], SharedSlab] = {}  # of state, by optimizer
+        self._faces_of_state: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and key
+        self._pieces: dict[Tensor, Tensor] = {}  # of the step that runs: the parameter of each piece
+        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps
+        self._given: dict[Tensor, State] = {}  # the state that each had before
+        self._state: dict[Tensor, State] = {}
+        self._edits: list[tuple[UnitStore, SharedSlab, list[Range]]] = []  # of state, by user code on this rank
+
+    @staticmethod
+    def cuts(optimizer: Optimizer) -> bool:
+        """Whether ranks step ranges of this optimizer's parameters (Rules 1 and 3)."""
+        return type(optimizer) in ELEMENTWISE
+
+    def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+        """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
+        self._faces.settle(self._find_edits(optimizer))
+        self._collect_edits()
+        self._pieces, self._copies, self._given, self._state = {}, {}, {}, defaultdict(dict)
+        groups = [
+            {**group, "params": [self._piece(optimizer, p, takes_the_loop(group)) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return groups, self._state
+
+    def _piece(self, optimizer: Optimizer, parameter: Tensor, loops: bool) -> Tensor:
+        place = self._places.get(id(parameter))
+        grad = true_grad(parameter)
+        if place is None or grad is None or not place[0].in_place(place[1]):
+            if parameter in optimizer.state:
+                self._state[parameter] = optimizer.state[parameter]
+            return parameter
+        store, index = place
+        if not loops or not parameter.dim():
+            copy = true_data(parameter).clone(memory_format=torch.preserve_format)
+            copy.grad = grad
+            self._copies[copy], self._state[copy] = parameter, optimizer.state[parameter]
+            return copy
+        field, own = self._owned(store, index)
+        piece = flat(store.shared.truth, field, own)
+        piece.grad = torch.as_strided(grad, (grad.numel(),), (1,))[own]
+        self._pieces[piece] = parameter
+        self._given[piece] = {
+            key: self._adopted(optimizer, parameter, key, value)[own] if _is_like(value, parameter) else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        self._state[piece] = dict(self._given[piece])
+        return piece
+
+    def _owned(self, store: UnitStore, index: int) -> tuple[Any, slice]:
+        field = store.host_layout.fields[index]
+        return field, owned(field, self._ranks.rank, self._ranks.size)
+
+    def _adopted(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        """Return the flat truth of a parameter's state, which moves into a slab if it is not in one (Rule 2)."""
+        if value is not self._faces_of_state.get((id(optimizer), id(parameter), key)):
+            field, own = self._owned(*self._places[id(parameter)])
+            in_order = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="cpu").copy_(value)
+            self._publish(optimizer, parameter, key, torch.as_strided(in_order, (in_order.numel(),), (1,))[own])
+        store, index = self._places[id(parameter)]
+        return flat(self._slabs[id(optimizer), store, key].truth, store.host_layout.fields[index], ALL)
+
+    def _find_edits(self, optimizer: Optimizer) -> bytes:
+        """Find what user code wrote to this optimizer's state; return a digest, the same on all ranks (Rule 2)."""
+        self._edits = [
+            (store, slab, pages)
+            for (number, store, _), slab in self._slabs.items()
+            if number == id(optimizer) and (pages := slab.private())
+        ]
+        digest = hashlib.sha256()
+        for _, slab, pages in self._edits:
+            digest.update(repr(pages).encode())
+            for start, end in pages:
+                digest.update(slab.face[start:end].numpy().data)
+        return digest.digest()
+
+    def _collect_edits(self) -> None:
+        """Write to the truth what user code wrote to the state that this rank owns (Rule 2)."""
+        for store, slab, pages in self._edits:
+            for index in store.indices_in(pages):
+                field, own = self._owned(store, index)
+                flat(slab.truth, field, own).copy_(flat(slab.face, field, own))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """End a step: its results are true for all ranks. Every rank comes here (Rules 3 and 4)."""
+        for copy, parameter in self._copies.items():
+            store, index = self._places[id(parameter)]
+            field, own = self._owned(store, index)
+            flat(store.shared.truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
+            torch.autograd.graph.increment_version(parameter)
+        for piece, parameter in self._pieces.items():
+            for key, value in self._state[piece].items():
+                if value is self._given[piece].get(key):
+                    continue
+                if isinstance(value, Tensor) and value.dim():
+                    self._publish(optimizer, parameter, key, value)
+                else:
+                    optimizer.state[parameter][key] = value
+            torch.autograd.graph.increment_version(parameter)
+        self._board.meet()
+        for _, slab, pages in self._edits:
+            slab.drop(pages)
+        self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []
+        self._faces.settle()
+
+    def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> None:
+        """Move state that the step made for this rank's range into a slab."""
+        store, index = self._places[id(parameter)]
+        field, own = self._owned(store, index)
+        place = id(optimizer), store, key
+        if place not in self._slabs:
+            self._slabs[place] = self._ranks.share(store.host_layout.nbytes)
+        slab = self._slabs[place]
+        flat(slab.truth, field, own).copy_(part)
+        face = Layout.own_view(slab.face.untyped_storage(), field)
+        self._faces_of_state[id(optimizer), id(parameter), key] = optimizer.state[parameter][key] = face
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == true_data(parameter).dtype

@@ -1,0 +1,184 @@
+"""Host memory that the ranks of a machine share: what is true for all of them, and what each one's user sees.
+
+1. A shared slab is a memfd: a file without a name, in no file system, gone with the last process that maps it. Every
+   rank maps it twice. Its *truth* is the shared mapping, which only the library writes and the device copies from and
+   to. Its *face* is a private mapping of the same pages, over which lie the tensors that user code gets.
+2. Where a rank wrote nothing, its face shows the truth, also what other ranks write there later. A write through a
+   face gives this rank a page of its own (the kernel copies it), whichever way the write takes: no version counter,
+   view or array hides it. So an edit that every rank makes is not made several times to the same bytes.
+3. Private pages are found by reading the page table, and dropped by `drop`: the face shows the truth again there.
+4. A forked process gets neither mapping, as no slab (pinned.py, Rule 4): truth and face would show it later steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import HostMemoryError, UnsupportedError
+from ..memory.device import Device
+from ..memory.pinned import keep_from_forks
+
+PAGE = mmap.PAGESIZE
+ENTRY = 8  # bytes of an entry in /proc/self/pagemap
+PRESENT, SWAPPED, OF_A_FILE = 63, 62, 61  # its bits
+ALONE = "use devices=1, or strategy='ddp'"
+PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+BLOCK = 1 << 16  # pages whose entries are read at a time
+
+
+class Range(NamedTuple):
+    """Bytes of a slab, from the first to the one after the last."""
+
+    start: int
+    end: int
+
+
+class SharedSlab:
+    """One slab of all ranks: its truth and its face in this process (Rule 1)."""
+
+    def __init__(self, descriptor: int, nbytes: int, is_first: bool, keep: bool = False) -> None:
+        self.nbytes, self.is_first = nbytes, is_first
+        self.truth, self._before_unmapping = mapped(descriptor, nbytes, mmap.MAP_SHARED)
+        self.face, _ = mapped(descriptor, nbytes, mmap.MAP_PRIVATE)
+        self._descriptor: int | None = descriptor  # for further faces
+        if not keep:
+            self.forget()
+
+    def forget(self) -> None:
+        """Make no further faces. Safe twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def keep_face(self) -> None:
+        """Leave the face to its users, with the bytes that it shows now, and make another one."""
+        assert self._descriptor is not None
+        bytes_ = self.face[::PAGE]
+        bytes_.copy_(bytes_.clone())  # a page of its own for each that was touched
+        self.face, _ = mapped(self._descriptor, self.nbytes, mmap.MAP_PRIVATE)
+
+    def lock(self, device: Device) -> None:
+        """Page-lock the truth, from and to which the device copies by itself: never the face, which it would copy."""
+        lock_in(device, self.truth, self._before_unmapping)
+
+    def private(self) -> list[Range]:
+        """Find the ranges of pages that this process wrote through the face (Rule 3)."""
+        first = self.face.data_ptr() // PAGE
+        pages = -(-self.nbytes // PAGE)
+        found: list[Range] = []
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for start in range(0, pages, BLOCK):
+                pagemap.seek((first + start) * ENTRY)
+                entries = torch.frombuffer(
+                    bytearray(pagemap.read(min(BLOCK, pages - start) * ENTRY)), dtype=torch.int64
+                )
+                there = ((entries >> PRESENT) | (entries >> SWAPPED)) & 1
+                own = (there & ~(entries >> OF_A_FILE) & 1).nonzero().flatten().tolist()
+                found.extend(Range((start + page) * PAGE, (start + page + 1) * PAGE) for page in own)
+        return list(_joined(found))
+
+    def drop(self, ranges: list[Range]) -> None:
+        """Give up this process's own pages in these ranges: the face shows the truth again (Rule 3)."""
+        for start, end in ranges:
+            if _libc().madvise(self.face.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "madvise refused to drop private pages")
+
+
+def check_possible() -> None:
+    """Raise UnsupportedError where no memory can be shared (Rule 1)."""
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")):
+        raise UnsupportedError(f"several devices share host memory by memfd, which {sys.platform} has not; {ALONE}")
+
+
+def make(nbytes: int) -> int:
+    """Make the memory of a slab; return its descriptor (Rule 1)."""
+    try:
+        descriptor = os.memfd_create("superpipeline", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise UnsupportedError(
+            f"several devices share host memory by memfd, which the system refuses ({error}); {ALONE}"
+        ) from error
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise HostMemoryError(f"cannot share {nbytes} bytes of host memory ({error})") from error
+    return descriptor
+
+
+def drop_pages(descriptor: int, start: int, nbytes: int) -> None:
+    """Give memory of a slab back to the system, for all ranks: it reads as zeros."""
+    if _libc().fallocate(descriptor, PUNCH_HOLE, start, nbytes):
+        raise OSError(ctypes.get_errno(), "fallocate refused to drop pages of shared memory")
+
+
+def paged(nbytes: int) -> int:
+    """Round a number of bytes up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _joined(ranges: list[Range]) -> Iterator[Range]:
+    start = end = -1
+    for range_ in ranges:
+        if range_.start != end:
+            if end > 0:
+                yield Range(start, end)
+            start = range_.start
+        end = range_.end
+    if end > 0:
+        yield Range(start, end)
+
+
+def mapped(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> tuple[Tensor, list[Callable[[], object]]]:
+    """Map a descriptor; return the memory, and what is called before it is unmapped, with the last tensor over it.
+
+    The mapping holds no descriptor (that of `mmap.mmap` does, and a process may have few).
+    """
+    libc = _libc()
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if address == ctypes.c_void_p(-1).value:
+        reason = os.strerror(ctypes.get_errno())
+        raise HostMemoryError(f"cannot map {nbytes} bytes of the host memory that the ranks share ({reason})")
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+    before: list[Callable[[], object]] = [keep_from_forks(flat)]
+    weakref.finalize(memory, _unmap, address, nbytes, before, os.getpid()).atexit = False
+    return flat, before
+
+
+def lock_in(device: Device, flat: Tensor, before_unmapping: list[Callable[[], object]]) -> None:
+    """Page-lock a mapping for a device, until it is unmapped."""
+    unlock = device.lock(flat)
+    if unlock is not None:
+        before_unmapping.append(unlock)
+
+
+def _unmap(address: int, nbytes: int, before: list[Callable[[], object]], process: int) -> None:
+    if os.getpid() == process:
+        for ending in reversed(before):
+            ending()
+        _libc().munmap(address, nbytes)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return libc

@@ -1,0 +1,92 @@
+"""The ranks of a machine around one model: its weights, gradients and optimizers, each owned in parts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..memory.device import Device
+from ..memory.parameters import true_data
+from ..memory.partition import Unit
+from ..memory.unit_store import UnitStore
+from ..optim.pieces import Group
+from .board import Board, Ranks
+from .exchange import Exchange
+from .faces import Faces
+from .owners import Owners
+from .shared_memory import SharedSlab
+
+
+class Team:
+    """All ranks of a machine, which stream one host copy of a model."""
+
+    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore]) -> None:
+        self.ranks = ranks
+        self.exchange = Exchange(ranks, device, stores)
+        self.faces = Faces(ranks, self.exchange.board, stores)
+        self.owners = Owners(ranks, self.exchange.board, self.faces, stores)
+        self.exchange.board.meet()  # the first rank's weights are in place
+        self.faces.are_true()
+
+    def exchange_gradients(self) -> None:
+        """Exchange the gradients of the backward that ended, and settle what users wrote. Every rank comes here."""
+        self.faces.settle()
+        self.exchange.finish()
+
+    def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+        """Return the groups and the state with which this rank steps what it owns. Every rank comes here."""
+        self.exchange.check_exchanged(optimizer)
+        return self.owners.pieces(optimizer)
+
+    def exchange_if_any(self) -> None:
+        """Exchange the gradients of the backward that ended, if it made any: `torch.autograd.grad` makes none."""
+        if self.exchange.has_any:
+            self.exchange_gradients()
+        else:
+            self.exchange.cancel()
+
+    def close(self) -> None:
+        """Leave weights, gradients and state to their users."""
+        self.exchange.close()
+
+
+def shared_slab(ranks: Ranks, device: Device, nbytes: int) -> SharedSlab:
+    """Make a slab that all ranks share, page-locked for this rank's device."""
+    slab = ranks.share(nbytes)
+    slab.lock(device)
+    return slab
+
+
+def check_alike(ranks: Ranks, units: Sequence[Unit]) -> None:
+    """Raise UnsupportedError unless all ranks have the same parameters in the same units, before these are shared."""
+    lines = [_described(unit.name, name, parameter) for unit in units for name, parameter in unit.params]
+    board = Board(ranks, 0)
+    if not _unlike(board, "\n".join(lines), ranks.rank):
+        return
+    for line in lines[: min(board.exchange(len(lines)))]:
+        if others := _unlike(board, line, ranks.rank):
+            raise UnsupportedError(
+                f"the ranks' models differ: rank {ranks.rank} has {line}, and rank {others[0]} has something else in "
+                "its place; make the same model on every rank"
+            )
+    raise UnsupportedError(
+        f"the ranks' models differ: rank {ranks.rank} has {len(lines)} parameters, and another one has more or less; "
+        "make the same model on every rank"
+    )
+
+
+def _described(unit: str, name: str, parameter: torch.Tensor) -> str:
+    data = true_data(parameter)
+    trains = "" if parameter.requires_grad else ", frozen"
+    return f"{name} ({data.dtype}, {tuple(data.shape)}, strides {data.stride()}{trains}; unit {unit})"
+
+
+def _unlike(board: Board, text: str, rank: int) -> list[int]:
+    """List the ranks that have another text than this one."""
+    marks = board.exchange(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    return [other for other, mark in enumerate(marks) if mark != marks[rank]]

@@ -1,0 +1,128 @@
+"""A rank that fails ends the run on all ranks, at once, with an error that names it; and nothing is left."""
+
+import os
+import subprocess
+import sys
+import time
+
+import failing_runs
+import pytest
+
+LIMIT_S = 5
+ALL_WAYS = [
+    (phase, way)
+    for phase in failing_runs.PHASES
+    for way in ("raise", "kill", "memory")
+    if way != "memory" or phase in ("forward", "backward", "in the step")
+]
+DAILY = {("descriptors", "kill"), ("forward", "kill"), ("backward", "raise"), ("in the step", "kill")}
+
+
+def check(size, phase, way, victim, timeout=60):
+    with failing_runs.nothing_left():
+        endings = failing_runs.endings(size, phase=phase, way=way, victim=victim, timeout=timeout)
+    names = [f"@{name[1:]}" for ending in endings for name in ending.names]
+    assert not any(name in failing_runs.sockets() for name in names)
+    struck = max(ending.struck for ending in endings)
+    assert struck, f"nothing failed: {endings}"
+    assert not any(ending.in_shm for ending in endings)
+    for rank, ending in enumerate(endings):
+        if victim is None or rank == victim:
+            continue
+        assert ending.at - struck < LIMIT_S + (timeout if way in ("hang", "stop") else 0), f"rank {rank}: {ending}"
+        assert (ending.error, ending.status) == ("PeerError", 1), f"rank {rank}: {ending}"
+        assert f"rank {victim} " in f"{ending.message} ", f"rank {rank}: {ending}"
+    return endings
+
+
+def victim_of(phase, size=2):
+    return 0 if phase == "accepting" else size - 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "way"),
+    [
+        pytest.param(*case, marks=[] if case in DAILY else pytest.mark.slow)
+        for case in ALL_WAYS
+        if case[0] != "teardown"
+    ],
+)
+def test_the_other_rank_ends_with_an_error_that_names_the_one_that_failed(phase, way):
+    check(2, phase, way, victim_of(phase))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "way"), [case for case in ALL_WAYS if case[0] not in ("teardown", "connecting")])
+def test_the_first_rank_may_fail(phase, way):
+    check(2, phase, way, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["raise", "kill"])
+@pytest.mark.parametrize("phase", ["descriptors", "configure_model", "forward", "backward", "exchange", "settle"])
+def test_one_of_four_may_fail(phase, way):
+    check(4, phase, way, 2)
+
+
+@pytest.mark.parametrize("phase", ["data", pytest.param("exchange", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_is_named_and_ended_after_the_timeout(phase):
+    endings = check(2, phase, "hang", 1, timeout=5)
+    assert endings[1].status == -9  # by its own thread that watches
+
+
+@pytest.mark.slow
+def test_ranks_do_not_wait_for_one_that_is_stopped():
+    endings = failing_runs.endings(2, phase="data", way="stop", victim=1, timeout=5, longest=30)
+    assert endings[1].status == -9  # by the test: nothing in it can run
+    assert endings[0].error == "PeerError" and "rank 1 did not come" in endings[0].message
+    assert endings[0].at - endings[1].struck < 5 + LIMIT_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_failure_in_teardown_does_not_stop_the_others(way):
+    endings = failing_runs.endings(2, phase="teardown", way=way, victim=1)
+    assert endings[0].status == 0
+
+
+@pytest.mark.parametrize("way", ["kill"])
+def test_nothing_is_left_when_all_are_killed(way):
+    with failing_runs.nothing_left():
+        endings = failing_runs.endings(2, phase="backward", way=way, victim=None)
+    assert [ending.status for ending in endings] == [-9, -9]
+    names = [f"@{name[1:]}" for ending in endings for name in ending.names]
+    assert names and not any(name in failing_runs.sockets() for name in names)
+
+
+def test_a_run_without_a_failure_leaves_nothing():
+    with failing_runs.nothing_left():
+        endings = failing_runs.endings(2, phase="none", way="", victim=None)
+    assert [ending.status for ending in endings] == [0, 0]
+    assert not any(ending.in_shm for ending in endings)
+    names = [f"@{name[1:]}" for ending in endings for name in ending.names]
+    assert names and not any(name in failing_runs.sockets() for name in names)
+
+
+SCRIPT = """
+import sys
+import failing_runs
+
+if __name__ == "__main__":
+    failing_runs.script(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]])
+def test_launchers_end_the_run_and_show_who_failed(launcher, way, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, *launcher, *([sys.executable] if launcher else []), "script.py", "forward", way]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said
+    what = "failed; its own error says why" if way == "raise" else "ended" if way == "kill" else "did not come"
+    assert f"rank 1 {what}" in said, said
+    (struck,) = (float(line.split()[-1]) for line in said.splitlines() if "the victim strikes at" in line)
+    assert time.monotonic() - struck < (45 if way == "hang" else 15), said  # a launcher looks every 5 s

@@ -1,0 +1,66 @@
+"""What users combine with several devices gives the bits of Lightning's own DDP."""
+
+import processes
+import pytest
+import ranked_features
+import ranked_parity
+import torch
+from ranked_features import FEATURES
+
+import parity
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SLOW = pytest.mark.slow
+DAILY = {
+    "accumulation by hand",
+    "batch norm, accumulation",
+    "edits, accumulation, clipping",
+    "ema",
+    "finetuning",
+    "generation",
+    "gradients never cleared, clipping",
+    "kept gradients, zeros",
+    "orders",
+    "regulariser, accumulation",
+    "schedulers",
+    "skips, accumulation",
+    "swa",
+    "weights of rank 0",
+}
+OPTIONS = [{"window": 1}, {"window": 2, "activations": "recompute"}, {"window": 3, "transfer": 2}, {}]
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    "name, number, accelerator",
+    [
+        pytest.param(name, number, accelerator, marks=[] if name in DAILY and accelerator == often else [SLOW])
+        for number, name in enumerate(sorted(FEATURES))
+        for often in [("cpu", "simgpu")[number % 2]]
+        for accelerator in ["cpu"] + ["simgpu"] * (not FEATURES[name].on_the_cpu_only)
+    ],
+)
+def test_a_feature_is_as_under_ddp(name, number, accelerator):
+    """On the simulated device with page-locked slabs, and with its checker of races."""
+    ranked_parity.check(ranked_features.run, name, OPTIONS[number % len(OPTIONS)], accelerator=accelerator)
+
+
+@pytest.mark.parametrize("name", sorted(ranked_features.MISTAKES))
+def test_what_makes_ranks_drift_apart_under_ddp_is_an_error(name):
+    first, second = (rank.entries for rank in ranked_parity.plain(2, ranked_features.run, name))
+    one, other = ([entry for entry in rank if entry.what.startswith("parameter")] for rank in (first, second))
+    with pytest.raises(parity.Difference):
+        parity.compare(parity.Record(one), parity.Record(other))
+    with pytest.raises(processes.RankFailed, match="ExactnessError"):
+        processes.run(2, ranked_features.run, name, {"window": 2})
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=SLOW)])
+@pytest.mark.parametrize("precision, dtype", [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
+def test_master_weights_are_stepped_with_the_mean_in_fp32(precision, dtype, accelerator):
+    """DDP has no master weights: the reference is a loop by hand."""
+    expected = ranked_features.masters_by_hand("tied_embedding", dtype)
+    for rank in processes.run(2, ranked_features.masters, "tied_embedding", precision, accelerator):
+        for theirs, ours in zip(expected, rank, strict=True):
+            assert not (wrong := parity.difference(theirs, ours)), wrong

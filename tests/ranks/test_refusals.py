@@ -1,0 +1,228 @@
+"""What several devices cannot do is a typed error on every rank, before anything is shared or trained."""
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import processes
+import pytest
+import refused_runs
+import torch
+
+import sp_lightning
+from sp_lightning.errors import HostMemoryError, OptionError, PeerError, UnsupportedError
+from sp_lightning.lightning import several_devices
+from sp_lightning.ranks import board, shared_memory
+from sp_lightning.ranks.board import Ranks
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"widths": [8, 16]}, "blocks.0.weight"),
+        ({"dtype": torch.bfloat16}, "blocks.0.weight"),
+        ({"frozen": True}, "blocks.0.bias"),
+        ({"widths": [8, 8, 8]}, "4 parameters"),
+    ],
+)
+def test_another_model_on_one_rank(other, named):
+    errors = processes.run(2, refused_runs.unlike_models, [{}, other])
+    for rank, error in enumerate(errors):
+        assert error.startswith("UnsupportedError: the ranks' models differ"), error
+        assert f"rank {rank} has" in error
+    assert named in errors[0]
+
+
+def test_another_torch_on_one_rank():
+    for error in processes.run(2, refused_runs.another_torch):
+        assert error.startswith("OptionError: devices must be") and "unlike versions of torch" in error, error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_system_without_memfd(number):
+    first, second = processes.run(2, refused_runs.refused_memfd, number)
+    assert first.startswith("UnsupportedError: several devices share host memory by memfd"), first
+    assert second.startswith("PeerError: rank 0 "), second
+
+
+def test_a_platform_without_memfd(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UnsupportedError, match="memfd"):
+        sp_lightning.SuperpipelineStrategy().parallel_devices = [torch.device("cpu")] * 2
+
+
+def test_more_memory_than_can_be_mapped():
+    descriptor = shared_memory.make(1 << 12)
+    with pytest.raises(HostMemoryError, match="cannot map"):
+        shared_memory.mapped(descriptor, 1 << 62, 0)
+    os.close(descriptor)
+    with pytest.raises(HostMemoryError, match="cannot share"):
+        shared_memory.make(-1)
+
+
+def test_more_ranks_than_devices():
+    for error in processes.run(2, refused_runs.too_few_devices):
+        assert error.startswith("OptionError: devices must be"), error
+
+
+def test_a_notebook(monkeypatch):
+    monkeypatch.setattr(several_devices, "is_interactive", lambda: True)
+    strategy = sp_lightning.SuperpipelineStrategy()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.cluster_environment = type("Environment", (), {"creates_processes_externally": False})()
+    with pytest.raises(UnsupportedError, match="torchrun"):
+        strategy._configure_launcher()
+
+
+def test_several_devices_of_the_users_choice():
+    strategy = sp_lightning.SuperpipelineStrategy(device="cpu")
+    with pytest.raises(OptionError, match="device must be"):
+        strategy.parallel_devices = [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("what", ["whole", "slice", "numpy"])
+def test_a_forked_worker_that_reads_a_weight(what):
+    for error in processes.run(2, refused_runs.worker, what):
+        assert "forked process" in error, error
+
+
+def test_a_forked_worker_that_reads_no_weight():
+    assert processes.run(2, refused_runs.worker, "nothing") == ["", ""]
+
+
+# ---- processes that are not of the run
+
+
+@contextlib.contextmanager
+def two_ranks(timeout=60, before=lambda: None):
+    """Rank 0 waits for rank 1, which connects after ``before``."""
+    found = {}
+
+    def make(rank):
+        try:
+            found[rank] = Ranks(rank, 2, TOKEN, timedelta(seconds=timeout))
+        except Exception as error:
+            found[rank] = error
+
+    first = threading.Thread(target=make, args=(0,))
+    first.start()
+    strangers = before()
+    second = threading.Thread(target=make, args=(1,))
+    second.start()
+    second.join()
+    first.join()
+    del strangers
+    yield found
+    for ranks in found.values():
+        if isinstance(ranks, Ranks):
+            ranks.close()
+
+
+def stranger(says=b""):
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    until = time.monotonic() + 10
+    while True:
+        try:
+            end.connect(board._address(TOKEN))
+            break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    if says:
+        end.send(says)
+    return end
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"",  # hangs
+        b"x",
+        board.HELLO.pack(b"another token...", 1, board.DESCRIPTORS),
+        board.HELLO.pack(TOKEN, 7, board.LIFE),
+        board.HELLO.pack(TOKEN, 1, b"?"),
+    ],
+)
+def test_strangers_keep_nobody_waiting_and_get_nothing(says):
+    strangers = []
+    began = time.monotonic()
+    with two_ranks(before=lambda: strangers.extend(stranger(says) for _ in range(50))) as found:
+        assert time.monotonic() - began < 4
+        assert all(isinstance(ranks, Ranks) for ranks in found.values()), found
+        for end in strangers:
+            end.settimeout(5)
+            data, descriptors, _, _ = socket.recv_fds(end, 64, 4)
+            assert (data, descriptors) == (b"", [])
+            end.close()
+
+
+@pytest.mark.quick
+def test_one_who_knows_the_token_cannot_take_the_place_of_a_rank_twice(caplog):
+    with two_ranks() as found:
+        assert found[0].size == 2
+        with pytest.raises(OSError):  # nobody listens any more
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(board._address(TOKEN))
+
+
+ANOTHER_USER = """
+import os, socket, sys
+os.setuid(65534)
+end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+end.connect(sys.argv[1].replace("@", chr(0)))
+try:
+    end.send(bytes.fromhex(sys.argv[2]))
+    end.settimeout(5)
+    print(len(end.recv(64)))
+except OSError:
+    print(0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_process_of_another_user_gets_nothing(caplog):
+    hello = board.HELLO.pack(TOKEN, 1, board.DESCRIPTORS).hex()
+    said = []
+
+    def ask():
+        stranger().close()  # waits until rank 0 listens
+        address = board._address(TOKEN).replace("\0", "@")
+        done = subprocess.run([sys.executable, "-c", ANOTHER_USER, address, hello], capture_output=True, text=True)
+        said.append(done.stdout.strip() or done.stderr)
+
+    with two_ranks(before=ask) as found:
+        assert said == ["0"]
+        assert isinstance(found[0], Ranks) and isinstance(found[1], Ranks)
+    assert "a process of user 65534" in caplog.text
+
+
+@pytest.mark.quick
+def test_a_rank_that_never_comes_is_named():
+    with pytest.raises(PeerError, match="rank 1, rank 2 did not come"):
+        Ranks(0, 3, TOKEN, timedelta(seconds=0.3))
+
+
+@pytest.mark.quick
+def test_a_first_rank_that_never_comes_is_named():
+    with pytest.raises(PeerError, match="rank 0 did not answer"):
+        Ranks(1, 2, TOKEN, timedelta(seconds=0.3))
+
+
+def test_a_rank_whose_process_ended_before_it_connected_is_named():
+    ended = subprocess.Popen([sys.executable, "-c", ""])  # a zombie until the end of this test
+    for rank in (0, 1):
+        numbers = [os.getpid(), os.getpid()]
+        numbers[1 - rank] = ended.pid
+        began = time.monotonic()
+        with pytest.raises(PeerError, match=f"rank {1 - rank} ended"):
+            Ranks(rank, 2, TOKEN, timedelta(seconds=60), numbers)
+        assert time.monotonic() - began < 5
+    ended.wait()

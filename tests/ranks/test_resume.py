@@ -1,0 +1,65 @@
+"""A run resumes with any other number of devices, under this strategy or in plain Lightning, bit for bit."""
+
+import itertools
+
+import processes
+import pytest
+import ranked_runs
+import torch
+
+import parity
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CHAINS = [(1, 2, 1), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)]
+
+
+def run(sizes, sides, folder, optimizer="adamw", case="batch_norm", accelerator="cpu"):
+    """Train in legs, each from the checkpoint of the one before, three steps long; return the last checkpoint."""
+    source = None
+    for number, (size, side) in enumerate(zip(sizes, sides, strict=True)):
+        target = str(folder / f"{'-'.join(sides)} {number}.ckpt")
+        arguments = {"source": source, "target": target, "steps": 3 * (number + 1), "optimizer": optimizer}
+        processes.run(size, ranked_runs.leg, case, side, **arguments, accelerator=accelerator)
+        source = target
+    return contents(source)
+
+
+def contents(path):
+    checkpoint = torch.load(path, weights_only=False)
+    kept = {
+        name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
+    }
+    return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
+
+
+@pytest.mark.parametrize("sizes", CHAINS)
+def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_path):
+    plain = run(sizes, ["plain"] * len(sizes), tmp_path)
+    parity.compare(plain, run(sizes, ["streaming"] * len(sizes), tmp_path))
+
+
+@pytest.mark.parametrize("first", ["plain", "streaming"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("two", marks=pytest.mark.slow)],
+)
+def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
+    sizes = (1, 2, 2)
+    other = {"plain": "streaming", "streaming": "plain"}[first]
+    sides = list(itertools.islice(itertools.cycle([first, other]), len(sizes)))
+    plain = run(sizes, ["plain"] * len(sizes), tmp_path, optimizer)
+    parity.compare(plain, run(sizes, sides, tmp_path, optimizer))
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
+def test_an_interrupted_run_is_one_that_never_stopped(accelerator, tmp_path):
+    """The sampler gives each rank the same batches in the same order only while their number stays the same.
+
+    Lightning saves no generators: forward draws nothing here.
+    """
+    whole, middle, end = (str(tmp_path / f"{name}.ckpt") for name in ("whole", "middle", "end"))
+    processes.run(2, ranked_runs.leg, "mlp", "plain", None, whole, 6)
+    processes.run(2, ranked_runs.leg, "mlp", "streaming", None, middle, 6, accelerator=accelerator, save_after=3)
+    processes.run(2, ranked_runs.leg, "mlp", "streaming", middle, end, 6, accelerator=accelerator)
+    parity.compare(contents(whole), contents(end))

@@ -1,0 +1,274 @@
+"""Runs on several ranks in which one fails: at a phase, in a way, on a rank.
+
+    [Ending(...), Ending(...)] = failing_runs.endings(2, phase="forward", way="kill", victim=1)
+
+1. Every rank is a process of its own, which a server forks that has imported everything. Nothing but the library
+   tells the others: no launcher watches them.
+2. The phases are the functions of `STRIKES`, in which the victim fails at the second step, or when it comes there
+   first in `ONCE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import processes
+import torch
+from torch.utils.data import DataLoader
+
+import sp_lightning
+from sp_lightning.ranks import board, exchange, faces, owners
+
+LONGEST_S = 90
+
+
+@dataclasses.dataclass
+class Ending:
+    """How a rank's process ended."""
+
+    status: int  # -9 also if the test had to end it
+    error: str  # the type of the exception that the Trainer raised
+    message: str
+    at: float  # when that was, on the clock of all processes; else when the process ended
+    names: list[str]  # of sockets that existed in the run
+    in_shm: list[str]  # mapped files of /dev/shm
+    struck: float  # when the victim failed
+
+
+class Net(L.LightningModule):
+    """A small net with a buffer that the ranks synchronise, and a strike in each of its hooks."""
+
+    def __init__(self, strike: Callable[[str], None]) -> None:
+        super().__init__()
+        self.strike = strike
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def setup(self, stage: str) -> None:
+        self.strike("setup")
+
+    def configure_model(self) -> None:
+        self.strike("configure_model")
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        x = self.norm(batch)
+        for number, block in enumerate(self.blocks):
+            x = block(x).relu()
+            if number == 1:
+                self.strike("forward")
+                x.register_hook(lambda grad: self.strike("backward"))
+        loss = x.square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.strike("before the step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.strike("after the step")
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.strike("validation")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.strike("checkpoint")
+
+    def teardown(self, stage: str) -> None:
+        self.strike("teardown")
+
+
+# Functions of the library in which a rank fails before they do anything.
+STRIKES: dict[str, tuple[Any, str]] = {
+    "connecting": (board.Ranks, "_connect"),
+    "accepting": (board.Ranks, "_accept"),
+    "descriptors": (board.Ranks, "descriptor"),
+    "exchange": (exchange.Exchange, "finish"),
+    "between post and sum": (exchange.Exchange, "_sum"),
+    "settle": (faces.Faces, "settle"),
+    "in the step": (owners.Owners, "_owned"),
+    "end of the step": (owners.Owners, "end"),
+}
+IN_MODULE = [
+    *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
+    *("validation", "checkpoint", "teardown"),
+]
+PHASES = [*STRIKES, *IN_MODULE]
+ONCE = {"connecting", "accepting", "setup", "configure_model", "teardown", "validation", "checkpoint"}
+FIFTH = {"descriptors"}
+
+
+def ways(way: str) -> None:
+    if way == "raise":
+        raise ValueError("the victim fails")
+    if way == "memory":
+        raise MemoryError("the victim has no memory left")
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "hang":
+        time.sleep(LONGEST_S)
+    if way == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@functools.cache
+def server() -> Any:
+    """Start the server: it finds modules by its environment alone."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["failing_runs"])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def endings(
+    size: int, *, phase: str, way: str, victim: int | None, timeout: float = 60, longest: float = LONGEST_S
+) -> list[Ending]:
+    """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended."""
+    context = server()
+    port = processes.free_port()
+    here = []
+    for rank in range(size):
+        reads, writes = context.Pipe(duplex=False)
+        strikes = rank == victim or victim is None
+        process = context.Process(target=run, args=(rank, size, port, phase, way if strikes else "", timeout, writes))
+        process.start()
+        writes.close()
+        here.append((process, reads))
+    until = time.monotonic() + longest
+    found = [ending(process, reads, until) for process, reads in here]
+    return found
+
+
+def ending(process: Any, reads: Any, until: float) -> Ending:
+    told: dict[str, Any] = {}
+    with contextlib.suppress(EOFError):
+        while reads.poll(max(until - time.monotonic(), 0)):
+            told |= reads.recv()
+    process.join(max(until - time.monotonic(), 0.1))
+    at = time.monotonic()
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    defaults = {"error": "", "message": "", "at": at, "names": [], "in_shm": [], "struck": 0.0}
+    return Ending(status=process.exitcode, **(defaults | told))
+
+
+def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any) -> None:
+    """Run a Trainer on one rank."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    calls = 0
+
+    def strike(where: str) -> None:
+        nonlocal calls
+        if where == phase:
+            calls += 1
+            if way and calls == (1 if phase in ONCE else 5 if phase in FIFTH else 2):
+                tell.send({"struck": time.monotonic()})
+                ways(way)
+
+    for name, (owner, method) in STRIKES.items():
+        wrap(owner, method, name, strike)
+    real = board._address
+    board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
+    try:
+        with contextlib.redirect_stdout(None):
+            fit(size, strike, timeout, tell)
+    except BaseException as error:
+        tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def script(phase: str, way: str) -> None:
+    """Run a Trainer on two ranks in which the last fails, in processes that a launcher starts."""
+    calls = 0
+
+    def strike(where: str) -> None:
+        nonlocal calls
+        calls += where == phase
+        if where == phase and calls == 2 and os.environ.get("LOCAL_RANK") == "1":
+            print("the victim strikes at", time.monotonic(), file=sys.stderr, flush=True)
+            ways(way)
+
+    fit(2, strike, 30, mock.Mock())  # in which both import everything
+
+
+def wrap(owner: Any, method: str, name: str, strike: Callable[[str], None]) -> None:
+    real = getattr(owner, method)
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        strike(name)
+        return real(*args, **kwargs)
+
+    setattr(owner, method, struck)
+
+
+def fit(size: int, strike: Callable[[str], None], timeout: float, tell: Any) -> None:
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"], timeout=timedelta(seconds=timeout)),
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=os.getcwd(),
+    )
+    data = [torch.randn(4, 8) for _ in range(3 * size)]
+    trainer.fit(Net(strike), DataLoader(Struck(data, strike), batch_size=None), DataLoader(data, batch_size=None))
+    with open("/proc/self/maps") as maps:
+        tell.send({"in_shm": [line for line in maps if "/dev/shm" in line]})
+
+
+class Struck(torch.utils.data.Dataset):
+    def __init__(self, data: list[torch.Tensor], strike: Callable[[str], None]) -> None:
+        self.data, self.strike = data, strike
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.strike("data")
+        return self.data[index]
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that no file appears in /dev/shm that one of our processes made."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    new = [name for name in set(os.listdir("/dev/shm")) - before if "torch" in name or "superpipeline" in name]
+    assert not new
+
+
+def sockets() -> str:
+    """Read the names of all sockets that exist."""
+    return pathlib.Path("/proc/net/unix").read_text()

@@ -1,0 +1,132 @@
+"""A training loop by hand on each rank: under DDP, or over `sp_lightning.stream(group=...)` (processes.py, Rule 1)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sp_lightning
+
+STEPS = 6
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=True),  # not in the default loop
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),  # not elementwise
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks of which a rank may skip one, a batch norm, and a weight without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(6))
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 97)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor, skipped: int | None) -> Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+class Found(NamedTuple):
+    """What a rank has at the end of its loop."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    state: list[Tensor]
+
+
+def skipped(rank: int, step: int) -> int | None:
+    """Return the block that a rank skips: none, one of its own, or the same on every rank."""
+    return None if step < 2 else 1 + rank + step % 3 if step % 2 else 3
+
+
+def train(
+    streamed: dict[str, Any] | None,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    clip: bool = False,
+    edits: bool = False,
+    keeps_zeros: bool = False,
+) -> Found:
+    """Train on this rank: under DDP if ``streamed`` is None, else with these options.
+
+    ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(rank)  # the first rank's weights are those of all
+    net = Net()
+    call: Callable[..., Tensor] = net
+    with contextlib.ExitStack() as stack:
+        if streamed is None:
+            device = "cpu"
+            call = ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+            if size > 2:
+                ddp.register_comm_hook(None, sp_lightning.tree_hook)
+            no_sync = ddp.no_sync
+        else:
+            handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+            no_sync = handle.no_sync
+        stepped = OPTIMIZERS[optimizer](net.parameters())
+        losses = []
+        for step in range(STEPS):
+            if step % accumulate == 0:
+                stepped.zero_grad(set_to_none=not keeps_zeros)
+            tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            last = step % accumulate == accumulate - 1
+            with contextlib.nullcontext() if last else no_sync():
+                loss = nn.functional.cross_entropy(call(tokens, skipped(rank, step)), tokens)
+                loss.backward()
+            losses.append(loss.item())
+            if not last:
+                continue
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            stepped.step()
+            if edits:
+                edit(net, stepped)
+        return Found(
+            losses,
+            {name: p.detach().clone() for name, p in net.named_parameters()},
+            {name: buffer.cpu() for name, buffer in net.named_buffers()},
+            {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()},
+            [value.clone() for of in stepped.state.values() for value in of.values() if isinstance(value, Tensor)],
+        )
+
+
+def edit(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """Edit as users do; none of it is idempotent, so it shows if it counts more than once, or not at all."""
+    with torch.no_grad():
+        net.blocks[0].up.weight.mul_(0.999)
+        net.head.weight.data.clamp_(-0.11, 0.11)
+        net.embedding.weight.detach().numpy()[3] *= 1.01
+        for state in optimizer.state.values():
+            if "exp_avg" in state:
+                state["exp_avg"].mul_(0.99)

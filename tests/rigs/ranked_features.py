@@ -1,0 +1,600 @@
+"""What users combine with several devices: each feature by a small run, under DDP or under the strategy.
+
+1. A feature is a class of module, with its callbacks, the Trainer's settings, and options of the strategy. It runs the
+   same code on both sides, and each rank sees other data.
+2. What a feature remembers in ``seen`` is compared too, beside what parity.py observes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import ranked_runs
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from ranked_runs import RankedModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import models
+import parity
+import sp_lightning
+
+
+class Plain(RankedModule):
+    """A module that remembers what it is told to."""
+
+    def __init__(self, case: models.Case, optimizer: str = "adamw", **settings: Any) -> None:
+        super().__init__(case, optimizer, **settings)
+        self.seen: list[Any] = []
+
+    def see(self, value: Any) -> None:
+        self.seen += [parity.keep(leaf) for _, leaf in parity.leaves(value)]
+
+
+class OtherWeightsOnEachRank(Plain):
+    """Draws other weights and buffers on each rank: those of the first are the model."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
+        super().__init__(*args, **settings)
+
+
+class NormsInValidation(Plain):
+    """Updates the statistics of batch norms in validation too, and logs a mean over all ranks."""
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        self.net.train()
+        self.log("val_loss", self.case.loss(self.net, batch), batch_size=1, sync_dist=True)
+        self.see(dict(self.net.named_buffers()))
+
+
+class ReplacesBuffers(Plain):
+    """Replaces a buffer in each step by another on each rank."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        self.see([self.scale, self.count])
+        self.scale = self.scale * (1.5 + self.global_rank)
+        self.count += 1 + self.global_rank
+        return super().training_step(batch, batch_index) * self.scale
+
+
+class Scheduled(Plain):
+    """One rate follows the steps, or the mean validation loss of all ranks."""
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        self.log("val_loss", self.case.loss(self.net, batch), batch_size=1, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if isinstance(optimizer, list):
+            return optimizer
+        steps = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return [optimizer], [
+            {"scheduler": steps, "interval": "step"},
+            {"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"},
+        ]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.see([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+
+class Edits(Plain):
+    """Writes to weights, gradients and optimizer state, in the same way on every rank."""
+
+    def on_after_backward(self) -> None:
+        for parameter in next(self.net.children()).parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.clamp_(-0.05, 0.05)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in list(self.net.parameters())[::2]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        parameters = list(self.net.parameters())
+        with torch.no_grad():
+            parameters[0].mul_(0.999)
+        parameters[1].data.clamp_(-0.1, 0.1)
+        parameters[4].detach().numpy()[1] *= 1.01
+        state = self.trainer.optimizers[0].state
+        if len(state) == len(parameters):
+            state[parameters[0]]["exp_avg"].mul_(0.9)
+            state[parameters[6]]["exp_avg"] = state[parameters[6]]["exp_avg"] * 1.1
+        self.see(dict(self.net.named_parameters()))
+
+
+class EditsStateOnOneRank(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1:
+            self.trainer.optimizers[0].state[self.net.stem.weight]["exp_avg"].mul_(2)
+
+
+class EditsWeightsOnOneRank(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1:
+            self.net.stem.weight.data.mul_(2)
+
+
+class BackwardByHand(Plain):
+    """Forgets `manual_backward`: under DDP the ranks drift apart."""
+
+    def step_by_hand(self, loss: Tensor) -> None:
+        loss.backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class GeneratesOnOneRank(Plain):
+    """Runs the model on the first rank alone, between steps and within one."""
+
+    def generate(self, batch: Any) -> None:
+        with torch.no_grad():
+            self.see(self.case.predict(self.net, batch))
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if self.trainer.is_global_zero:
+            self.generate(batch)
+        loss = super().training_step(batch, batch_index)
+        if self.trainer.is_global_zero:
+            self.generate(batch)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        with torch.no_grad():
+            next(self.net.parameters()).mul_(1.01)
+        if self.trainer.is_global_zero:
+            self.generate(batch)
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == self.trainer.world_size - 1:
+            self.generate(self.trainer.strategy.batch_to_device(self.case.batch(99)))
+
+
+class FreezesAtStart(Plain):
+    """Freezes its first blocks after the strategy is set up, and trains them from the second epoch on."""
+
+    def parts(self) -> list[nn.Module]:
+        return [self.net.stem, *self.net.blocks[:2]]
+
+    def on_train_start(self) -> None:
+        for part in self.parts():
+            part.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for part in self.parts():
+                part.requires_grad_(True)
+
+
+class FreezesInTheMiddle(Plain):
+    def on_train_epoch_start(self) -> None:
+        for part in [self.net.stem, *self.net.blocks[1:3]]:
+            part.requires_grad_(self.current_epoch != 1)
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's own way to unfreeze: parameters come to the optimizer in the middle of a run."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.net.blocks[1])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[1], optimizer)
+
+
+class OptimizesWhatIsTrained(Plain):
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.optimizer_name, [p for p in self.parameters() if p.requires_grad])
+
+
+class FreezesAndAddsAGroup(Plain):
+    """What `Finetuning` does, at times at which DDP knows the parameters: it reduces no others."""
+
+    def configure_optimizers(self) -> Any:
+        names = {id(p) for p in self.net.blocks[1].parameters()}
+        return self.make_optimizer(self.optimizer_name, [p for p in self.parameters() if id(p) not in names])
+
+    def on_train_start(self) -> None:
+        BaseFinetuning.freeze(self.net.blocks[1])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            BaseFinetuning.unfreeze_and_add_param_group(self.net.blocks[1], self.trainer.optimizers[0])
+
+
+class FinetunedByCallback(OptimizesWhatIsTrained):
+    """Has the order of DDP's reference, whose callback this is under the strategy."""
+
+
+class KeepsZeros(Plain):
+    def optimizer_zero_grad(self, epoch: int, batch_index: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class KeepsGradients(Plain):
+    """Holds on to gradients of earlier steps, and reads them later."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.kept: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for gradients in self.kept[-3:]:
+            self.see(gradients)
+        self.kept.append([parameter.grad for parameter in list(self.parameters())[:: 1 + len(self.kept) % 3]])
+
+    def on_train_end(self) -> None:
+        self.see(self.kept)
+
+
+class KeepsGradientsAndZeros(KeepsGradients, KeepsZeros):
+    """Its gradients are written in place: who holds them sees the next ones."""
+
+
+class NeverClears(KeepsGradients):
+    """Adds up the gradients of all steps."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_index: int, optimizer: Any) -> None:
+        pass
+
+
+class Gathers(Plain):
+    """Gathers from all ranks, with gradients too."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        found = self.all_gather(loss, sync_grads=True)
+        self.see(self.all_gather({"rank": torch.tensor(self.global_rank), "loss": loss.detach()}))
+        return loss + found.square().mean()
+
+
+class Measures(Plain):
+    """Logs a torchmetrics metric, whose state is summed over ranks."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        from torchmetrics import MeanMetric
+
+        self.metric = MeanMetric()
+        self.val_metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        self.metric(loss.detach())
+        self.log("metric", self.metric, on_step=True, on_epoch=True, batch_size=1)
+        return loss
+
+    def validation_step(self, batch: Any, batch_index: int) -> None:
+        self.val_metric(self.case.loss(self.net, batch))
+        self.log("val_metric", self.val_metric, batch_size=1)
+
+
+class Adversaries(Plain):
+    """Two optimizers by hand, each with its own backward; toggled, with `no_sync` as Lightning has it."""
+
+    def __init__(self, case: models.Case, optimizer: str = "two", **settings: Any) -> None:
+        super().__init__(case, "two", **settings)
+
+    def configure_optimizers(self) -> Any:
+        first, second = [self.net.stem, self.net.blocks[0]], [*self.net.blocks[1:], self.net.head]
+        return [
+            self.make_optimizer(name, [p for part in parts for p in part.parameters()])
+            for name, parts in (("adamw", first), ("sgd", second))
+        ]
+
+    def step_by_hand(self, loss: Tensor) -> None:
+        batch = self.trainer.strategy.batch_to_device(self.case.batch(int(self.global_step) + 7 * self.global_rank))
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.case.loss(self.net, batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+class TwoBackwards(Adversaries):
+    """Two backwards of one graph before the steps."""
+
+    def step_by_hand(self, loss: Tensor) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss * 0.5)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class AccumulatesByHand(Adversaries):
+    """Accumulates by hand, with `no_sync` in all but the last."""
+
+    def step_by_hand(self, loss: Tensor) -> None:
+        last = self.trainer.fit_loop.epoch_loop.batch_idx % 2 == 1
+        if last:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            model = self.trainer.strategy.model
+            with model.no_sync() if hasattr(model, "no_sync") else self.trainer.strategy.block_backward_sync():
+                self.manual_backward(loss)
+
+
+class SkipsOnOneRank(Plain):
+    """Runs other blocks on each rank, and in the last micro-batch other ones than before."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        x = self.net.stem(batch[0])
+        for index, block in enumerate(self.net.blocks):
+            if (index + batch_index + self.global_rank) % 3:
+                x = block(x)
+        loss = torch.nn.functional.cross_entropy(self.net.head(x), batch[1])
+        self.log("mean_loss", loss, batch_size=1, sync_dist=True, on_epoch=True)
+        return loss
+
+
+class LeavesOneOut(NeverClears):
+    """Never clears gradients, which are clipped in each step, also of the block that no rank runs in it."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        x = self.net.stem(batch[0])
+        for index, block in enumerate(self.net.blocks):
+            if index != batch_index % 4:
+                x = block(x)
+        return torch.nn.functional.cross_entropy(self.net.head(x), batch[1])
+
+
+class ReversesOnOneRank(SkipsOnOneRank):
+    """Visits its blocks in another order on each rank."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        x = self.net.stem(batch[0])
+        for block in list(self.net.blocks)[:: 1 - 2 * (self.global_rank % 2)]:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.net.head(x), batch[1])
+
+
+class Regularised(Plain):
+    """Adds the weights' own squares, which it reads outside of its layers, when a rank and a step say so."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        if (batch_index + self.global_rank) % 2:
+            loss = loss + 0.1 * sum(p.square().sum() for p in self.net.blocks[1].parameters())
+        return loss
+
+
+class NormsOfGradients(Plain):
+    """Logs norms, clips by itself, and has hooks on parameters."""
+
+    def on_fit_start(self) -> None:
+        self.net.stem.weight.register_hook(lambda grad: grad * 0.5)
+        self.net.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]))
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.see(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
+
+
+class Fused(Plain):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, fused=True, **settings)
+
+
+class FusedByOption(Plain):
+    """Leaves the choice to ``fused_optimizer``."""
+
+    def make_optimizer(self, name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=self.lr)
+
+
+class FusedLater(FusedByOption):
+    """Does what that option does: the first step, which makes the state, is the default loop's."""
+
+    def fuse(self, fused: bool | None) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["fused"] = fused
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.fuse(True)
+
+    def on_train_end(self) -> None:
+        self.fuse(None)
+
+
+class AveragedCallback(EMAWeightAveraging):
+    def __init__(self) -> None:
+        super().__init__(decay=0.7, update_every_n_steps=1)
+
+
+def early() -> list[Callback]:
+    return [EarlyStopping("val_loss", patience=0, min_delta=100.0), ModelCheckpoint(monitor="val_loss", save_last=True)]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One run (Rule 1)."""
+
+    module: Callable[..., Plain] = Plain
+    case: str = "mlp"
+    optimizer: str = "adamw"
+    callbacks: Callable[[], list[Callback]] = list
+    settings: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    under_ddp: Callable[..., Plain] | None = None  # where DDP needs other code for the same
+    callbacks_under_ddp: Callable[[], list[Callback]] | None = None
+    on_the_cpu_only: str = ""  # why
+
+
+FEATURES = {
+    "weights of rank 0": Feature(OtherWeightsOnEachRank, "batch_norm"),
+    "batch norm": Feature(NormsInValidation, "batch_norm", settings={"epochs": 2, "val_check_interval": 2}),
+    "batch norm, accumulation": Feature(NormsInValidation, "batch_norm", settings={"epochs": 2, "accumulate": 2}),
+    "batch norm by hand": Feature(NormsInValidation, "batch_norm", "two", settings={"epochs": 2}),
+    "batch norm accumulated by hand": Feature(AccumulatesByHand, "batch_norm", settings={"epochs": 2}),
+    "buffers": Feature(ReplacesBuffers, settings={"accumulate": 2, "batches": 5}),
+    "ema": Feature(NormsInValidation, "batch_norm", callbacks=lambda: [AveragedCallback()], settings={"epochs": 3}),
+    "swa": Feature(
+        NormsInValidation,
+        "batch_norm",
+        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)],
+        settings={"epochs": 4, "batches": 3},
+    ),
+    "schedulers": Feature(Scheduled, settings={"epochs": 3}),
+    "early stopping": Feature(Scheduled, callbacks=early, settings={"epochs": 5, "enable_checkpointing": True}),
+    "edits": Feature(Edits),
+    "edits, accumulation, clipping": Feature(Edits, settings={"accumulate": 2, "clip": ("norm", 0.1), "batches": 6}),
+    "edits, batch norm, sgd": Feature(NormsInValidation, "rescaled_data", "sgd"),
+    "generation": Feature(GeneratesOnOneRank, "batch_norm", settings={"epochs": 2}),
+    "unfreezing": Feature(FreezesAtStart, settings={"epochs": 2}),
+    "unfreezing, accumulation": Feature(FreezesAtStart, "batch_norm", "sgd", settings={"epochs": 2, "accumulate": 2}),
+    "freezing": Feature(FreezesInTheMiddle, settings={"epochs": 3}),
+    "finetuning": Feature(
+        FinetunedByCallback,
+        callbacks=lambda: [Finetuning()],
+        settings={"epochs": 2},
+        under_ddp=FreezesAndAddsAGroup,
+        callbacks_under_ddp=list,
+    ),
+    "tied weights": Feature(Edits, "tied_embedding", settings={"accumulate": 2}),
+    "zeros": Feature(KeepsZeros, "skipped_block", settings={"epochs": 2}),
+    "zeros, accumulation": Feature(KeepsZeros, "skipped_block", "sgd", settings={"epochs": 2, "accumulate": 2}),
+    "kept gradients": Feature(KeepsGradients, settings={"batches": 6}),
+    "kept gradients, accumulation": Feature(KeepsGradients, "skipped_block", settings={"batches": 6, "accumulate": 2}),
+    "kept gradients, zeros": Feature(KeepsGradientsAndZeros, settings={"batches": 6}),
+    "gradients never cleared": Feature(NeverClears, settings={"batches": 6}),
+    "gradients never cleared, clipping": Feature(LeavesOneOut, settings={"batches": 6, "clip": ("norm", 0.1)}),
+    "gathering": Feature(Gathers),
+    "metrics": Feature(
+        Measures, settings={"epochs": 2}, on_the_cpu_only="gloo gathers no metric from a simulated device"
+    ),
+    "adversaries": Feature(Adversaries, settings={"epochs": 2}),
+    "two backwards": Feature(TwoBackwards),
+    "accumulation by hand": Feature(AccumulatesByHand, settings={"batches": 6}),
+    "skips": Feature(SkipsOnOneRank, settings={"batches": 6}),
+    "skips, accumulation": Feature(SkipsOnOneRank, settings={"batches": 9, "accumulate": 3}),
+    "skips, growing accumulation": Feature(
+        SkipsOnOneRank,
+        optimizer="sgd",
+        callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+        settings={"batches": 5, "epochs": 2},
+    ),
+    "orders": Feature(ReversesOnOneRank, settings={"batches": 6}),
+    "regulariser": Feature(Regularised, settings={"batches": 6}),
+    "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
+    "norms": Feature(NormsOfGradients),
+    "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
+    "fused": Feature(Fused),
+    "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),
+    "lbfgs": Feature(NormsInValidation, "batch_norm", "lbfgs"),
+    "adagrad": Feature(Scheduled, "mlp", "adagrad", settings={"accumulate": 2, "epochs": 2}),
+    "adafactor": Feature(Plain, "skipped_block", "adafactor", settings={"clip": ("norm", 0.1)}),
+}
+
+
+MISTAKES = {
+    "state of one rank": Feature(EditsStateOnOneRank),
+    "weights of one rank": Feature(EditsWeightsOnOneRank),
+    "backward by hand": Feature(BackwardByHand, optimizer="two"),
+}
+
+
+def run(name: str, options: dict[str, Any] | None, accelerator: str = "cpu") -> parity.Record:
+    """Record a run of a feature on this rank: under DDP, or with these options under the strategy."""
+    feature = (FEATURES | MISTAKES)[name]
+    case = models.case(feature.case)
+    made: list[Plain] = []
+
+    def make() -> Plain:
+        kind = feature.module if options is not None else feature.under_ddp or feature.module
+        made.append(kind(case, feature.optimizer))
+        return made[-1]
+
+    callbacks = feature.callbacks if options is not None else feature.callbacks_under_ddp or feature.callbacks
+    record = ranked_runs.record(
+        make,
+        case,
+        None if options is None else {**feature.ours, **options},
+        accelerator,
+        callbacks=callbacks(),
+        **feature.settings,
+    )
+    kept = [value.cpu() if isinstance(value, Tensor) else value for value in made[0].seen]
+    record.entries += [parity.Entry("seen", str(index), value) for index, value in enumerate(kept)]
+    return record
+
+
+def masters(name: str, precision: str, accelerator: str = "cpu") -> list[Tensor]:
+    """Train a case with FP32 masters of half-precision weights; return them."""
+    case = models.case(name)
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    with ranked_runs.simulated(accelerator), tempfile.TemporaryDirectory() as root:
+        L.seed_everything(1, verbose=False)
+        module = models.ZooModule(case)
+        trainer = L.Trainer(
+            strategy=sp_lightning.SuperpipelineStrategy(window=2, master_weights=True),
+            accelerator=accelerator,
+            devices=size,
+            precision=precision,
+            use_distributed_sampler=False,
+            max_epochs=1,
+            default_root_dir=root,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        batches = [case.batch(size * number + rank) for number in range(4)]
+        trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))
+        return [parameter.detach().clone() for parameter in module.net.parameters()]
+
+
+def masters_by_hand(name: str, dtype: torch.dtype, size: int = 2) -> list[Tensor]:
+    """Do the same in one process: half-precision copies compute, the mean of their gradients in FP32 is stepped."""
+    L.seed_everything(1, verbose=False)
+    module = models.ZooModule(models.case(name))
+    masters = list(module.net.parameters())
+    optimizer = torch.optim.AdamW(masters, 1e-2, foreach=False)
+    half = copy.deepcopy(module.net).to(dtype)
+    for number in range(4):
+        gradients = []
+        for rank in range(size):
+            with torch.no_grad():
+                for low, full in zip(half.parameters(), masters, strict=True):
+                    low.copy_(full)
+            half.zero_grad()
+            batch = torch.utils._pytree.tree_map(
+                lambda t: t.to(dtype) if t.is_floating_point() else t, module.case.batch(size * number + rank)
+            )
+            module.case.loss(half, batch).backward()
+            gradients.append([low.grad.float() * (1 / size) for low in half.parameters()])
+        for full, *parts in zip(masters, *gradients, strict=True):
+            full.grad = parts[0] + parts[1]
+        optimizer.step()
+    return [full.detach() for full in masters]

@@ -1,0 +1,176 @@
+"""What the ranks of a test run: real Trainers on each, under DDP or under the strategy (processes.py, Rule 1)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import families
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.utils.data import DataLoader
+
+import models
+import parity
+import sp_lightning
+
+
+class HookedDDP(DDPStrategy):
+    """DDP with the hook that sums as the strategy does, on every device: Lightning registers hooks on CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        self.model.register_comm_hook(None, sp_lightning.tree_hook)
+
+
+def plain(size: int) -> DDPStrategy:
+    """Lightning's own strategy for so many ranks: stock where its order of summation is the only one."""
+    return (DDPStrategy if size == 2 else HookedDDP)(find_unused_parameters=True)
+
+
+class RankedModule(models.ZooModule):
+    """A case in which each rank sees other data, and logs the mean over all ranks."""
+
+    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_index)
+        self.log("mean_loss", loss, batch_size=1, sync_dist=True, on_epoch=True)
+        return loss
+
+
+def fit(name: str, options: dict[str, Any] | None, optimizer: str = "adamw", **settings: Any) -> parity.Record:
+    """Record a run of a case on this rank: under DDP, or with these options under the strategy."""
+    case = families.FAMILIES[name].case if name in families.FAMILIES else models.case(name)
+    return record(functools.partial(RankedModule, case, optimizer), case, options, **settings)
+
+
+def record(
+    make: Callable[[], L.LightningModule],
+    case: models.Case,
+    options: dict[str, Any] | None,
+    accelerator: str = "cpu",
+    **settings: Any,
+) -> parity.Record:
+    """Record a run of a module on this rank: under DDP on the CPU, or with these options under the strategy."""
+    size = int(os.environ["WORLD_SIZE"])
+    strategy = (
+        plain(size) if options is None else sp_lightning.SuperpipelineStrategy(**({"units": case.units} | options))
+    )
+    if options is None:
+        accelerator = "cpu"
+    with simulated(accelerator):
+        return parity.record(
+            make,
+            strategy,
+            accelerator=accelerator,
+            devices=size,
+            make_loader=lambda n: DataLoader([case.batch(i) for i in range(n * size)], batch_size=None, shuffle=False),
+            **settings,
+        )
+
+
+def leg(
+    name: str,
+    side: str,
+    source: str | None,
+    target: str,
+    steps: int,
+    optimizer: str = "adamw",
+    accelerator: str = "cpu",
+    save_after: int | None = None,
+) -> None:
+    """Train up to this step from a checkpoint, under plain Lightning or under the strategy; save another.
+
+    It is saved at the end, where Lightning counts the epoch as done, or after a step on the way.
+    """
+    case = models.case(name)
+    size = int(os.environ["WORLD_SIZE"])
+    if side == "plain":
+        strategy, accelerator = plain(size) if size > 1 else SingleDeviceStrategy(torch.device("cpu")), "cpu"
+    else:
+        strategy = sp_lightning.SuperpipelineStrategy(units=case.units, window=2)
+    with simulated(accelerator), tempfile.TemporaryDirectory() as root:
+        L.seed_everything(0, verbose=False)
+        module = Scheduled(case, optimizer)
+        L.seed_everything(1, verbose=False)
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator=accelerator,
+            devices=size,
+            max_steps=steps,
+            default_root_dir=root,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=2,
+            callbacks=[SavesAfter(save_after, target)],
+        )
+        data = [case.batch(i) for i in range(40)]
+        trainer.fit(
+            module,
+            RememberingLoader(data, batch_size=None, shuffle=False),
+            DataLoader(data, batch_size=None, shuffle=False),
+            ckpt_path=source,
+        )
+        if save_after is None:
+            trainer.save_checkpoint(target)
+
+
+class SavesAfter(L.Callback):
+    def __init__(self, step: int | None, target: str) -> None:
+        self.step, self.target = step, target
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.target)
+
+
+class RememberingLoader(DataLoader):
+    """Resumes where it was: Lightning has other loaders begin their epoch again."""
+
+    given = 0
+
+    def __iter__(self) -> Any:
+        first, self.given = self.given, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= first:
+                self.given = number + 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Scheduled(RankedModule):
+    """A case with a rate that follows its steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if isinstance(optimizer, list):
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@contextlib.contextmanager
+def simulated(accelerator: str) -> Iterator[None]:
+    """On the simulated device, slabs are page-locked as on CUDA."""
+    if accelerator != "simgpu":
+        yield
+        return
+    import fake_cudart
+
+    import simgpu.lightning  # noqa: F401
+
+    with pytest.MonkeyPatch.context() as patch:
+        fake_cudart.install(patch)
+        yield
