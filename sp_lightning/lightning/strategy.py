@@ -322,8 +322,13 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
+            groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, on_host)
+                if self._streaming is not None and id(parameter) in groups:
+                    self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
+        if self._streaming is not None:
+            self._streaming.settle()
 
     # ---- steps
 

@@ -117,6 +117,16 @@ class Owners:
                 digest.update(slab.face[start:end].numpy().data)
         return digest.digest()
 
+    def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
+        """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
+        store, index = self._places.get(id(parameter), (None, 0))
+        if store is None or not self.cuts(optimizer) or not takes_the_loop(group):
+            return
+        if parameter.dim() and store.in_place(index):
+            for key, value in list(optimizer.state.get(parameter, {}).items()):
+                if _is_like(value, parameter):
+                    self._adopted(optimizer, parameter, key, value)
+
     def _collect_edits(self) -> None:
         """Write to the truth what user code wrote to the state that this rank owns (Rule 2)."""
         for store, slab, pages in self._edits:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
@@ -155,10 +156,10 @@ class Handle:
     def open_scope(self, kind: Any) -> None:
         """Begin a step of the module. Everything between its end and the next step counts as user code."""
         self._follow_changes()
-        if self._by_hand and not self.engine.phases.in_step:
-            if self._syncs_buffers:
+        if self._by_hand and torch.is_grad_enabled() and not self.engine.phases.in_step:
+            if self._syncs_buffers:  # not in an evaluation, which one rank may run alone
                 self.broadcast_buffers()
-            self._syncs_buffers = self._syncs and torch.is_grad_enabled()
+            self._syncs_buffers = self._syncs
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -256,6 +257,11 @@ class Handle:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
         if self.engine.team is not None:
             self.engine.team.faces.settle()
+
+    def state_loaded(self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Share a parameter's state, which every rank loaded, between the ranks; `settle` follows."""
+        if self.engine.team is not None:
+            self.engine.team.owners.adopt(optimizer, group, parameter)
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first one's buffers. Every rank comes here."""

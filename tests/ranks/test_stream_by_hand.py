@@ -33,6 +33,10 @@ def test_two_ranks_are_ddp(device, settings):
     check(2, device, **settings)
 
 
+def test_a_block_may_begin_to_run_twice():
+    check(2, "cpu", repeats_from=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("optimizer", loops.OPTIMIZERS)

@@ -42,9 +42,12 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(64)
         self.head = nn.Linear(64, 97)
         self.scale = nn.Parameter(torch.tensor(1.0))
+        self.repeats = False
 
     def forward(self, tokens: Tensor, skipped: int | None) -> Tensor:
         x = self.embedding(tokens)
+        if self.repeats:
+            x = self.blocks[0](x)
         for index, block in enumerate(self.blocks):
             if index != skipped:
                 x = block(x)
@@ -74,9 +77,11 @@ def train(
     clip: bool = False,
     edits: bool = False,
     keeps_zeros: bool = False,
+    repeats_from: int = STEPS,
 ) -> Found:
     """Train on this rank: under DDP if ``streamed`` is None, else with these options.
 
+    ``repeats_from``: the step from which on a block runs twice.
     ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -100,11 +105,16 @@ def train(
             if step % accumulate == 0:
                 stepped.zero_grad(set_to_none=not keeps_zeros)
             tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            net.repeats = step >= repeats_from
             last = step % accumulate == accumulate - 1
             with contextlib.nullcontext() if last else no_sync():
                 loss = nn.functional.cross_entropy(call(tokens, skipped(rank, step)), tokens)
                 loss.backward()
             losses.append(loss.item())
+            if step == 1 and rank == 0:  # evaluates alone
+                with torch.no_grad():
+                    (net.eval() if streamed is not None else ddp.module.eval())(tokens, None)
+                net.train()
             if not last:
                 continue
             if clip:
