@@ -36,6 +36,9 @@ WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finis
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "bench/referee.py", "bench/turns.py"}
+# Waits of one rank for others: files, and functions of other files. They are of another kind, and were not deleted yet.
+BETWEEN_RANKS = {"ranks/board.py", "ranks/exchange.py", "ranks/owners.py", "ranks/team.py", "lightning/strategy.py"}
+BETWEEN_RANKS |= {"runtime/engine.py: exchanging", "runtime/handle.py: settle"}
 LONGEST_S = 300
 
 
@@ -66,14 +69,22 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]:
-    """List the waits of a package in the order of its files, without the files ``beside``, in which no step waits."""
+    """List the waits of a package in the order of its files, but for those between ranks.
+
+    In the files ``beside`` no step waits.
+    """
     found = all_waits(package)
     if idle := set(beside) - {wait.file for wait in found}:
         raise ValueError(f"BESIDE names files of {package} that have no wait or do not exist: {sorted(idle)}")
-    left = [wait for wait in found if wait.file not in beside]
+    left = [wait for wait in found if wait.file not in beside and not is_between_ranks(wait)]
     if not left:
         raise ValueError(f"no wait was found in {package}")
     return left
+
+
+def is_between_ranks(wait: Wait) -> bool:
+    """Whether a rank waits for others there."""
+    return not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
 
 
 def all_waits(package: pathlib.Path) -> list[Wait]:
