@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from .faces import Faces, flat, owned
 from .shared_memory import Range, SharedSlab
 
 ALL = slice(None)
+StateSlabs = dict[tuple[UnitStore, str], SharedSlab]
 
 
 class Owners:
@@ -42,8 +44,9 @@ class Owners:
         self._ranks, self._board, self._faces = ranks, board, faces
         self._stores = stores
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
-        self._slabs: dict[tuple[int, UnitStore, str], SharedSlab] = {}  # of state, by optimizer
-        self._faces_of_state: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and key
+        # Of state. Ranks share memory together, so no rank may find a slab where another finds none: the address of an
+        # optimizer, which may be that of one that died, does not decide.
+        self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
         self._pieces: dict[Tensor, Tensor] = {}  # of the step that runs: the parameter of each piece
         self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps
         self._given: dict[Tensor, State] = {}  # the state that each had before
@@ -96,19 +99,21 @@ class Owners:
 
     def _adopted(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         """Return the flat truth of a parameter's state, which moves into a slab if it is not in one (Rule 2)."""
-        if value is not self._faces_of_state.get((id(optimizer), id(parameter), key)):
-            field, own = self._owned(*self._places[id(parameter)])
+        store, index = self._places[id(parameter)]
+        field, own = self._owned(store, index)
+        slab = self._slabs.get(optimizer, {}).get((store, key))
+        here = None if slab is None else (slab.face.data_ptr() + field.offset, field.stride)
+        if (value.data_ptr(), value.stride()) != here:
             in_order = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="cpu").copy_(value)
             self._publish(optimizer, parameter, key, torch.as_strided(in_order, (in_order.numel(),), (1,))[own])
-        store, index = self._places[id(parameter)]
-        return flat(self._slabs[id(optimizer), store, key].truth, store.host_layout.fields[index], ALL)
+        return flat(self._slabs[optimizer][store, key].truth, field, ALL)
 
     def _find_edits(self, optimizer: Optimizer) -> bytes:
         """Find what user code wrote to this optimizer's state; return a digest, the same on all ranks (Rule 2)."""
         self._edits = [
             (store, slab, pages)
-            for (number, store, _), slab in self._slabs.items()
-            if number == id(optimizer) and (pages := slab.private())
+            for (store, _), slab in self._slabs.get(optimizer, {}).items()
+            if (pages := slab.private())
         ]
         digest = hashlib.sha256()
         for _, slab, pages in self._edits:
@@ -160,13 +165,12 @@ class Owners:
         """Move state that the step made for this rank's range into a slab."""
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
-        place = id(optimizer), store, key
-        if place not in self._slabs:
-            self._slabs[place] = self._ranks.share(store.host_layout.nbytes)
-        slab = self._slabs[place]
+        slabs = self._slabs.setdefault(optimizer, {})
+        if (store, key) not in slabs:
+            slabs[store, key] = self._ranks.share(store.host_layout.nbytes)
+        slab = slabs[store, key]
         flat(slab.truth, field, own).copy_(part)
-        face = Layout.own_view(slab.face.untyped_storage(), field)
-        self._faces_of_state[id(optimizer), id(parameter), key] = optimizer.state[parameter][key] = face
+        optimizer.state[parameter][key] = Layout.own_view(slab.face.untyped_storage(), field)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

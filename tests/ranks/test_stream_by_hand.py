@@ -33,6 +33,10 @@ def test_two_ranks_are_ddp(device, settings):
     check(2, device, **settings)
 
 
+def test_optimizers_may_die_on_one_rank_and_live_on_another():
+    check(2, "cpu", renewals=4)
+
+
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 

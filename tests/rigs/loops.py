@@ -78,10 +78,12 @@ def train(
     edits: bool = False,
     keeps_zeros: bool = False,
     repeats_from: int = STEPS,
+    renewals: int = 0,
 ) -> Found:
     """Train on this rank: under DDP if ``streamed`` is None, else with these options.
 
     ``repeats_from``: the step from which on a block runs twice.
+    ``renewals``: how often another optimizer takes over; only the first rank keeps those before.
     ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -100,11 +102,16 @@ def train(
             handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
             no_sync = handle.no_sync
         stepped = OPTIMIZERS[optimizer](net.parameters())
-        losses = []
+        losses, kept = [], [stepped]
         for step in range(STEPS):
             if step % accumulate == 0:
                 stepped.zero_grad(set_to_none=not keeps_zeros)
             tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            if step and step <= renewals:
+                kept = kept * (rank == 0)
+                del stepped
+                stepped = OPTIMIZERS[optimizer](net.parameters())
+                kept.append(stepped)
             net.repeats = step >= repeats_from
             last = step % accumulate == accumulate - 1
             with contextlib.nullcontext() if last else no_sync():
