@@ -71,7 +71,7 @@ class Handle:
         trains: bool = False,
         methods: Sequence[str] = (),
         ranks: Ranks | None = None,
-        by_hand: bool = False,
+        group: Any = None,
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
@@ -82,10 +82,10 @@ class Handle:
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
         self._ranks = ranks  # of several devices, each of which has a handle like this one
-        self._by_hand = by_hand  # every backward exchanges gradients, but for those in `no_sync`
-        self._syncs = self._syncs_buffers = True  # whether the next backward does; whether the next forward does
+        self.group = group  # in a loop by hand: every backward exchanges gradients, but for those in `no_sync`
+        self._by_hand = group is not None
+        self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
-        self.group: Any = None  # of processes, whose ranks these are
         self._attach()
         self.steps = OptimizerSteps(self.engine)
 
@@ -159,7 +159,7 @@ class Handle:
         if self._by_hand and torch.is_grad_enabled() and not self.engine.phases.in_step:
             if self._syncs_buffers:  # not in an evaluation, which one rank may run alone
                 self.broadcast_buffers()
-            self._syncs_buffers = self._syncs
+            self._syncs_buffers = self.engine.exchanges
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -246,12 +246,8 @@ class Handle:
 
         The next backward outside exchanges what was accumulated.
         """
-        self._syncs = False
-        try:
-            with self.engine.not_exchanging():
-                yield
-        finally:
-            self._syncs = True
+        with self.engine.not_exchanging():
+            yield
 
     def settle(self) -> None:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
@@ -458,9 +454,7 @@ def stream(
     parsed = Options.parse(**options)
     ranks = None if group is None else connect(group, torch.device(device), timeout)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
-    handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, by_hand=ranks is not None)
-    handle.group = group
-    return handle
+    return Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
 
 
 # ---- the module that is streamed: whether it changed, where its buffers are, whether it has memory

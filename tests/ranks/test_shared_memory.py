@@ -1,0 +1,27 @@
+"""Pages of a slab that a process wrote through its face are found and given up."""
+
+import random
+
+import torch
+
+from sp_lightning.ranks import shared_memory
+from sp_lightning.ranks.shared_memory import PAGE, Range, SharedSlab, make
+
+PAGES = 5000
+
+
+def test_written_pages_are_found_and_given_up(monkeypatch):
+    monkeypatch.setattr(shared_memory, "BLOCK", 100)
+    slab = SharedSlab(make(PAGES * PAGE), PAGES * PAGE, is_first=True)
+    slab.truth.fill_(1)
+    assert int(slab.face[:: 3 * PAGE].sum()) and slab.private() == []  # a read makes no page private
+    written = sorted(random.Random(0).sample(range(PAGES), 900))
+    for page in written:
+        slab.face[page * PAGE + page % PAGE] = 2
+    slab.truth[0] = 3  # not a write through the face
+    found = [page for start, end in slab.private() for page in range(start // PAGE, end // PAGE)]
+    assert found == written
+    slab.drop([Range(written[0] * PAGE, (written[0] + 1) * PAGE)])
+    assert sum(end - start for start, end in slab.private()) == 899 * PAGE
+    slab.drop(slab.private())
+    assert slab.private() == [] and torch.equal(slab.face, slab.truth)
