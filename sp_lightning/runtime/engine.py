@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,16 @@ from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import UnitStore
+from ..memory.unit_store import SharedMemory, UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
-from ..ranks.board import Ranks
-from ..ranks.team import Team, check_alike, shared_slab
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
+
+if TYPE_CHECKING:
+    from ..ranks.board import Ranks
+    from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        self._share: Callable[[int], SharedMemory] | None = None
         if ranks is not None:
-            check_alike(ranks, units)
-        self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
+            from ..ranks import team  # on one device nothing needs it
+
+            team.check_alike(ranks, units)
+            self._share = functools.partial(team.shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -82,7 +87,7 @@ class Engine:
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         if ranks is not None:
-            self.team = Team(ranks, device, [unit.store for unit in self.units])
+            self.team = team.Team(ranks, device, [unit.store for unit in self.units])
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own
