@@ -3,6 +3,7 @@
 import loops
 import processes
 import pytest
+import torch
 
 import parity
 
@@ -39,6 +40,16 @@ def test_optimizers_may_die_on_one_rank_and_live_on_another():
 
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
+
+
+def test_buffers_of_any_type_are_the_first_ranks():
+    """Backends of process groups do not know all of them."""
+    expected = dict(loops.Buffers(0).named_buffers())
+    for found in processes.run(2, loops.buffers_of_the_first):
+        assert found.keys() == expected.keys()
+        assert all(
+            torch.equal(found[name], value) and found[name].dtype is value.dtype for name, value in expected.items()
+        )
 
 
 @pytest.mark.slow

@@ -147,3 +147,28 @@ def edit(net: Net, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state["exp_avg"].mul_(0.99)
+
+
+class Buffers(nn.Module):
+    """Buffers of all kinds, with a rank's own bytes."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for dtype in (torch.int16, torch.uint8, torch.bool, torch.bfloat16, torch.complex64, torch.float64):
+            self.register_buffer(str(dtype).replace(".", "_"), torch.tensor([[rank + 1, 1 - rank]]).to(dtype))
+        self.register_buffer("count", torch.tensor(7 + rank))
+        self.register_buffer("across", torch.full((3, 2), float(rank)).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def buffers_of_the_first() -> dict[str, Tensor]:
+    """Return a module's buffers on this rank once it is streamed."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    module = Buffers(rank)
+    with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+        module(torch.ones(1, 2)).sum().backward()
+        return {name: buffer.clone() for name, buffer in module.named_buffers()}
