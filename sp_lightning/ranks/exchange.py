@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import mmap
 import os
 import time
@@ -47,7 +48,7 @@ from ..memory.unit_store import UnitStore
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import Board, Ranks
-from .faces import flat, owned
+from .faces import Alike, fingerprint, flat, in_order, listed, owned
 from .shared_memory import PAGE, SharedSlab, drop_pages, lock_in, mapped, paged
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,8 +142,11 @@ class Box:
         return start + offset if start is not None and 0 <= offset < region.numel() else None
 
     def close(self) -> None:
-        """Make no more regions."""
-        os.close(self._descriptor)
+        """Give up all memory that nothing else refers to. Safe twice."""
+        if self.of:
+            os.close(self._descriptor)
+        self.of.clear()
+        self._free.clear()
 
 
 @dataclass(eq=False)
@@ -247,9 +251,12 @@ class Exchange:
         self._hooks, self._leaves = [], []
         self._end_job()
         self._thread.shutdown()
+        for kept in (self._slabs, self._lent, self._single, self._posted, self._under_way):  # in the box
+            kept.clear()
         self.box.close()
         for sums in self._sums.values():
             sums.slab.forget()
+        self._sums.clear()  # what is ``.grad`` stays mapped
 
     # ---- one backward
 
@@ -423,16 +430,36 @@ class Exchange:
         self._used.clear()
         self.active = False
 
-    def check_exchanged(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients of this rank alone: owners would step with gradients of different ranks."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._used and true_grad(parameter) is not None:
+    def gradients_of(self, optimizer: Optimizer) -> Alike:
+        """Describe what user code wrote to the gradients that an optimizer steps with: each owner steps with its own.
+
+        Gradients that were not exchanged, since the backward was this rank's alone, are an ExactnessError.
+        """
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        written: list[str] = []
+        digest = hashlib.sha256()
+        for store, sums in self._sums.items():
+            pages = store.indices_in(sums.slab.private())
+            for index, (parameter, field) in enumerate(zip(store.params, store.host_layout.fields, strict=True)):
+                grad = true_grad(parameter)
+                if id(parameter) not in stepped:
+                    continue
+                if grad is None:
+                    digest.update(f"no {store.names[index]}".encode())
+                    continue
+                if id(parameter) in self._used:
                     raise ExactnessError(
                         "an optimizer steps with gradients that were not exchanged between the devices, under DDP as "
                         "well: call self.manual_backward(loss) instead of loss.backward(), and step after a backward "
                         "outside of no_sync"
                     )
+                if index not in pages and grad is sums.views[index]:
+                    continue
+                mean = flat(sums.slab.truth, field, slice(None))
+                if not same_bytes(mine := in_order(grad, field), mean):
+                    written.append(store.names[index])
+                    digest.update(f"{store.names[index]} {fingerprint(mine)}".encode())
+        return Alike("changed gradients in different ways", f"changed {listed(written)}", digest.digest())
 
     def _keep_old(self, store: UnitStore) -> None:
         """Keep the bytes of gradients that user code still refers to (Rule 4)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -172,3 +173,39 @@ def buffers_of_the_first() -> dict[str, Tensor]:
     with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
         module(torch.ones(1, 2)).sum().backward()
         return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def mapped_after_close() -> tuple[int, int, int]:
+    """Return the bytes of weights, and of the shared memory that this rank maps in a run and after its end."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    gc.collect()  # earlier runs of this process
+    known = shared_bytes()
+    net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = shared_bytes() - known
+    return sum(p.nbytes for p in net.parameters()), before, shared_bytes() - known
+
+
+def shared_bytes() -> int:
+    """Add up the shared memory that this process maps."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "memfd:superpipeline" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def use_of_shm(width: int) -> tuple[int, int]:
+    """Train a model of several such matrices; return its bytes, and those that /dev/shm holds in the middle."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        shm = os.statvfs("/dev/shm")
+        return sum(p.nbytes for p in net.parameters()), (shm.f_blocks - shm.f_bfree) * shm.f_frsize
