@@ -156,5 +156,6 @@ class Export(L.Callback):
         self.folder = folder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with whole(Path(trainer.default_root_dir) / self.folder) as part:
-            pl_module.export(part)
+        if trainer.is_global_zero:
+            with whole(Path(trainer.default_root_dir) / self.folder) as part:
+                pl_module.export(part)

@@ -3,58 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from .errors import BadInput
 
 
-class Order(Sampler[int]):
-    """A shuffled order that depends on the epoch alone, from any place in it. The Trainer tells the epoch."""
+class Order(DistributedSampler[int]):
+    """A shuffled order that depends on the epoch alone, from any place in it; each rank takes every n-th record.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.epoch = 0
-        self.start = 0  # of the next pass
+    Where records do not divide by the ranks some come twice, as in torch's sampler. Lightning puts none of its own in
+    the place of this one, and tells it the epoch.
+    """
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
+    start = 0  # of the next pass: records of all ranks that are behind it
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch))
-        return iter(order[start:].tolist())
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.epoch)).tolist()  # type: ignore[arg-type]
+        left = order[start:]
+        left += islice(cycle(order), -len(left) % self.num_replicas)
+        return iter(left[self.rank :: self.num_replicas])
 
 
 class TrainLoader(DataLoader[Any]):
     """Shuffled batches. The Trainer saves its state in checkpoints, and a resumed run goes on with the next batch."""
 
     def __init__(self, trainer: L.Trainer, dataset: Any, batch_size: int, **options: Any) -> None:
+        order = Order(dataset, trainer.world_size, trainer.global_rank)
         # With a generator of its own it draws nothing from the run's random numbers.
         generator = torch.Generator().manual_seed(0)
-        super().__init__(dataset, batch_size, sampler=Order(len(dataset)), generator=generator, **options)
+        super().__init__(dataset, batch_size, sampler=order, generator=generator, **options)
         self.trainer = trainer
-        self.done = 0  # batches of this pass, those before it was resumed included
+        self.order = order
+        self.done = 0  # records of all ranks in this pass, those before it was resumed included
 
     def __iter__(self) -> Any:
-        assert isinstance(self.sampler, Order)
-        self.done = self.sampler.start // (self.batch_size or 1)
+        self.done = self.order.start
         for batch in super().__iter__():
-            self.done += 1
+            self.done += (self.batch_size or 1) * self.order.num_replicas
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"done": 0 if self.trainer.is_last_batch else self.done}
+        return {"records": 0 if self.trainer.is_last_batch else self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        assert isinstance(self.sampler, Order)
-        self.sampler.start = state["done"] * (self.batch_size or 1)
+        self.order.start = state["records"]
 
 
 class Data(L.LightningDataModule):
@@ -69,9 +67,10 @@ class Data(L.LightningDataModule):
 
     def train_loader(self, dataset: Any, batch_size: int, **options: Any) -> TrainLoader:
         assert self.trainer is not None
-        if options.get("drop_last") and len(dataset) < batch_size:
-            raise BadInput(f"{len(dataset)} records do not fill one batch of data.batch_size={batch_size}")
         self.made = TrainLoader(self.trainer, dataset, batch_size, **options)
+        if not len(self.made):
+            each = f" on each of {self.trainer.world_size} devices" if self.trainer.world_size > 1 else ""
+            raise BadInput(f"{len(dataset)} records do not fill one batch of data.batch_size={batch_size}{each}")
         if self.place is not None:
             self.made.load_state_dict(self.place)
             self.place = None

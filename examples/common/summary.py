@@ -8,8 +8,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from sp_lightning.options import format_bytes
+
+say = rank_zero_only(print)  # of several devices, the first one speaks
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
@@ -111,7 +114,7 @@ class Summary(L.Callback):
         loss = trainer.callback_metrics.get("loss")
         plain = plain_nbytes(module, trainer.optimizers, averages(trainer))
         moved = traffic(self.moved, self.batches_per_step)
-        print(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step, moved))
+        say(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step, moved))
 
     def _begin_batch(self, trainer: L.Trainer) -> None:
         self.before = bytes_so_far(trainer)

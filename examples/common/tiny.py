@@ -1,17 +1,20 @@
 """Tiny checkpoints and data, made on the spot: what a recipe runs on when it is given none of its own.
 
 They are written where the run writes, as the files that a user would bring, and read by the code that reads those.
-Each is made once, whole or not at all, and draws its random numbers without touching the run's.
+Each is made once, whole or not at all, and draws its random numbers without touching the run's. Of several devices the
+first one's process makes it: transformers writes nothing in the others, which wait.
 """
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from .files import whole
 
@@ -20,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 220), "yellow": (230, 220, 50)}
+WAIT_S = 1800  # for the process of the first device, as long as DDP waits
 ANIMALS, THINGS = ("cat", "dog", "owl", "fox"), ("stone", "leaf", "boat", "lamp")
 
 
@@ -30,6 +34,11 @@ def place(trainer: L.Trainer) -> Path:
 
 def made(path: Path, make: Callable[[Path], None]) -> Path:
     """The file or folder, made if it is not there yet; the run's random numbers stay what they were."""
+    until = time.monotonic() + WAIT_S
+    while rank_zero_only.rank and not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the process of the first device did not make {path} within {WAIT_S} s")
+        time.sleep(0.05)
     if not path.exists():
         # Wherever a plain strategy wants what is made, it is made from the host's numbers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), whole(path) as part:

@@ -31,6 +31,8 @@ class Samples(L.Callback):
         from safetensors.torch import save_file
 
         assert isinstance(pl_module, FineTuneDiffusion)
+        if not trainer.is_global_zero:
+            return
         conditions = trainer.datamodule.first(self.count)  # type: ignore[attr-defined]
         conditions = {name: value.to(pl_module.device) for name, value in conditions.items()}
         shape = conditions.pop("latents").shape

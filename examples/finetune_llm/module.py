@@ -83,7 +83,7 @@ class FineTuneLLM(L.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True)
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return warmup_then_cosine(self, self.lr, self.weight_decay, self.warmup_steps)

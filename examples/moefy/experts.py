@@ -80,7 +80,7 @@ class SplitFeedForward(nn.Module):
         self.shared = Expert(width, neurons - experts * each, dense.act_fn, dense, last=True)
         self.experts = nn.ModuleList(Expert(width, each, dense.act_fn, dense, last=False) for _ in range(experts))
         drawn = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed))
-        self.register_buffer("table", (drawn % experts).to(torch.int16))  # Rule 2
+        self.register_buffer("table", (drawn % experts).to(torch.int32))  # Rule 2; gloo broadcasts none of int16
 
     def fill(self, dense: Any, order: Tensor) -> None:
         """Deal out the neurons of a dense layer, the most important ones first (Rule 1)."""

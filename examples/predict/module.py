@@ -6,16 +6,19 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from torch.utils.data import DataLoader
 
 from ..common import tiny
 from ..common.checkpoints import load_config, load_tokenizer, positions
 from ..common.errors import BadInput
 from ..common.files import read_jsonl, whole
+from ..common.summary import say
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
 
@@ -75,7 +78,11 @@ class Generate(FineTuneLLM):
         return host_cache(self.model.config)
 
     def on_predict_end(self) -> None:
-        print(f"{self.generated} tokens in {self.seconds:.1f} s, {self.generated / self.seconds:.1f} tokens per second")
+        generated, seconds = (
+            float(self.trainer.strategy.reduce(torch.tensor(figure), reduce_op=how))
+            for figure, how in ((self.generated, "sum"), (self.seconds, "max"))
+        )
+        say(f"{generated:.0f} tokens in {seconds:.1f} s, {generated / seconds:.1f} tokens per second")
 
 
 class PromptData(L.LightningDataModule):
@@ -146,7 +153,13 @@ class Answers(L.Callback):
         self.writing: Any = None
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.writing = whole(Path(trainer.default_root_dir) / self.file)
+        self.path = Path(trainer.default_root_dir) / self.file
+        ranks = range(trainer.world_size)
+        self.parts = (
+            [self.path.with_name(f"{self.path.name}.{rank}") for rank in ranks] if len(ranks) > 1 else [self.path]
+        )
+        self.part = self.parts[trainer.global_rank]
+        self.writing = whole(self.part)
         self.out = self.writing.__enter__().open("w", encoding="utf-8")
 
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
@@ -155,9 +168,23 @@ class Answers(L.Callback):
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.out.close()
         self.writing.__exit__(None, None, None)
+        trainer.strategy.barrier()  # all parts are there
+        if trainer.is_global_zero and len(self.parts) > 1:
+            self.merge()
+
+    def merge(self) -> None:
+        """Put the answers of all devices in the order of their prompts, of which Lightning deals each one in turn."""
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(stack.enter_context(whole(self.path)).open("w", encoding="utf-8"))
+            answers = [stack.enter_context(part.open(encoding="utf-8")) for part in self.parts]
+            out.writelines(line for lines in zip_longest(*answers, fillvalue="") for line in lines)
+        for part in self.parts:
+            part.unlink()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self.writing is not None:
             self.out.close()
             with contextlib.suppress(type(exception)):
                 self.writing.__exit__(type(exception), exception, None)
+            if self.part != self.path:
+                self.part.unlink(missing_ok=True)

@@ -83,8 +83,9 @@ class Preference(FineTuneLLM):
         """DPO's; the first half of the rows are the chosen answers."""
         policy, reference = self.log_probabilities(batch)
         chosen, rejected = (self.beta * (policy - reference)).chunk(2)  # the implicit rewards
-        self.log("margin", (chosen - rejected).mean(), prog_bar=True, batch_size=len(chosen))
-        self.log("accuracy", (chosen > rejected).float().mean(), prog_bar=True, batch_size=len(chosen))
+        metrics = {"margin": (chosen - rejected).mean(), "accuracy": (chosen > rejected).float().mean()}
+        validates = not self.trainer.training
+        self.log_dict(metrics, prog_bar=True, batch_size=len(chosen), sync_dist=validates)
         return -logsigmoid(chosen - rejected).mean()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -73,6 +73,7 @@ class PretrainLLM(FineTuneLLM):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Timer) and callback._duration:
                 shares.append(callback.time_elapsed() / callback._duration)
+        shares = self.trainer.strategy.broadcast(shares)  # each device has a clock of its own
         return min(1.0, max(shares, default=0.0))
 
     def configure_optimizers(self) -> Any:
@@ -144,4 +145,5 @@ class LossCurve(L.Callback):
         self.losses.append(outputs["loss"].detach())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        draw(Path(trainer.default_root_dir) / self.file, {"loss": self.losses})
+        if trainer.is_global_zero:
+            draw(Path(trainer.default_root_dir) / self.file, {"loss": self.losses})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sp_lightning.options import format_bytes
 
 from ..common.errors import BadInput
-from ..common.summary import Summary, per_step
+from ..common.summary import Summary, per_step, say
 from ..finetune_llm.module import FineTuneLLM
 from .sparse import LEARNED, USED, SparseLinear, renew, save, sparse_layers
 
@@ -112,7 +112,7 @@ class KeptSummary(Summary):
             said += (
                 f"; they alone would be {format_bytes(round(kept))} up and {format_bytes(round(learned))} down per step"
             )
-        print(said)
+        say(said)
 
 
 def share(layers: list[SparseLinear], code: int) -> float:

@@ -77,7 +77,7 @@ class FineTuneSpeech(L.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         """The loss, and the words that are wrong in what the model writes by itself."""
         data = self.trainer.datamodule
-        self.log("val_loss", self.loss(batch), batch_size=len(batch["labels"]))
+        self.log("val_loss", self.loss(batch), batch_size=len(batch["labels"]), sync_dist=True)
         written = self.model.generate(batch["input_features"], max_length=self.max_length, **data.language_options)
         said = batch["labels"].masked_fill(batch["labels"] == IGNORED, data.filler)
         self.word_errors(*(data.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, said)))

@@ -20,6 +20,7 @@ from ..common.loss import IGNORED, following
 from ..common.packing import check_apart
 from ..common.schedule import decaying, warmed_up
 from ..common.side_by_side import SideBySide, adapters, layers_of
+from ..common.summary import say
 from ..finetune_llm.module import FineTuneLLM
 
 
@@ -103,7 +104,7 @@ class Sweep(FineTuneLLM):
 
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         losses = self.losses(batch)
-        self.log_dict({f"val_loss/{name}": loss for name, loss in losses.items()})
+        self.log_dict({f"val_loss/{name}": loss for name, loss in losses.items()}, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         if self.trainer.precision == "16-mixed":
@@ -146,7 +147,8 @@ class Report(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Sweep)
-        draw(Path(trainer.default_root_dir) / self.file, self.curves)
+        if trainer.is_global_zero:
+            draw(Path(trainer.default_root_dir) / self.file, self.curves)
         rows = []
         for name, one in pl_module.sets.items():
             tail = torch.stack(self.curves[name][-10:]).mean().item()
@@ -155,7 +157,7 @@ class Report(L.Callback):
             rows.append({"set": name, **found, **asdict(one)})
         rows.sort(key=lambda row: (isnan(last := row.get("val_loss", row["loss"])), last))
         self.curves.clear()  # which are on the device
-        print(table(rows))
+        say(table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,26 @@ def shares_storage(tensor: Tensor) -> bool:
     """Whether another tensor refers to the bytes of this one."""
     storage = tensor.untyped_storage()
     return int(_storage_uses(storage_id(storage))) > OWN_STORAGE_USES
+
+
+def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the ids of those tensors to whose bytes another one refers; not of those that only share a storage."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(tensor)
+    found: set[int] = set()
+    for members in by_storage.values():
+        ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in members)
+        overlap = any(end > start for (_, end), (start, _) in itertools.pairwise(ends))
+        if overlap or storage_uses(members[:1])[0] >= OWN_STORAGE_USES + len(members):
+            found.update(map(id, members))
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Count the bytes from a tensor's first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def is_referenced_elsewhere(parameter: Tensor) -> bool:

@@ -34,7 +34,8 @@
    that (``old = p.data; p.data = other; ...; p.data = old``), the stand-in is over the buffer again.
 11. Where several ranks share the slab, the parameters are over its face in this process (shared_memory.py), and what
    goes up from the slab is the truth. Weights that user code may have written to since the two were last equal go up
-   from the face. The first rank's bytes are the truth at the beginning.
+   from the face. The first rank's bytes are the truth at the beginning. Weights of Rule 9 are refused; those that lie
+   in one storage side by side, to which nothing else refers, are moved.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class UnitStore:
         owner: ParameterOwner,
         device_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
         share: Callable[[int], SharedMemory] | None = None,
+        shares_bytes: Callable[[Tensor], bool] = shares_storage,
     ) -> None:
         self.unit = unit
         self.device = device
@@ -102,7 +104,7 @@ class UnitStore:
         self.ready: Any = None  # dropped early, a reader would see the bytes of the memory's previous user
         self._device_dtype = device_dtype
         self._ordered: list[Any] = []  # streams that are ordered after the fill
-        self.weights = self._adopt()
+        self.weights = self._adopt(shares_bytes)
         self._homes = self._addresses()  # where the parameters' bytes are unless user code replaced them
         self._epoch = 0
         self._device_stamp = Stamp(None, [], self._homes)
@@ -159,10 +161,10 @@ class UnitStore:
 
     # ---- the host side
 
-    def _adopt(self) -> list[Weight]:
+    def _adopt(self, shares_bytes: Callable[[Tensor], bool]) -> list[Weight]:
         """Move the parameters' bytes into the slab, but for those of Rule 9, and begin to manage them."""
         weights = [
-            Weight(p, field, self.device.is_host and shares_storage(p), p.untyped_storage(), p.stride(), field)
+            Weight(p, field, self.device.is_host and shares_bytes(p), p.untyped_storage(), p.stride(), field)
             for p, field in zip(self.params, self.host_layout.fields, strict=True)
         ]
         if self.shared is not None:

@@ -103,5 +103,8 @@ class Box:
         return start + offset if start is not None and 0 <= offset < region.numel() else None
 
     def close(self) -> None:
-        """Make no more regions."""
-        os.close(self._descriptor)
+        """Give up all memory that nothing else refers to. Safe twice."""
+        if self.of:
+            os.close(self._descriptor)
+        self.of.clear()
+        self._free.clear()

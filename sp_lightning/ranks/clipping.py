@@ -27,7 +27,7 @@ from ..memory.parameters import HostParameter, true_grad
 from ..memory.unit_store import UnitStore
 from .board import Ranks
 from .exchange import Exchange
-from .faces import flat, owned
+from .faces import Alike, flat, owned
 
 Place = tuple[UnitStore, int]  # of a parameter: its unit, and its number there
 
@@ -95,10 +95,16 @@ class Clipping:
         self.show()
         self._factors.clear()
 
-    def described(self) -> bytes:
+    def clipped(self, store: UnitStore, index: int, mean: Tensor) -> Tensor:
+        """Multiply a shared gradient by the factors that owners have not multiplied by; it stays what it is."""
+        for factor in self._factors.get((store, index), ()):
+            mean = mean.mul(factor)
+        return mean
+
+    def described(self) -> Alike:
         """Describe the factors, for a comparison between ranks (Rule 4)."""
-        found = [(self._numbers[place], [factor.item() for factor in of]) for place, of in self._factors.items()]
-        return repr(sorted(found)).encode()
+        found = sorted((self._numbers[place], [factor.item() for factor in of]) for place, of in self._factors.items())
+        return Alike("clipped gradients in different ways", f"clipped {len(found)} of them", repr(found).encode())
 
     def multiply(self) -> bool:
         """Multiply the shared gradients that this rank owns; return whether there were any factors (Rule 1)."""

@@ -43,7 +43,7 @@ def broadcast_buffers(module: nn.Module, group: Any, device: torch.device) -> No
     first = _first(group)
     for buffer in module.buffers():
         with _for_backend(buffer, home(group, device)) as tensor:
-            dist.broadcast(tensor, first, group)
+            dist.broadcast(tensor.view(-1).view(torch.uint8), first, group)  # gloo and NCCL know no int16
 
 
 def home(group: Any, device: torch.device) -> torch.device:

@@ -30,6 +30,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import time
 from collections import defaultdict
@@ -55,7 +56,7 @@ from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import Board, Ranks
 from .box import Box
-from .faces import flat, owned
+from .faces import Alike, fingerprint, flat, in_order, listed, owned
 from .shared_memory import PAGE, SharedSlab, paged
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -184,9 +185,11 @@ class Exchange:
         self._hooks, self._leaves = [], []
         self._abandon()
         self._thread.shutdown()
+        self._slabs.clear()  # in the box
         self.box.close()
         for sums in self._sums.values():
             sums.slab.forget()
+        self._sums.clear()  # what is ``.grad`` stays mapped
 
     # ---- one backward
 
@@ -430,16 +433,38 @@ class Exchange:
             self._show(store, indices)
         self._used.clear()
 
-    def check_exchanged(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients of this rank alone: owners would step with gradients of different ranks."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._used and true_grad(parameter) is not None:
+    def gradients_of(self, optimizer: Optimizer, clipped: Callable[[UnitStore, int, Tensor], Tensor]) -> Alike:
+        """Describe what user code wrote to the gradients that an optimizer steps with: each owner steps with its own.
+
+        ``clipped`` multiplies a mean by the factors that owners have not multiplied by (clipping.py).
+
+        Gradients that were not exchanged, since the backward was this rank's alone, are an ExactnessError.
+        """
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        written: list[str] = []
+        digest = hashlib.sha256()
+        for store, sums in self._sums.items():
+            pages = store.indices_in(sums.slab.private())
+            for index, (parameter, field) in enumerate(zip(store.params, store.host_layout.fields, strict=True)):
+                grad = true_grad(parameter)
+                if id(parameter) not in stepped:
+                    continue
+                if grad is None:
+                    digest.update(f"no {store.names[index]}".encode())
+                    continue
+                if id(parameter) in self._used:
                     raise ExactnessError(
                         "an optimizer steps with gradients that were not exchanged between the devices, under DDP as "
                         "well: call self.manual_backward(loss) instead of loss.backward(), and step after a backward "
                         "outside of no_sync"
                     )
+                if index not in pages and grad is sums.views[index]:
+                    continue
+                mean = clipped(store, index, flat(sums.slab.truth, field, slice(None)))
+                if not same_bytes(mine := in_order(grad, field), mean):
+                    written.append(store.names[index])
+                    digest.update(f"{store.names[index]} {fingerprint(mine)}".encode())
+        return Alike("changed gradients in different ways", f"changed {listed(written)}", digest.digest())
 
     # ---- for clipping.py
 

@@ -8,15 +8,21 @@
 3. Units are settled where all ranks come anyway, at the exchange of gradients and around steps: never in a forward,
    which one rank may run alone.
 4. A unit is looked at only if its stamp says that somebody may have written.
+5. Before a step the ranks also compare what else has to be alike for it, since each steps a part: what user code wrote
+   to gradients and to the state, and the options of the optimizer. One number of each rank is compared; once it
+   differs, they find out by which of these.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import ExactnessError
 from ..memory.layout import Field
@@ -26,6 +32,8 @@ from .board import Board, Ranks
 from .shared_memory import Range, SharedSlab
 
 LINE = 256  # elements: ranges of owners begin at a multiple
+WORD, WORDS = 8, 1 << 17  # bytes, and how many words a fingerprint takes at a time
+FACTOR = 0x9E3779B97F4A7C15
 
 
 def owned(field: Field, rank: int, size: int) -> slice:
@@ -38,10 +46,45 @@ def owned(field: Field, rank: int, size: int) -> slice:
     return slice(min(rank * share, numel), min((rank + 1) * share, numel))
 
 
+class Alike(NamedTuple):
+    """Something that has to be the same on all ranks when they settle (Rule 5)."""
+
+    differs: str  # what an error says of all ranks
+    mine: str  # and of this one
+    digest: bytes
+
+
 def flat(memory: torch.Tensor, field: Field, part: slice) -> torch.Tensor:
     """Make a flat tensor over some elements of a field in a slab."""
     elements = memory[field.offset : field.offset + field.nbytes].view(field.dtype)
     return elements[part]
+
+
+def in_order(tensor: Tensor, field: Field) -> Tensor:
+    """Return a tensor's elements, flat, in the order in which the parameter's lie in memory."""
+    if tensor.stride() != field.stride:
+        tensor = torch.empty_strided(field.shape, field.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def fingerprint(flat: Tensor) -> int:
+    """Return a number that is another one if any of these bytes is, or if two change places."""
+    data = flat.view(torch.uint8)
+    if data.data_ptr() % WORD or data.storage_offset() % WORD:
+        data = data.clone()
+    end = data.numel() // WORD * WORD
+    found = int.from_bytes(bytes(data[end:].tolist()), "big")
+    whole = data[:end].view(torch.int64)
+    for words in (whole[start : start + WORDS] for start in range(0, end // WORD, WORDS)):
+        found = (found * FACTOR + int((words * _factors()[: len(words)]).sum())) % (1 << 64)
+    return found
+
+
+@functools.cache
+def _factors() -> Tensor:
+    """Draw an odd number for each word of a part."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=generator, device="cpu") | 1
 
 
 class Faces:
@@ -55,20 +98,13 @@ class Faces:
         found = {store: store.shared.private() for store in self._stores if store.may_differ()}
         return {store: pages for store, pages in found.items() if pages}
 
-    def settle(self, also: bytes = b"") -> None:
-        """Make true what users wrote. Every rank comes here (Rules 1 and 3), with what else is to be equal."""
+    def settle(self, *others: Alike) -> None:
+        """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3)."""
         written = self.written()
         lists = repr([(index, written[store]) for index, store in enumerate(self._stores) if store in written])
-        mark = int.from_bytes(hashlib.sha256(lists.encode() + also).digest()[:7], "big")
-        marks = self._board.exchange(mark)
-        if any(other != mark for other in marks):
-            names = [name for store, pages in written.items() for name in _names(store, pages)]
-            what = f"wrote {names[0]} and {len(names) - 1} others" if names else "wrote no parameter"
-            raise ExactnessError(
-                "the ranks wrote to different parameters or other optimizer state, or clipped gradients differently, "
-                f"since they were last equal; rank {self._ranks.rank} {what}. Do so on every rank in the same way, as "
-                "under DDP"
-            )
+        names = [name for store, pages in written.items() for name in _names(store, pages)]
+        weights = Alike("wrote to different parameters", f"wrote {listed(names)}", lists.encode())
+        self._compare([weights, *others])
         if not written:
             self.are_true()
             return
@@ -91,10 +127,30 @@ class Faces:
             store.shared.drop(pages)
         self.are_true()
 
+    def _compare(self, all_of_them: Sequence[Alike]) -> None:
+        """Raise ExactnessError unless the ranks are alike in all of these (Rule 5)."""
+        if self._are_alike(b"".join(alike.digest for alike in all_of_them)):
+            return
+        for alike in all_of_them:
+            if not self._are_alike(alike.digest):
+                raise ExactnessError(
+                    f"the ranks {alike.differs} since they were last equal; rank {self._ranks.rank} {alike.mine}. Do "
+                    "the same on every rank, as under DDP"
+                )
+
+    def _are_alike(self, digest: bytes) -> bool:
+        mark = int.from_bytes(hashlib.sha256(digest).digest()[:7], "big")
+        return all(other == mark for other in self._board.exchange(mark))
+
     def are_true(self) -> None:
         """Note that all faces are equal to the truth."""
         for store in self._stores:
             store.is_true()
+
+
+def listed(names: Sequence[str]) -> str:
+    """List names in an error: the first one."""
+    return f"{names[0]} and {len(names) - 1} others" if names else "none"
 
 
 def _names(store: UnitStore, pages: list[Range]) -> list[str]:

@@ -1,11 +1,12 @@
 """The optimizer's step of several ranks: each steps what it owns.
 
 1. The update of the classes in `ELEMENTWISE` is elementwise: each rank steps a flat range of each parameter's truth,
-   with its own view of the gradient, so that what a user's hook did to ``.grad`` on all ranks counts once.
+   with its own view of the gradient, so that what a user's hook did to ``.grad`` on all ranks counts once. What one
+   rank alone did there is an error (faces.py, Rule 5).
 2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
    faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
-   state is each rank's own. Edits of one rank alone are an
-   error. State that was loaded, or that user code replaced, moves into the slabs before the step.
+   state is each rank's own. Edits of one rank alone are an error. State that was loaded, or that user code replaced,
+   moves into the slabs before the step.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
    settled (faces.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take the
    default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does not
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..memory.unit_store import UnitStore
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
-from .faces import Faces, flat, owned
+from .faces import Alike, Faces, fingerprint, flat, in_order, listed, owned
 from .shared_memory import Range, SharedSlab
 
 ALL = slice(None)
@@ -61,9 +62,9 @@ class Owners:
         """Whether ranks step ranges of this optimizer's parameters (Rules 1 and 3)."""
         return type(optimizer) in ELEMENTWISE
 
-    def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+    def pieces(self, optimizer: Optimizer, gradients: Alike) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
-        self._faces.settle(self._find_edits(optimizer) + self._clipping.described())
+        self._faces.settle(self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer))
         self._collect_edits()
         if self._clipping.multiply():
             self._board.meet()  # a rank may step copies of gradients that another one owns (Rule 3)
@@ -89,7 +90,7 @@ class Owners:
             return copy
         field, own = self._owned(store, index)
         piece = flat(store.shared.truth, field, own)
-        piece.grad = torch.as_strided(grad, (grad.numel(),), (1,))[own]
+        piece.grad = in_order(grad, field)[own]
         self._pieces[piece] = parameter
         self._given[piece] = {
             key: self._adopted(optimizer, parameter, key, value)[own] if _is_like(value, parameter) else value
@@ -106,15 +107,35 @@ class Owners:
         """Return the flat truth of a parameter's state, which moves into a slab if it is not in one (Rule 2)."""
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
-        slab = self._slabs.get(optimizer, {}).get((store, key))
-        here = None if slab is None else (slab.face.data_ptr() + field.offset, field.stride)
-        if (value.data_ptr(), value.stride()) != here:
-            in_order = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="cpu").copy_(value)
-            self._publish(optimizer, parameter, key, torch.as_strided(in_order, (in_order.numel(),), (1,))[own])
+        if not self._lies_in_a_slab(optimizer, parameter, key, value):
+            self._publish(optimizer, parameter, key, in_order(value, field)[own])
         return flat(self._slabs[optimizer][store, key].truth, field, ALL)
 
-    def _find_edits(self, optimizer: Optimizer) -> bytes:
-        """Find what user code wrote to this optimizer's state; return a digest, the same on all ranks (Rule 2)."""
+    def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
+        store, index = self._places[id(parameter)]
+        slab = self._slabs.get(optimizer, {}).get((store, key))
+        field = store.host_layout.fields[index]
+        return slab is not None and (value.data_ptr(), value.stride()) == (
+            slab.face.data_ptr() + field.offset,
+            field.stride,
+        )
+
+    def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[str, int]]:
+        """Yield the state that is to move into slabs: what it is of, and a fingerprint."""
+        for group in optimizer.param_groups if self.cuts(optimizer) else ():
+            for parameter in group["params"] if takes_the_loop(group) else ():
+                store, index = self._places.get(id(parameter), (None, 0))
+                if store is None or not parameter.dim() or not store.in_place(index):
+                    continue
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if _is_like(value, parameter) and not self._lies_in_a_slab(optimizer, parameter, key, value):
+                        yield (
+                            f"{store.names[index]} ({key})",
+                            fingerprint(in_order(value, store.host_layout.fields[index])),
+                        )
+
+    def _find_edits(self, optimizer: Optimizer) -> Alike:
+        """Find what user code wrote to this optimizer's state, the same on all ranks (Rule 2)."""
         self._edits = [
             (store, slab, pages)
             for (store, _), slab in self._slabs.get(optimizer, {}).items()
@@ -125,7 +146,11 @@ class Owners:
             digest.update(repr(pages).encode())
             for start, end in pages:
                 digest.update(slab.face[start:end].numpy().data)
-        return digest.digest()
+        names = [store.names[index] for store, _, pages in self._edits for index in store.indices_in(pages)]
+        for name, number in self._replaced(optimizer):
+            names.append(name)
+            digest.update(f"{name} {number}".encode())
+        return Alike("wrote different optimizer state", f"wrote that of {listed(names)}", digest.digest())
 
     def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
         """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
@@ -166,6 +191,10 @@ class Owners:
         self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []
         self._faces.settle()
 
+    def close(self) -> None:
+        """Leave state to the optimizers that have it. Safe twice."""
+        self._slabs.clear()
+
     def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> None:
         """Move state that the step made for this rank's range into a slab."""
         store, index = self._places[id(parameter)]
@@ -176,6 +205,24 @@ class Owners:
         slab = slabs[store, key]
         flat(slab.truth, field, own).copy_(part)
         optimizer.state[parameter][key] = Layout.own_view(slab.face.untyped_storage(), field)
+
+
+def _options(optimizer: Optimizer) -> Alike:
+    """Describe the numbers with which an optimizer steps: one rank's own would be those of its parts alone."""
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    rates = [group.get("lr") for group in groups]
+    return Alike("gave their optimizers different options", f"steps with lr={rates}", repr(groups).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as its repr is on every rank."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

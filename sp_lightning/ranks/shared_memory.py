@@ -6,7 +6,8 @@
 2. Where a rank wrote nothing, its face shows the truth, also what other ranks write there later. A write through a
    face gives this rank a page of its own (the kernel copies it), whichever way the write takes: no version counter,
    view or array hides it. So an edit that every rank makes is not made several times to the same bytes.
-3. Private pages are found by reading the page table, and dropped by `drop`: the face shows the truth again there.
+3. Private pages are found in the page table, by the kernel itself (since Linux 6.7) or by reading it, and dropped by
+   `drop`: the face shows the truth again there.
 4. A forked process gets neither mapping, as no slab (pinned.py, Rule 4): truth and face would show it later steps.
 """
 
@@ -19,7 +20,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,13 @@ from ..memory.device import Device
 from ..memory.pinned import keep_from_forks
 
 PAGE = mmap.PAGESIZE
-ENTRY = 8  # bytes of an entry in /proc/self/pagemap
+PAGEMAP = "/proc/self/pagemap"
+ENTRY = 8  # bytes of an entry there
 PRESENT, SWAPPED, OF_A_FILE = 63, 62, 61  # its bits
 ALONE = "use devices=1, or strategy='ddp'"
 PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 BLOCK = 1 << 16  # pages whose entries are read at a time
+FOUND = 1 << 9  # ranges that the kernel lists at a time
 
 
 class Range(NamedTuple):
@@ -74,19 +77,9 @@ class SharedSlab:
 
     def private(self) -> list[Range]:
         """Find the ranges of pages that this process wrote through the face (Rule 3)."""
-        first = self.face.data_ptr() // PAGE
-        pages = -(-self.nbytes // PAGE)
-        found: list[Range] = []
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            for start in range(0, pages, BLOCK):
-                pagemap.seek((first + start) * ENTRY)
-                entries = torch.frombuffer(
-                    bytearray(pagemap.read(min(BLOCK, pages - start) * ENTRY)), dtype=torch.int64
-                )
-                there = ((entries >> PRESENT) | (entries >> SWAPPED)) & 1
-                own = (there & ~(entries >> OF_A_FILE) & 1).nonzero().flatten().tolist()
-                found.extend(Range((start + page) * PAGE, (start + page + 1) * PAGE) for page in own)
-        return list(_joined(found))
+        start = self.face.data_ptr()
+        found = scan_pages if _kernel_scans() else read_pages
+        return [Range(one - start, end - start) for one, end in _joined(found(start, start + self.nbytes))]
 
     def drop(self, ranges: list[Range]) -> None:
         """Give up this process's own pages in these ranges: the face shows the truth again (Rule 3)."""
@@ -128,7 +121,59 @@ def paged(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _joined(ranges: list[Range]) -> Iterator[Range]:
+class _Scan(ctypes.Structure):
+    """An argument of the kernel's scan of a page table (struct pm_scan_arg)."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("size", "flags", "start", "end", "walked", "found", "room", "pages", "not", "all", "any", "told")
+    ]
+
+
+SCAN = 3 << 30 | ctypes.sizeof(_Scan) << 16 | ord("f") << 8 | 16  # the number of the call: PAGEMAP_SCAN
+IS_OF_A_FILE, IS_PRESENT, IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+
+
+@functools.cache
+def _kernel_scans() -> bool:
+    """Whether the kernel finds pages by itself."""
+    try:
+        list(scan_pages(PAGE, 2 * PAGE))
+    except OSError:
+        return False
+    return True
+
+
+def scan_pages(start: int, end: int) -> Iterator[Range]:
+    """Have the kernel find the pages between two addresses that are of no file, and in memory or swapped out."""
+    import fcntl  # which Windows has not
+
+    regions = (ctypes.c_uint64 * (3 * FOUND))()  # of each its start, its end, and what it is
+    mine = IS_PRESENT | IS_SWAPPED
+    with open(PAGEMAP, "rb", buffering=0) as pagemap:
+        while start < end:
+            place = ctypes.addressof(regions)
+            scan = _Scan(
+                ctypes.sizeof(_Scan), 0, start, end, 0, place, FOUND, 0, IS_OF_A_FILE, IS_OF_A_FILE, mine, mine
+            )
+            count = fcntl.ioctl(pagemap, SCAN, scan)
+            yield from (Range(regions[3 * at], regions[3 * at + 1]) for at in range(count))
+            start = scan.walked
+
+
+def read_pages(start: int, end: int) -> Iterator[Range]:
+    """Read in the page table where the same pages are."""
+    first, pages = start // PAGE, -(-(end - start) // PAGE)
+    with open(PAGEMAP, "rb", buffering=0) as pagemap:
+        for block in range(0, pages, BLOCK):
+            pagemap.seek((first + block) * ENTRY)
+            entries = torch.frombuffer(bytearray(pagemap.read(min(BLOCK, pages - block) * ENTRY)), dtype=torch.int64)
+            there = ((entries >> PRESENT) | (entries >> SWAPPED)) & 1
+            own = (there & ~(entries >> OF_A_FILE) & 1).nonzero().flatten().tolist()
+            yield from (Range((first + block + page) * PAGE, (first + block + page + 1) * PAGE) for page in own)
+
+
+def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
     start = end = -1
     for range_ in ranges:
         if range_.start != end:

@@ -43,8 +43,7 @@ class Team:
 
     def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here."""
-        self.exchange.check_exchanged(optimizer)
-        return self.owners.pieces(optimizer)
+        return self.owners.pieces(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
 
     def exchange_if_any(self) -> None:
         """Exchange the gradients of the backward that ended, if it made any: `torch.autograd.grad` makes none."""
@@ -57,6 +56,7 @@ class Team:
         """Leave weights, gradients and state to their users."""
         self.clipping.close()
         self.exchange.close()
+        self.owners.close()
 
 
 def shared_slab(ranks: Ranks, device: Device, nbytes: int) -> SharedSlab:

@@ -36,6 +36,7 @@ from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
+from ..compat.references import shares_storage, sharing_bytes
 from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
@@ -70,11 +71,14 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self._share: Callable[[int], SharedMemory] | None = None
+        self._shares_bytes: Callable[[Tensor], bool] = shares_storage
         if ranks is not None:
             from ..ranks import team  # on one device nothing needs it
 
             team.check_alike(ranks, units)
             self._share = functools.partial(team.shared_slab, ranks, device)
+            sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
+            self._shares_bytes = lambda parameter: id(parameter) in sharing
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -111,7 +115,8 @@ class Engine:
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype, self._share)
+        device_dtype, share, shares_bytes = self._device_dtype, self._share, self._shares_bytes
+        store = UnitStore(unit, self.device, self.counters, self, device_dtype, share, shares_bytes)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
         return StreamedUnit(unit, store, own, self.gradients_ready)
 

@@ -1,8 +1,13 @@
 """Weights, gradients and optimizer state exist once, however many ranks there are."""
 
 import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
 
+import loops
+import processes
 import pytest
 
 BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "ranks_memory.py"
@@ -23,3 +28,27 @@ def test_the_ranks_together_need_what_one_needs(size, case, tmp_path):
     for phase, terms in found["expected"].items():
         measured, expected = found["phases"][phase], sum(terms.values())
         assert measured < 1.1 * expected, f"{phase}: {measured / 1e6:.0f} MB, {terms}"
+
+
+def test_a_run_that_ended_maps_its_weights_alone():
+    for weights, before, after in processes.run(2, loops.mapped_after_close):
+        assert after < 2.2 * weights < before  # their truth and their face
+
+
+SCRIPT = "import loops, processes; print(processes.run(2, loops.use_of_shm, 2048))"
+MOUNTED = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+LIMITED = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNTED, "sh"]
+
+
+@pytest.mark.slow
+def test_a_model_trains_beside_a_small_dev_shm_and_leaves_it_empty():
+    """As in a container of docker, which limits it to 64 MB."""
+    if subprocess.run([*LIMITED, "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [*LIMITED, sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for weights, used in eval(done.stdout.splitlines()[-1]):
+        assert weights > 64 << 20 and used == 0

@@ -4,6 +4,7 @@ import processes
 import pytest
 import ranked_parity
 import ranked_runs
+import torch
 from families import FAMILIES
 
 import models
@@ -74,7 +75,10 @@ def test_two_ranks_train_families_as_ddp(index):
     name = list(FAMILIES)[index]
     for library in FAMILIES[name].case.tags:
         pytest.importorskip(library)
-    accelerator = ("cpu", "simgpu")[index % 2]
+    under_ddp, _ = ranked_parity.plain(2, ranked_runs.fit, name, batches=2)
+    states = [entry.value for entry in under_ddp.entries if entry.what == "RNG state after training_step of torch"]
+    draws = not all(torch.equal(states[0], state) for state in states)  # the device would, from a generator of its own
+    accelerator = "simgpu" if index % 2 and not draws else "cpu"
     ranked_parity.check(ranked_runs.fit, name, {"window": 2}, accelerator=accelerator, batches=2)
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from sp_lightning.ranks import shared_memory
@@ -10,8 +11,14 @@ from sp_lightning.ranks.shared_memory import PAGE, Range, SharedSlab, make
 PAGES = 5000
 
 
-def test_written_pages_are_found_and_given_up(monkeypatch):
+@pytest.mark.parametrize("scans", [False, True])
+def test_written_pages_are_found_and_given_up(scans, monkeypatch):
+    """By reading the page table, or by the kernel."""
+    if scans and not shared_memory._kernel_scans():
+        pytest.skip("the kernel has no PAGEMAP_SCAN")
+    monkeypatch.setattr(shared_memory, "_kernel_scans", lambda: scans)
     monkeypatch.setattr(shared_memory, "BLOCK", 100)
+    monkeypatch.setattr(shared_memory, "FOUND", 70)
     slab = SharedSlab(make(PAGES * PAGE), PAGES * PAGE, is_first=True)
     slab.truth.fill_(1)
     assert int(slab.face[:: 3 * PAGE].sum()) and slab.private() == []  # a read makes no page private

@@ -43,6 +43,16 @@ def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 
 
+def test_buffers_of_any_type_are_the_first_ranks():
+    """Backends of process groups do not know all of them."""
+    expected = dict(loops.Buffers(0).named_buffers())
+    for found in processes.run(2, loops.buffers_of_the_first):
+        assert found.keys() == expected.keys()
+        assert all(
+            torch.equal(found[name], value) and found[name].dtype is value.dtype for name, value in expected.items()
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("optimizer", loops.OPTIMIZERS)
@@ -113,5 +123,5 @@ def test_clipping_on_other_devices_and_more_ranks(size, device, how):
 
 
 def test_a_rank_that_clips_alone_is_an_error():
-    with pytest.raises(processes.RankFailed, match=r"ExactnessError.*clipped gradients differently"):
+    with pytest.raises(processes.RankFailed, match=r"ExactnessError.*clipped gradients in different ways"):
         processes.run(2, loops.clipping, {"window": 2}, "one rank alone")

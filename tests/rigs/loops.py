@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -292,3 +293,64 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
         found["weights"] = [p.detach().clone() for p in net.parameters()]
     assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is CLIP_GRADIENTS.original
     return found, pages, len(faces)
+
+
+class Buffers(nn.Module):
+    """Buffers of all kinds, with a rank's own bytes."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for dtype in (torch.int16, torch.uint8, torch.bool, torch.bfloat16, torch.complex64, torch.float64):
+            self.register_buffer(str(dtype).replace(".", "_"), torch.tensor([[rank + 1, 1 - rank]]).to(dtype))
+        self.register_buffer("count", torch.tensor(7 + rank))
+        self.register_buffer("across", torch.full((3, 2), float(rank)).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def buffers_of_the_first() -> dict[str, Tensor]:
+    """Return a module's buffers on this rank once it is streamed."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    module = Buffers(rank)
+    with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+        module(torch.ones(1, 2)).sum().backward()
+        return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def mapped_after_close() -> tuple[int, int, int]:
+    """Return the bytes of weights, and of the shared memory that this rank maps in a run and after its end."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    gc.collect()  # earlier runs of this process
+    known = shared_bytes()
+    net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = shared_bytes() - known
+    return sum(p.nbytes for p in net.parameters()), before, shared_bytes() - known
+
+
+def shared_bytes() -> int:
+    """Add up the shared memory that this process maps."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "memfd:superpipeline" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def use_of_shm(width: int) -> tuple[int, int]:
+    """Train a model of several such matrices; return its bytes, and those that /dev/shm holds in the middle."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        shm = os.statvfs("/dev/shm")
+        return sum(p.nbytes for p in net.parameters()), (shm.f_blocks - shm.f_bfree) * shm.f_frsize

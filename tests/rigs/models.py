@@ -107,7 +107,8 @@ class ZooModule(L.LightningModule):
         if name == "adagrad":
             return torch.optim.Adagrad(parameters, lr=self.lr, **self.implementation)
         if name == "lbfgs" and not any(self.implementation.values()):
-            return torch.optim.LBFGS(parameters, lr=self.lr, max_iter=3)
+            # By the losses, which differ between ranks, it would end on one before another: DDP hangs.
+            return torch.optim.LBFGS(parameters, lr=self.lr, max_iter=3, tolerance_change=0)
         known = "adagrad, sgd, adamw, adafactor, lbfgs, two"
         raise ValueError(f"no optimizer {name!r} with {self.implementation}; there are {known}")
 

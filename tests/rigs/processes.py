@@ -8,15 +8,18 @@
    under torchrun.
 3. An exception in any rank, or a race on a simulated device, is raised here, with all ranks' tracebacks. Once a rank
    does not answer, the processes are ended, and the next run makes new ones.
+4. A rank ends with its parent, whatever ends that: else one that waits for others would do so for minutes.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import io
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -29,6 +32,7 @@ import torch
 
 TIMEOUT = 240  # seconds for one run
 PARENT = os.getpid()
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 class RankFailed(AssertionError):
@@ -107,6 +111,7 @@ def free_port() -> int:
 
 def serve(rank: int, size: int, connection: Connection, path: list[str]) -> None:
     """Run what comes, until the parent is gone."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     sys.path[:] = path
     os.chdir(tempfile.gettempdir())  # that of the test which started this process will be gone
     torch.set_num_threads(1)

@@ -137,6 +137,58 @@ class EditsWeightsOnOneRank(Plain):
             self.net.stem.weight.data.mul_(2)
 
 
+class ChangesGradients(Plain):
+    """Changes a gradient before the step, on the second rank alone, or on each in another way."""
+
+    def change(self, weight: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 1:
+            self.change(self.net.stem.weight)
+
+
+class ScalesAGradient(ChangesGradients):
+    def change(self, weight: nn.Parameter) -> None:
+        weight.grad.mul_(2)
+
+
+class WritesToAnArray(ChangesGradients):
+    """No version counter sees it."""
+
+    def change(self, weight: nn.Parameter) -> None:
+        weight.grad.numpy()[0] += 1
+
+
+class ReplacesAGradient(ChangesGradients):
+    def change(self, weight: nn.Parameter) -> None:
+        weight.grad = weight.grad * 2
+
+
+class ClearsAGradient(ChangesGradients):
+    def change(self, weight: nn.Parameter) -> None:
+        weight.grad = None
+
+
+class AddsNoise(Plain):
+    """Each rank adds ones at a place of its own: the sums over all elements are equal."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net.stem.weight.grad.view(-1)[self.global_rank] += 1
+        self.net.stem.weight.grad.view(-1)[1 - self.global_rank] += 0
+
+
+class ReplacesStateOnOneRank(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        state = self.trainer.optimizers[0].state[self.net.stem.weight]
+        state["exp_avg"] = state["exp_avg"] * (1 + self.global_rank)
+
+
+class RateOfOneRank(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.global_rank
+
+
 class BackwardByHand(Plain):
     """Forgets `manual_backward`: under DDP the ranks drift apart."""
 
@@ -522,6 +574,13 @@ MISTAKES = {
     "state of one rank": Feature(EditsStateOnOneRank),
     "weights of one rank": Feature(EditsWeightsOnOneRank),
     "backward by hand": Feature(BackwardByHand, optimizer="two"),
+    "scaled gradient of one rank": Feature(ScalesAGradient),
+    "gradient of one rank, by numpy": Feature(WritesToAnArray),
+    "replaced gradient of one rank": Feature(ReplacesAGradient),
+    "cleared gradient of one rank": Feature(ClearsAGradient),
+    "other noise on each rank": Feature(AddsNoise),
+    "replaced state of one rank": Feature(ReplacesStateOnOneRank),
+    "rate of one rank": Feature(RateOfOneRank),
 }
 
 
