@@ -98,6 +98,7 @@ def planned(recipe: str, arguments: str) -> Plan:
         run.spec.batch,
         precision=run.precision,
         copies=run.copies,
+        trained_copies=run.trained_copies,
         machine="h200",
         name=recipe,
         **options,

@@ -7,6 +7,8 @@
    A model that depends on data (planned_model.py, Rule 1) is made with weights.
 3. ``training_step`` has the Trainer, but nothing is logged, and the optimizers that it is given (with manual
    optimization) change nothing.
+4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
+   says how many, by an attribute ``trained_copies``.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Run:
     options: dict[str, Any]  # of the strategy
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
+    trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
     steps: int | None  # of the optimizer, in the whole run; None if it has no end
 
 
@@ -75,6 +78,7 @@ def find(arguments: Sequence[str]) -> Run:
         options=asdict(options),
         accumulate=trainer.accumulate_grad_batches,
         copies=len(averages),
+        trained_copies=sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=int(steps) if 0 <= steps < float("inf") else None,
     )
 

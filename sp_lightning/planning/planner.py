@@ -66,6 +66,7 @@ def make_plan(
     cores: int | None,
     link: str | float | None,
     copies: int,
+    trained_copies: int,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
@@ -102,9 +103,11 @@ def make_plan(
     source.name = name or source.name
     if chunked:
         source = _in_chunks(source, parsed, profile)
-    if not is_int(copies) or copies < 0:
-        raise OptionError(argument="copies", found=copies, allowed="an int >= 0")
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), copies).plan()
+    for argument, count in (("copies", copies), ("trained_copies", trained_copies)):
+        if not is_int(count) or count < 0:
+            raise OptionError(argument=argument, found=count, allowed="an int >= 0")
+    both = copies, trained_copies
+    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both).plan()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
@@ -175,7 +178,7 @@ class _Planner:
         options: Options,
         left: int,
         optimizer: str,
-        copies: int,
+        copies: tuple[int, int],  # of all weights, and of those that are trained
     ) -> None:
         self.copies = copies
         self.source = source
@@ -193,7 +196,8 @@ class _Planner:
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
-        return replace(host, copies=self.copies * host.weights)
+        whole, trained = self.copies
+        return replace(host, copies=whole * host.weights + trained * host.gradients)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
