@@ -216,7 +216,10 @@ def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
     console.print(_speed(run), markup=False, soft_wrap=True)
-    console.print(f"Change first: {plan.first}", markup=False, soft_wrap=True)
+    change, *others = re.split(r"; (?![^(]*\))", plan.first)  # what is in parentheses stays in its line
+    console.print(
+        f"Change first: {change}", *(f"- {other}" for other in others), sep="\n", markup=False, soft_wrap=True
+    )
 
 
 def _speed(run: dict[str, float]) -> str:

@@ -224,6 +224,47 @@ def test_a_module_with_two_optimizers_and_an_average_is_planned(loss, capsys):
     assert found["host"]["optimizer"] == pytest.approx(weights, rel=0.05)  # AdamW's two moments of a half
 
 
+class Adversaries(TwoOptimizers):
+    """Trains its halves in turn, with a schedule for each and a copy of one that is averaged."""
+
+    def __init__(self, width: int = 64, falls: int = 0):
+        super().__init__(width)
+        self.falls = falls  # by so much too many schedulers are asked for
+        self.average = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4))).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        schedulers = self.lr_schedulers()
+        schedulers[len(schedulers) - 1 + self.falls].step()
+        for optimizer, part in zip(self.optimizers(), (self.one, self.two), strict=True):
+            self.toggle_optimizer(optimizer)
+            trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            assert trained == [name for name, parameter in self.named_parameters() if parameter in {*part.parameters()}]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 1.0, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        optimizers = super().configure_optimizers()
+        return list(optimizers), [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+
+
+def test_optimizers_that_take_turns_are_planned_with_their_schedules(capsys):
+    given = "plan --model test_fit_config.Adversaries --data test_fit_config.Numbers --machine rtx4060 --json"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(given.split())
+    found = json.loads(capsys.readouterr().out)
+    assert (stopped.value.code, found["notes"], found["run"]["steps"]) == (0, [], 6 * 1000)  # epochs, as fit sets them
+    trained = 8 * 65 * 64 * 4
+    assert found["host"]["gradients"] == pytest.approx(trained, rel=0.05)
+    assert found["host"]["weights"] == pytest.approx(1.5 * trained, rel=0.05)
+    with pytest.raises(SystemExit):
+        cli.main([*given.split(), "--model.falls", "2"])
+    said = capsys.readouterr().err
+    assert re.search(r"Trainer and without data: \S+test_fit_config.py:\d+: IndexError: list index out of range", said)
+
+
 def test_plan_in_place_of_fit(capsys):
     given = "--model test_fit_config.TwoOptimizers --data test_fit_config.Numbers --model.width 64 --data.rows 4"
     more = "--trainer.max_epochs 3 --trainer.precision bf16-mixed --trainer.strategy.window 2"
