@@ -93,8 +93,7 @@ class FineTuneDiffusion(L.LightningModule):
         if planned:
             sizes = model_class.load_config(checkpoints.found(self.checkpoint), subfolder=part)
             with torch.device("meta"):
-                self.model = model_class.from_config(sizes)
-            self.model = self.model if dtype is torch.float32 else self.model.to(dtype)
+                self.model = torch.nn.Module.to(model_class.from_config(sizes), dtype)  # diffusers' own warns
         else:
             options = {"subfolder": part, "torch_dtype": dtype}
             self.model = checkpoints.read(model_class, self.checkpoint, "the pipeline", **options)
