@@ -447,17 +447,18 @@ class _Planner:
         if remedy.half:
             changed = replace(changed, master_weights=False)
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]
-        found: Change | None = None
+        found: tuple[Options, Requirements, int, bool] | None = None
         for options in further:
-            if options.get("activations", "recompute") != "recompute" or (found and found.nbytes <= self.available):
+            if options.get("activations", "recompute") != "recompute" or (found and found[2] <= self.available):
                 continue
             try:
                 tried = replace(changed, **options)
                 needs = source.needs(tried, self.machine)
             except SuperpipelineError:
                 continue  # the model cannot run that way
-            found = self._of_host(remedy, chosen, source, tried, needs, bool(options))
-        return found
+            needs = _frozen(needs, remedies.ADAPTED, remedy.base_bits) if remedy.adapters else needs
+            found = tried, needs, self._nbytes(needs, chosen.window, chosen.transfer), bool(options)
+        return None if found is None else self._of_host(remedy, chosen, source, *found)
 
     def _of_host(
         self,
@@ -466,6 +467,7 @@ class _Planner:
         source: PlannedModel,
         options: Options,
         needs: Requirements,
+        nbytes: int,
         recomputes: bool,
     ) -> Change:
         host, states, optimizer = self._host(source, options, needs), source.states(), self.optimizer
@@ -482,11 +484,9 @@ class _Planner:
                 optimizer=int(share * host.optimizer),
                 copies=int(share * host.copies),
             )
-            needs = _frozen(needs, share, remedy.base_bits)
         step_s = self._simulated(needs, chosen.window, chosen.transfer, self._stepping(states, optimizer)).step_s
         what = remedy.what + " and activations='recompute'" * recomputes
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
-        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
         return Change(what, nbytes, step_s, host_nbytes=host.total, bits=remedy.bits, how=how)
 
 
