@@ -1762,7 +1762,8 @@ def sweep(*names, folder, steps=2, given=()):
     return {name: safetensors.load_file(run / f"adapters/{name}/adapter_model.safetensors") for name in names}
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
     """To the last bit on the CPU; and one whose weights are not finite any more disturbs no other."""
     given = [f"--trainer.precision={precision}", "--trainer.accumulate_grad_batches=1"]
@@ -1892,9 +1893,8 @@ def test_a_model_whose_sets_would_not_be_what_they_are_alone_is_refused():
 # ---- preferences
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
-)
+@SLOW
+@pytest.mark.parametrize("arguments", [[], *VARIED], ids=lambda given: "".join(given)[:24])
 def test_all_weights_learn_beside_their_reference_as_with_plain_lightning(arguments):
     moved = "--trainer.callbacks+=test_recipes.Moved"
     streamed = fit("preference", "--model.train=all", *arguments, moved, folder="streamed")
