@@ -379,8 +379,9 @@ class Engine:
 
     @property
     def gradients_are_final(self) -> bool:
-        """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-        return not self.backward_pass.running and self.current_step.is_idle
+        """Whether no gradient is under way, no backward runs, and no optimizer's step or clipping is pending."""
+        is_final = not self.backward_pass.running and self.current_step.is_idle
+        return is_final and (self.team is None or self.team.clipping.is_seen)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
@@ -388,6 +389,8 @@ class Engine:
         if not self.gradient_return.idle:
             with quietly():
                 self.gradient_return.finish()
+        if self.team is not None:
+            self.team.clipping.show()
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 4)."""
@@ -408,6 +411,7 @@ class Engine:
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         assert self.team is not None
+        self.team.clipping.forget()
         exchange = self.team.exchange
         exchange.begin(None)
         if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
@@ -434,8 +438,10 @@ class Engine:
         if self.phases.closed:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done, self.phases.in_scope)
-        if self.team is not None and self.exchanges:
-            self.team.exchange.begin(graph_task())
+        if self.team is not None:
+            self.team.clipping.forget()
+            if self.exchanges:
+                self.team.exchange.begin(graph_task())
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.current_step.finish()
