@@ -9,6 +9,7 @@ The models' published sizes are below; their tokenizers and the data are stand-i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -17,6 +18,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,11 +29,37 @@ from sp_lightning.planning import Plan, plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
 COMMAND = re.compile(
-    r"```bash\npython -m sp_lightning fit --config examples/(\w+)/config\.yaml (--.*?)\n```\n\n(.*?)\n\n", re.DOTALL
+    r"```bash\npython -m sp_lightning (?:fit|predict) --config examples/(\w+)/config\.yaml (--.*?)\n```\n\n(.*?)\n\n",
+    re.DOTALL,
 )
-RECIPES = "finetune_llm", "lora_llm", "finetune_vision", "finetune_vlm", "moe", "pretrain_small"  # that are planned
-NEEDS = "Planned, not measured:"
-MIXTRAL = "mixtral-8x7b"
+NEEDS = "Needs "
+DATA = {  # what stands for the data of a recipe, if not for that of all
+    "finetune_vlm": "pictures/my.jsonl",
+    "preference": "pairs.jsonl",
+    "speech": "recordings/recordings.jsonl",
+    "diffusion": "latents",
+}
+PROMPT = 512  # tokens of each
+WHERE = {
+    "moe": ", if every expert gets as many tokens",
+    "predict": f", for prompts of {PROMPT} tokens",
+    "diffusion": ", for images of 1024 by 1024",
+}
+WHISPER_LARGE = {"layers": 32, "attention_heads": 20, "ffn_dim": 5120}
+SD35_LARGE = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 38,
+    "attention_head_dim": 64,
+    "num_attention_heads": 38,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 2432,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
+}
 
 
 def make_stand_ins() -> None:
@@ -39,17 +67,23 @@ def make_stand_ins() -> None:
     import transformers as hf
 
     from examples.common import tiny
+    from examples.preference import module as preference
 
     random.seed(0)
     words = tiny.tokenizer(tiny.sentences(200), extra=["<image>"])
     llama = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8, "dtype": "bfloat16"}
+    mixtral = hf.MixtralConfig(architectures=["MixtralForCausalLM"], dtype="bfloat16")  # whose sizes are the defaults
+    mixtral.save_pretrained("mistralai/Mixtral-8x7B-v0.1")
+    words.save_pretrained("mistralai/Mixtral-8x7B-v0.1")
     for name, hidden, intermediate, layers, heads in (
+        ("meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32),
         ("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32),
         ("meta-llama/Llama-3.1-70B", 8192, 28672, 80, 64),
+        ("meta-llama/Llama-3.1-70B-Instruct", 8192, 28672, 80, 64),
     ):
         sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-        config = hf.LlamaConfig(**llama, **sizes, num_attention_heads=heads, architectures=["LlamaForCausalLM"])
-        config.save_pretrained(name)
+        sizes |= {"num_attention_heads": heads, "tie_word_embeddings": layers == 16}
+        hf.LlamaConfig(**llama, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(name)
         words.save_pretrained(name)
     tower = hf.CLIPVisionConfig(
         hidden_size=1024,
@@ -74,6 +108,10 @@ def make_stand_ins() -> None:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     ).save_pretrained("llava-hf/llava-1.5-7b-hf")
+    whisper("openai/whisper-large-v3")
+    tiny.recordings(pathlib.Path("recordings"), 8)
+    stable_diffusion("stabilityai/stable-diffusion-3.5-large", pathlib.Path("latents"))
+    tiny.write_jsonl(pathlib.Path("pairs.jsonl"), preference.sums(40))
     tiny.captions(pathlib.Path("pictures"), 8)
     (pathlib.Path("pictures") / "captions.jsonl").rename("pictures/my.jsonl")
     tiny.write_jsonl(pathlib.Path("my.jsonl"), tiny.chats(400))
@@ -84,13 +122,89 @@ def make_stand_ins() -> None:
     pathlib.Path("corpus.txt").write_text("\n\n".join(lines))
 
 
+def whisper(folder: str) -> None:
+    """Make a Whisper of several languages, and what makes features of sound."""
+    import transformers as hf
+
+    marks = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"]
+    words = hf.WhisperTokenizer(vocab={letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz")})
+    words.add_special_tokens({"extra_special_tokens": marks})
+    words.save_pretrained(folder)
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in WHISPER_LARGE.items()}
+    end = words.convert_tokens_to_ids("<|endoftext|>")
+    config = hf.WhisperConfig(
+        vocab_size=51866,
+        num_mel_bins=128,
+        d_model=1280,
+        dtype="float16",
+        architectures=["WhisperForConditionalGeneration"],
+        **sides,
+    )
+    config.pad_token_id = config.eos_token_id = end
+    config.save_pretrained(folder)
+    hf.GenerationConfig(is_multilingual=True, eos_token_id=end, pad_token_id=end).save_pretrained(folder)
+    hf.WhisperFeatureExtractor(feature_size=128).save_pretrained(folder)
+
+
+def stable_diffusion(folder: str, latents: pathlib.Path) -> None:
+    """Make the pipeline of Stable Diffusion 3.5 without weights, and cached latents of four images."""
+    import diffusers
+    import torch
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = diffusers.SD3Transformer2DModel(**SD35_LARGE)
+    model.save_config(f"{folder}/transformer")
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(f"{folder}/scheduler")
+    parts = {"transformer": ["diffusers", "SD3Transformer2DModel"]}
+    parts |= {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+    pathlib.Path(folder, "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", **parts}))
+    latents.mkdir()
+    for index in range(4):
+        record = {"latents": (16, 128, 128), "encoder_hidden_states": (333, 4096), "pooled_projections": (2048,)}
+        save_file({name: torch.zeros(shape) for name, shape in record.items()}, latents / f"{index}.safetensors")
+
+
+def answering(module: Any, batch: Any) -> None:
+    """Read prompts, and then the last word of the answers, with a cache of all that is before."""
+    import torch
+    from transformers import DynamicCache
+
+    tokens, more = batch
+    cache = DynamicCache(config=module.config)
+    with torch.no_grad():
+        module(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for index, layer in enumerate(cache.layers):
+            rows, heads, _, width = layer.keys.shape
+            words = layer.keys.new_empty(rows, heads, more.shape[1] - 1, width)
+            cache.update(words, words, index)
+        module(tokens[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def predicted(given: list[str]) -> Plan:
+    """Plan the answers to prompts of 512 tokens."""
+    import torch
+    import transformers as hf
+
+    named = dict(zip(given[::2], given[1::2], strict=True))
+    config = hf.AutoConfig.from_pretrained(named["--model.name_or_path"])
+    rows, new = int(named["--data.batch_size"]), int(named["--model.max_new_tokens"])
+
+    def make() -> Any:
+        with torch.device("meta"):
+            return hf.AutoModelForCausalLM.from_config(config, dtype=config.dtype).requires_grad_(False)
+
+    batch = torch.zeros(rows, PROMPT, dtype=torch.long), torch.zeros(rows, new, dtype=torch.long)
+    return plan(make, batch, precision="bf16-true", machine="h200", name="predict", loss=answering, window=1)
+
+
 def planned(recipe: str, arguments: str) -> Plan:
     """Plan a recipe's command."""
     given = shlex.split(arguments.replace("\\\n", " "))
-    if recipe == "finetune_vlm":
-        given = [word.replace("my.jsonl", "pictures/my.jsonl") for word in given]
-    if recipe == "moe":  # which experts run depends on the data: listed numbers
-        return plan(MIXTRAL, 4 * 2048, precision="bf16-mixed", machine="h200", window=1)
+    if recipe == "predict":
+        return predicted(given)
+    if recipe in DATA:
+        given = [DATA[recipe] if word in ("my.jsonl", "held_out.jsonl") else word for word in given]
     run = fit_config.find(["--config", str(ROOT / "examples" / recipe / "config.yaml"), *given])
     options = run.options | {"window": 1 if run.options["window"] == "auto" else run.options["window"]}
     return plan(
@@ -98,6 +212,7 @@ def planned(recipe: str, arguments: str) -> Plan:
         run.spec.batch,
         precision=run.precision,
         copies=run.copies,
+        trained_copies=run.trained_copies,
         machine="h200",
         name=recipe,
         **options,
@@ -107,15 +222,8 @@ def planned(recipe: str, arguments: str) -> Plan:
 def sentence(found: Plan) -> str:
     """Say what a plan needs."""
     device, host = format_bytes(found.device_nbytes), format_bytes(found.host.total)
-    if found.counted == "tokens":
-        why = "Its device memory depends on the data, which chooses experts."
-        return f"{NEEDS} by listed numbers this needs {host} of RAM. {why}"
-    return f"{NEEDS} this needs {device} of device memory and {host} of RAM (`python docs/make_needs.py`)."
-
-
-def commands(page: str) -> Iterator[re.Match[str]]:
-    """Yield the recipes' commands for real models, each with the paragraph below it."""
-    yield from (match for match in COMMAND.finditer(page) if match[1] in RECIPES)
+    said = f"{NEEDS}{device} of device memory and {host} of RAM"
+    return f"{said}{WHERE.get(found.model, '')}."
 
 
 def written(page: str, sentences: dict[str, str]) -> str:
@@ -123,8 +231,6 @@ def written(page: str, sentences: dict[str, str]) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         recipe, _, below = match.groups()
-        if recipe not in sentences:
-            return match[0]
         before = match[0].removesuffix(f"{below}\n\n")
         rest = "" if below.startswith(NEEDS) else f"{below}\n\n"
         return f"{before}{sentences[recipe]}\n\n{rest}"
@@ -136,7 +242,7 @@ def needs(page: str) -> dict[str, str]:
     """Plan all commands of the page."""
     with tempfile.TemporaryDirectory() as folder, _in(folder):
         make_stand_ins()
-        return {match[1]: sentence(planned(match[1], match[2])) for match in commands(page)}
+        return {match[1]: sentence(planned(match[1], match[2])) for match in COMMAND.finditer(page)}
 
 
 @contextlib.contextmanager

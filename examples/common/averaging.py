@@ -18,6 +18,8 @@ class MovingAverage(L.Callback):
         decay: The share of the average that a step leaves as it was.
     """
 
+    trained_copies = 1  # for a plan, which cannot see what a callback will have
+
     def __init__(self, decay: float = 0.999) -> None:
         self.decay = decay
         self.average: nn.ParameterList | None = None

@@ -7,6 +7,7 @@
 3. Under ``torch.device("meta")`` a model is made from its config alone: a plan needs no weights (``plan --config``).
 """
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,15 @@ def planned() -> bool:
 
 def from_config(auto_class: Any, name_or_path: str, dtype: str, **options: Any) -> Any:
     """Make a model as it would be read, without its weights."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     options.pop("ignore_mismatched_sizes", None)
     config = read(AutoConfig, name_or_path, **options)
     own = getattr(config, "dtype", None) or torch.float32
-    return auto_class.from_config(config, dtype=own if dtype == "auto" else getattr(torch, dtype))
+    model = auto_class.from_config(config, dtype=own if dtype == "auto" else getattr(torch, dtype))
+    with contextlib.suppress(OSError):  # a checkpoint may have none
+        model.generation_config = GenerationConfig.from_pretrained(found(name_or_path))
+    return model
 
 
 def load_config(checkpoint: str) -> Any:

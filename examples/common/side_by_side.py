@@ -6,7 +6,8 @@
 2. A set without a name is the base as it is, which is given no gradient.
 3. All that a block is given beside the hidden states (masks, positions) is the same for all sets.
 4. Whether a model can be run this way is not looked up, but tried, with a few tokens: the last part has to be what the
-   model makes with the adapters of that set alone, and its loss that of its head's weight (loss.py, Rule 2).
+   model makes with the adapters of that set alone, and its loss that of its head's weight (loss.py, Rule 2). Of a
+   model without weights, whose run is planned, only the second is seen, as soon as there is the model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpoints import planned
 from .errors import BadInput
 from .loss import few_tokens, hidden_states, unadapted, unchanged, why_not_from_hidden
 
@@ -45,6 +47,9 @@ class SideBySide:
             )
         for index, (block, layers) in enumerate(zip(blocks, adapted, strict=True)):
             block.forward = self.beside(block.forward, layers, first=index == 0)
+        if planned():
+            self.check_loss({})
+            self.tried = True
 
     def beside(self, forward: Any, layers: Sequence[Any], first: bool) -> Any:
         """Return the forward of a block for all sets (Rule 1)."""
@@ -78,12 +83,17 @@ class SideBySide:
         batch = {"input_ids": few_tokens(self.model, device)}
         with unchanged(device):
             parts = hidden_states(self.model, batch).chunk(len(self.sets))
+        self.check_loss(batch)
         with self.alone():
-            if reason := why_not_from_hidden(self.model, batch):
-                raise BadInput(f"{reason}, so sets of adapters cannot share its passes")
             activate(layers_of(self.model), self.sets[-1])
             with unchanged(device):
                 self.compare(parts[-1], hidden_states(self.model, batch))
+
+    def check_loss(self, batch: dict[str, Tensor]) -> None:
+        """Raise unless the model's loss is that of its hidden states and its head's weight."""
+        with self.alone():
+            if reason := why_not_from_hidden(self.model, batch):
+                raise BadInput(f"{reason}, so sets of adapters cannot share its passes")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -63,20 +63,25 @@ class FineTuneDiffusion(L.LightningModule):
         """Where the pipeline is read from."""
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "diffusion", tiny.diffusion_transformer))
 
+    def prepare_data(self) -> None:
+        """Make the tiny model, if none is named."""
+        _ = self.checkpoint
+
     def configure_model(self) -> None:
         if self.model is None:
+            planned = checkpoints.planned()
             with torch.device("cpu"):  # wherever a plain strategy wants what is made; diffusers makes some on import
-                self.load()
+                self.load(planned)
 
-    def load(self) -> None:
-        """Read the scheduler and the model, and add adapters."""
+    def load(self, planned: bool) -> None:
+        """Read the scheduler and the model, in a plan without its weights, and add adapters."""
         import diffusers
 
         parts = checkpoints.read(Index, self.checkpoint, "the pipeline")
         part = next((name for name in PARTS if name in parts), None)
         if part is None:
             raise BadInput(f"the pipeline {self.checkpoint} has {', '.join(parts)}, but none of {PARTS}")
-        options = {"subfolder": part, "torch_dtype": checkpoints.dtype_of(self.dtype_name)}
+        model_class, dtype = getattr(diffusers, parts[part][1]), checkpoints.dtype_of(self.dtype_name)
         self.scheduler = checkpoints.read(
             getattr(diffusers, parts["scheduler"][1]), self.checkpoint, "the scheduler of", subfolder="scheduler"
         )
@@ -85,7 +90,13 @@ class FineTuneDiffusion(L.LightningModule):
                 f"the scheduler of {self.checkpoint} shifts time by the size of an image, which is not done here"
             )
         self.flow = "FlowMatch" in type(self.scheduler).__name__
-        self.model = checkpoints.read(getattr(diffusers, parts[part][1]), self.checkpoint, "the pipeline", **options)
+        if planned:
+            sizes = model_class.load_config(checkpoints.found(self.checkpoint), subfolder=part)
+            with torch.device("meta"):
+                self.model = torch.nn.Module.to(model_class.from_config(sizes), dtype)  # diffusers' own warns
+        else:
+            options = {"subfolder": part, "torch_dtype": dtype}
+            self.model = checkpoints.read(model_class, self.checkpoint, "the pipeline", **options)
         self.vae_class = getattr(diffusers, parts["vae"][1]) if "vae" in parts else None
         self.check_conditions(self.trainer.datamodule.names)
         self.model.train()

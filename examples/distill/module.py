@@ -72,12 +72,20 @@ class Distill(FineTuneLLM):
                 with torch.device("cpu"):  # wherever a plain strategy wants what is made
                     self.projection = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
 
+    @property
+    def teacher_checkpoint(self) -> str:
+        """Where the teacher is read from."""
+        return self.teacher_name or str(tiny.made(tiny.place(self.trainer) / "teacher", tiny.teacher))
+
+    def prepare_data(self) -> None:
+        super().prepare_data()
+        _ = self.teacher_checkpoint
+
     def load_teacher(self) -> Any:
         """Load the teacher, whose tokens have to be the student's."""
         from transformers import AutoModelForCausalLM
 
-        data = self.trainer.datamodule
-        name = self.teacher_name or str(tiny.made(tiny.place(self.trainer) / "teacher", tiny.teacher))
+        data, name = self.trainer.datamodule, self.teacher_checkpoint
         longest = data.block_size + (self.max_new_tokens if self.on_policy else 0)
         for checkpoint in (self.checkpoint, name):
             if longest > (most := checkpoints.positions(checkpoints.load_config(checkpoint))):

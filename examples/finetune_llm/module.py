@@ -52,13 +52,21 @@ class FineTuneLLM(L.LightningModule):
         """Where the model is read from, by a name that transformers knows."""
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / self.make_tiny.__name__, self.make_tiny))
 
+    def prepare_data(self) -> None:
+        """Make the tiny model, if none is named: before the model is made, which may be without weights (a plan)."""
+        _ = self.checkpoint
+
     def configure_model(self) -> None:
         if self.model is not None:
             return
         self.model = self.load()
         if checkpoints.planned():
             self.apart = True  # whether documents are apart shows only with weights
-            self.next_tokens.decide_now(self.model)
+            self.decide_now()
+
+    def decide_now(self) -> None:
+        """Decide how the loss is computed, of a model without weights."""
+        self.next_tokens.decide_now(self.model)
 
     def load(self) -> Any:
         """The model, from its checkpoint."""

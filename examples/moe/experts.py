@@ -7,10 +7,12 @@ travel together. Taken apart, each expert is a module, and a unit.
    biases or without, and ``_apply_gate``. A class without these is left alone.
 2. What was taken apart is tried on a few tokens, once for each class: it must give the bits of the module that it
    replaces.
+3. Without weights, in a plan, no router can be asked: as many tokens go to each expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,17 +53,25 @@ class SeparateExperts(nn.Module):
         super().__init__()
         self.experts = nn.ModuleList(Expert(fused, index) for index in range(count))
         self.fused = fused  # for its activation; its weights go, once it was compared
+        self.planned = planned()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         activate = self.fused._apply_gate if self.fused.has_gate else self.fused.act_fn
         result = torch.zeros_like(hidden_states)
-        for index in torch.unique(top_k_index).tolist():
-            if index == len(self.experts):  # where a token's place is left empty
-                continue
-            place, token = torch.where(top_k_index.T.eq(index))  # in the order in which transformers takes them
+        for index, (place, token) in self.routed(top_k_index):
             weighted = self.experts[index](hidden_states[token], activate) * top_k_weights[token, place, None]
             result.index_add_(0, token, weighted.to(result.dtype))
         return result
+
+    def routed(self, top_k_index: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield each expert that tokens were routed to, and these tokens, in the order in which transformers does."""
+        chosen = top_k_index.T
+        if self.planned:  # Rule 3
+            places = torch.arange(chosen.numel()).view(chosen.shape)
+            chosen = places % len(self.experts)
+        for index in torch.unique(chosen).tolist():
+            if index < len(self.experts):  # else a token's place is left empty
+                yield index, torch.where(chosen == index)
 
 
 def is_fused(module: nn.Module) -> bool:

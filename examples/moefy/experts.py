@@ -3,7 +3,8 @@
 1. What a layer makes of a token is the sum of what each of its neurons makes of it, so neurons can be dealt out: the
    most important ones to the shared part, the others to the experts in turn. Each part is a module, and a unit.
 2. The expert of a token is chosen by the token's number, from a table that is drawn once for each layer (a random
-   hash): nothing has to be learned to route, and every expert gets as many of the vocabulary's tokens.
+   hash): nothing has to be learned to route, and every expert gets as many of the vocabulary's tokens. numpy draws it,
+   so that a plan of a run, which has no weights, still has the table and knows which experts run.
 3. A neuron's importance is how much the loss would change without it, to first order: what it makes, times the
    gradient of that, summed over a row of tokens, and of that the size, summed over rows.
 """
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,8 +81,8 @@ class SplitFeedForward(nn.Module):
         self.tokens = tokens
         self.shared = Expert(width, neurons - experts * each, dense.act_fn, dense, last=True)
         self.experts = nn.ModuleList(Expert(width, each, dense.act_fn, dense, last=False) for _ in range(experts))
-        drawn = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed))
-        self.register_buffer("table", (drawn % experts).to(torch.int32))  # Rule 2; gloo broadcasts none of int16
+        drawn = np.random.default_rng(seed).permutation(vocabulary) % experts
+        self.register_buffer("table", torch.from_numpy(drawn.astype(np.int32)))  # Rule 2; gloo broadcasts none of int16
 
     def fill(self, dense: Any, order: Tensor) -> None:
         """Deal out the neurons of a dense layer, the most important ones first (Rule 1)."""
@@ -109,14 +111,18 @@ def feed_forwards(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     ]
 
 
-def split(model: Any, experts: int, shared: float) -> list[SplitFeedForward]:
-    """Put a split layer in the place of each dense one, its neurons dealt out in the order in which they are there."""
+def split(model: Any, experts: int, shared: float, weights: bool = True) -> list[SplitFeedForward]:
+    """Put a split layer in the place of each dense one, its neurons dealt out in the order in which they are there.
+
+    Without ``weights``, in a plan, there are no neurons to deal out.
+    """
     tokens, vocabulary, made = Tokens(), model.config.get_text_config().vocab_size, []
     for parent, name, dense in feed_forwards(model):
         layer = SplitFeedForward(dense, tokens, vocabulary, experts, shared, seed=len(made))
-        layer.fill(dense, torch.arange(dense.up_proj.out_features))
-        if not made:
-            check_sum(layer, dense)
+        if weights:
+            layer.fill(dense, torch.arange(dense.up_proj.out_features))
+            if not made:
+                check_sum(layer, dense)
         setattr(parent, name, layer)
         made.append(layer)
     if not made:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..common import tiny
+from ..common import checkpoints, tiny
 from ..common.text import collate
 from ..distill.module import Distill
 from .experts import SPLIT, feed_forwards, split, watched
@@ -54,8 +54,9 @@ class Moefy(Distill):
 
     def load(self) -> Any:
         model = super().load()
+        planned = checkpoints.planned()
         with torch.device("cpu"):  # wherever a plain strategy wants what is made
-            self.layers = split(model, **self.split)
+            self.layers = split(model, **self.split, weights=not planned)
         return model
 
     def on_train_start(self) -> None:

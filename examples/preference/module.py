@@ -65,6 +65,10 @@ class Preference(FineTuneLLM):
         self.side_by_side = SideBySide(model, ["default", None])
         return model
 
+    def decide_now(self) -> None:
+        if self.what == "all":  # else the loss is that of hidden states, of any model that was not refused
+            super().decide_now()
+
     def log_probabilities(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Those of each row's answer: the model's and the reference's."""
         if self.what == "all":

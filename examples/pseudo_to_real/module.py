@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..common.checkpoints import planned
 from ..common.errors import BadInput
 from ..pretrain_small.module import PretrainLLM
 
@@ -39,6 +40,9 @@ class PseudoToReal(PretrainLLM):
         layers = model.model.layers
         for index in range(1, len(layers)):
             layers[index] = layers[0]
+        if planned() and self.trainer.estimated_stepping_batches > self.delink_at:
+            self.separate(model)  # what the run needs once it has delinked
+            self.phase = DELINKED
         return model
 
     def separate(self, model: Any) -> dict[nn.Parameter, nn.Parameter]:

@@ -52,12 +52,16 @@ class FineTuneSpeech(L.LightningModule):
         """Where the model is read from, by a name that transformers knows."""
         return self.name_or_path or str(tiny.made(tiny.place(self.trainer) / "whisper", tiny.speech_recognizer))
 
+    def prepare_data(self) -> None:
+        """Make the tiny model, if none is named."""
+        _ = self.checkpoint
+
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        from transformers import WhisperForConditionalGeneration
+        from transformers import AutoModelForSpeechSeq2Seq
 
-        self.model = checkpoints.load(WhisperForConditionalGeneration, self.checkpoint, self.dtype_name)
+        self.model = checkpoints.load(AutoModelForSpeechSeq2Seq, self.checkpoint, self.dtype_name)
         language = self.trainer.datamodule.language
         if getattr(self.model.generation_config, "is_multilingual", False) != (language is not None):
             raise BadInput(

@@ -84,6 +84,9 @@ class Sweep(FineTuneLLM):
         self.side_by_side = SideBySide(adapted, [*self.sets])
         return adapted
 
+    def decide_now(self) -> None:
+        """Leave it to the first batch: the loss is that of hidden states, of any model that was not refused."""
+
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The mean loss of the next tokens of each set."""
         if "position_ids" in batch and not self.apart:

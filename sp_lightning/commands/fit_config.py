@@ -5,8 +5,10 @@
 2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
    ``configure_model``. Code that reads weights there can see it by ``torch.get_default_device()``, and read none.
    A model that depends on data (planned_model.py, Rule 1) is made with weights.
-3. ``training_step`` has the Trainer, but nothing is logged, and the optimizers that it is given (with manual
-   optimization) change nothing.
+3. ``training_step`` has the Trainer with optimizers and schedulers, but nothing is logged, and the optimizers that it
+   is given (with manual optimization) change nothing.
+4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
+   says how many, by an attribute ``trained_copies``.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Run:
     options: dict[str, Any]  # of the strategy
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
+    trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
     steps: int | None  # of the optimizer, in the whole run; None if it has no end
 
 
@@ -44,7 +47,7 @@ def find(arguments: Sequence[str]) -> Run:
     """Find the run of ``fit`` with these arguments."""
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
-    from ..compat.lightning import attach_data
+    from ..compat.lightning import attach_data, set_epochs
     from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
 
@@ -61,6 +64,7 @@ def find(arguments: Sequence[str]) -> Run:
         owner.prepare_data()
     for owner in filter(None, (cli.datamodule, module)):
         owner.setup("fit")
+    set_epochs(trainer)
     trainer.fit_loop.setup_data()
     batch = next(iter(trainer.train_dataloader))
     for name in BATCH_HOOKS:
@@ -75,6 +79,7 @@ def find(arguments: Sequence[str]) -> Run:
         options=asdict(options),
         accumulate=trainer.accumulate_grad_batches,
         copies=len(averages),
+        trained_copies=sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=int(steps) if 0 <= steps < float("inf") else None,
     )
 
@@ -114,6 +119,7 @@ def _connected(cli: Any) -> Any:
 def _maker(cli: Any) -> Callable[[], nn.Module]:
     """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2)."""
     from ..compat.lightning import add_configured_optimizers
+    from ..lightning.names import Strategy
     from ..planning.fake_tensors import without_data
     from ..planning.planned_model import optimizers_in
 
@@ -124,6 +130,7 @@ def _maker(cli: Any) -> Callable[[], nn.Module]:
         add_configured_optimizers(cli)
         made = module.configure_optimizers()
         module.configure_optimizers = lambda: made
+        Strategy.setup_optimizers(cli.trainer.strategy, cli.trainer)  # where toggling and schedulers look (Rule 3)
         _leave_nothing(module, list(optimizers_in(made)))
         return module  # type: ignore[no-any-return]
 

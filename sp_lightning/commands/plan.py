@@ -94,6 +94,7 @@ def main(args: argparse.Namespace) -> int:
         cores=args.cores,
         link=args.link,
         copies=run.copies,
+        trained_copies=run.trained_copies,
         loss="chunked" if args.loss == "chunked" else spec.loss,
         name=spec.name,
         **run.options,
@@ -139,7 +140,8 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
             given += [f"--{name}", getattr(args, name)]
     run = find([*given, *args.rest])
     loss = None if args.loss in (None, "full", "chunked") else own_function("loss", args.loss)
-    return replace(run, spec=replace(run.spec, loss=loss), copies=run.copies if args.copies is None else args.copies)
+    run = replace(run, spec=replace(run.spec, loss=loss))
+    return run if args.copies is None else replace(run, copies=args.copies, trained_copies=0)
 
 
 def _run_of_arguments(args: argparse.Namespace) -> Run:
@@ -163,6 +165,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         options=options,
         accumulate=args.accumulate or 1,
         copies=args.copies or 0,
+        trained_copies=0,
         steps=None,
     )
 
@@ -213,7 +216,10 @@ def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
     console.print(_speed(run), markup=False, soft_wrap=True)
-    console.print(f"Change first: {plan.first}", markup=False, soft_wrap=True)
+    change, *others = re.split(r"; (?![^(]*\))", plan.first)  # what is in parentheses stays in its line
+    console.print(
+        f"Change first: {change}", *(f"- {other}" for other in others), sep="\n", markup=False, soft_wrap=True
+    )
 
 
 def _speed(run: dict[str, float]) -> str:

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available as syn
 from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.loops.utilities import _parse_loop_limits
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
@@ -76,6 +77,12 @@ def local_name(path: str) -> str:
 add_configured_optimizers: Callable[[Any], None] = operator.methodcaller(
     "_add_configure_optimizers_method_to_model", None
 )
+
+
+def set_epochs(trainer: Any) -> None:
+    """Set the number of epochs of a run that names none, as the Trainer does when it begins."""
+    limits = trainer.min_steps, trainer.max_steps, trainer.min_epochs, trainer.max_epochs
+    trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs = _parse_loop_limits(*limits, trainer)
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:

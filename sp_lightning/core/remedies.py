@@ -78,7 +78,10 @@ class HostRemedy:
 # Bytes of state per parameter: of a factored one nearly none; of an 8-bit one a scale for each 256 numbers, too.
 STATE_NBYTES = {"Adafactor": 0.0, "AdamW8bit": 2.03}
 ADAPTED = 0.01  # share of the parameters that adapters train
-_RECIPE = "python -m sp_lightning fit --config examples/lora_llm/config.yaml --trainer.precision bf16-true"
+_RECIPE = (
+    "python -m sp_lightning fit --config examples/lora_llm/config.yaml --model.name_or_path MODEL --data.path my.jsonl "
+    "--trainer.precision bf16-true"
+)
 _IN_BF16 = "weights, gradients and state are rounded to bf16, in which small updates are lost"
 _MOMENTS = "its moments have 8 bits"
 _FACTORED = "other updates than AdamW's"

@@ -261,6 +261,7 @@ class _Host:
         if into_forward:
             self.lanes["optimizer"] = NewestFirst()
         self._units = units
+        self._residents = [index for index, unit in enumerate(units) if unit.resident]
         self._works = works
         self._schedule = schedule
         self._machine = machine
@@ -297,9 +298,8 @@ class _Host:
         return first
 
     def _do(self, work: SimulatedVisit) -> Task:
-        for index, unit in enumerate(self._units):
-            if unit.resident:
-                self._visit(index)
+        for index in self._residents:
+            self._visit(index)
         self._visit(work.unit, work.pinned)
         back = None
         if work.fetched_nbytes:
@@ -406,7 +406,9 @@ class _Host:
             after = [self._stepped[index]]
 
     def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None]) -> Task:
-        earlier = {task for task in after if task is not None}
+        earlier = [task for task in after if task is not None]
+        if len(earlier) > 1:
+            earlier = list({*earlier})
         task = Task(lane, unit, work, number=len(self.tasks), waits=len(earlier), left=work)
         for other in earlier:
             other.then.append(task)

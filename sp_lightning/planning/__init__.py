@@ -34,6 +34,7 @@ def plan(
     cores: int | None = None,
     link: str | float | None = None,
     copies: int = 0,
+    trained_copies: int = 0,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training this model with the strategy.
@@ -59,6 +60,7 @@ def plan(
         host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
         cores: Physical cores for the optimizer, if they are few.
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
+        trained_copies: Copies of those weights that are trained.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """
@@ -79,5 +81,6 @@ def plan(
         cores,
         link,
         copies,
+        trained_copies,
         options,
     )

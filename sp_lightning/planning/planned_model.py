@@ -16,6 +16,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import pathlib
+import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -42,6 +44,7 @@ from .fake_tensors import FakeTensors, Unknown
 from .step_trace import GRADIENTS, KEPT, ROOT, WINDOW, WORKING, StepTrace
 from .workloads import Workload, WorkloadPart
 
+PACKAGE = pathlib.Path(__file__).parents[1]
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 HALF_BYTES = 2
@@ -571,7 +574,11 @@ def check_master_weights(options: Options, precision: str) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    """Describe an error with the last line of the user's code that led to it: one outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not pathlib.Path(frame.filename).is_relative_to(PACKAGE)]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
+    return ": ".join([*places[-1:], type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

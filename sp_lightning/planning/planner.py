@@ -66,6 +66,7 @@ def make_plan(
     cores: int | None,
     link: str | float | None,
     copies: int,
+    trained_copies: int,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
@@ -102,9 +103,11 @@ def make_plan(
     source.name = name or source.name
     if chunked:
         source = _in_chunks(source, parsed, profile)
-    if not is_int(copies) or copies < 0:
-        raise OptionError(argument="copies", found=copies, allowed="an int >= 0")
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), copies).plan()
+    for argument, count in (("copies", copies), ("trained_copies", trained_copies)):
+        if not is_int(count) or count < 0:
+            raise OptionError(argument=argument, found=count, allowed="an int >= 0")
+    both = copies, trained_copies
+    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both).plan()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
@@ -175,7 +178,7 @@ class _Planner:
         options: Options,
         left: int,
         optimizer: str,
-        copies: int,
+        copies: tuple[int, int],  # of all weights, and of those that are trained
     ) -> None:
         self.copies = copies
         self.source = source
@@ -193,7 +196,8 @@ class _Planner:
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
-        return replace(host, copies=self.copies * host.weights)
+        whole, trained = self.copies
+        return replace(host, copies=whole * host.weights + trained * host.gradients)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
@@ -443,17 +447,18 @@ class _Planner:
         if remedy.half:
             changed = replace(changed, master_weights=False)
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]
-        found: Change | None = None
+        found: tuple[Options, Requirements, int, bool] | None = None
         for options in further:
-            if options.get("activations", "recompute") != "recompute" or (found and found.nbytes <= self.available):
+            if options.get("activations", "recompute") != "recompute" or (found and found[2] <= self.available):
                 continue
             try:
                 tried = replace(changed, **options)
                 needs = source.needs(tried, self.machine)
             except SuperpipelineError:
                 continue  # the model cannot run that way
-            found = self._of_host(remedy, chosen, source, tried, needs, bool(options))
-        return found
+            needs = _frozen(needs, remedies.ADAPTED, remedy.base_bits) if remedy.adapters else needs
+            found = tried, needs, self._nbytes(needs, chosen.window, chosen.transfer), bool(options)
+        return None if found is None else self._of_host(remedy, chosen, source, *found)
 
     def _of_host(
         self,
@@ -462,6 +467,7 @@ class _Planner:
         source: PlannedModel,
         options: Options,
         needs: Requirements,
+        nbytes: int,
         recomputes: bool,
     ) -> Change:
         host, states, optimizer = self._host(source, options, needs), source.states(), self.optimizer
@@ -478,11 +484,9 @@ class _Planner:
                 optimizer=int(share * host.optimizer),
                 copies=int(share * host.copies),
             )
-            needs = _frozen(needs, share, remedy.base_bits)
         step_s = self._simulated(needs, chosen.window, chosen.transfer, self._stepping(states, optimizer)).step_s
         what = remedy.what + " and activations='recompute'" * recomputes
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
-        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
         return Change(what, nbytes, step_s, host_nbytes=host.total, bits=remedy.bits, how=how)
 
 

@@ -28,7 +28,7 @@ def elsewhere(tmp_path, monkeypatch):
 class Seen(L.Callback):
     """What a run has in its first step."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 0 and trainer.current_epoch == 0:
             self.shapes = shapes(batch)
             self.parameters = described(pl_module)
@@ -71,6 +71,7 @@ def cli_of(arguments):
     return LightningCLI(args=arguments, run=False, save_config_callback=None, trainer_defaults=strategy)
 
 
+NEEDS = {"lora_llm": "peft", "sweep": "peft", "preference": "peft", "diffusion": "diffusers"}
 CASES = [
     ("finetune_llm", ["--data.batch_size", "2", "--trainer.accumulate_grad_batches", "4", "--trainer.max_epochs", "2"]),
     ("finetune_llm", ["--trainer.precision", "bf16-true", "--data.packing", "false", "--trainer.max_steps", "3"]),
@@ -80,20 +81,44 @@ CASES = [
     ("finetune_vlm", ["--model.train", "connection", "--trainer.max_epochs", "1"]),
     ("moe", ["--trainer.max_epochs", "1"]),
     ("pretrain_small", ["--trainer.max_steps", "4", "--model.layers", "3"]),
+    ("distill", ["--trainer.max_epochs", "1", "--model.match", "both"]),
+    ("prune", ["--trainer.max_epochs", "1", "--trainer.accumulate_grad_batches", "2"]),
+    ("moefy", ["--trainer.max_epochs", "1"]),
+    ("pseudo_to_real", ["--trainer.max_steps", "3", "--model.delink_at", "3"]),  # which is never reached
+    ("pseudo_to_real", ["--trainer.max_steps", "3", "--model.delink_at", "0"]),
+    ("sweep", ["--trainer.max_epochs", "1"]),
+    ("sweep", ["--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1", "--model.dtype", "bfloat16"]),
+    ("diffusion", ["--trainer.max_epochs", "1"]),
+    ("diffusion", ["--trainer.precision", "bf16-mixed", "--model.train", "all", "--model.dtype", "bfloat16"]),
+    ("speech", ["--trainer.max_epochs", "1"]),
+    ("preference", ["--trainer.max_epochs", "1"]),
+    ("preference", ["--trainer.max_epochs", "1", "--model.train", "all"]),
 ]
+CHEAP = CASES[0], ("diffusion", ["--trainer.max_epochs", "1"])
+RECIPES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml"))
+
+
+def test_every_recipe_that_trains_has_a_case():
+    assert {recipe for recipe, _ in CASES} == {*RECIPES} - {"predict"}
 
 
 @pytest.mark.parametrize(
-    "recipe, more", [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+    "recipe, more", [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.slow) for case in CASES]
 )
 def test_what_is_planned_is_what_runs(recipe, more):
     pytest.importorskip("transformers")
-    if recipe == "lora_llm":
-        pytest.importorskip("peft")
+    if recipe in NEEDS:
+        pytest.importorskip(NEEDS[recipe])
     arguments = ["--config", str(EXAMPLES / recipe / "config.yaml"), *more, *QUIET]
     run = fit_config.find(arguments)
     found = plan(
-        run.spec.model, run.spec.batch, precision=run.precision, copies=run.copies, machine="rtx4060", **run.options
+        run.spec.model,
+        run.spec.batch,
+        precision=run.precision,
+        copies=run.copies,
+        trained_copies=run.trained_copies,
+        machine="rtx4060",
+        **run.options,
     )
     seen, given = trained(arguments)
     options = given.trainer.strategy.options
@@ -106,8 +131,11 @@ def test_what_is_planned_is_what_runs(recipe, more):
     assert found.parameters == sum(torch.Size(shape).numel() for shape, *_ in seen.parameters.values())
     aligned = 256 * len(seen.parameters)  # of a few KiB these are much
     assert found.host.weights == pytest.approx(seen.weight_nbytes, abs=aligned)
+    trainable = sum(parameter.nbytes for parameter in given.model.parameters() if parameter.requires_grad)
+    assert found.host.gradients == pytest.approx(trainable, abs=aligned)
     assert found.host.optimizer == pytest.approx(seen.state_nbytes, abs=2 * aligned)
-    assert run.copies == (recipe == "finetune_vision")
+    average = {"finetune_vision": seen.weight_nbytes, "diffusion": trainable}
+    assert found.host.copies == pytest.approx(average.get(recipe, 0), abs=aligned)
 
 
 def test_a_model_is_planned_without_its_weights(tmp_path, capsys):
@@ -194,6 +222,47 @@ def test_a_module_with_two_optimizers_and_an_average_is_planned(loss, capsys):
     assert found["host"]["weights"] == pytest.approx(weights, rel=0.05)
     assert found["host"]["copies"] == found["host"]["weights"]
     assert found["host"]["optimizer"] == pytest.approx(weights, rel=0.05)  # AdamW's two moments of a half
+
+
+class Adversaries(TwoOptimizers):
+    """Trains its halves in turn, with a schedule for each and a copy of one that is averaged."""
+
+    def __init__(self, width: int = 64, falls: int = 0):
+        super().__init__(width)
+        self.falls = falls  # by so much too many schedulers are asked for
+        self.average = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4))).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        schedulers = self.lr_schedulers()
+        schedulers[len(schedulers) - 1 + self.falls].step()
+        for optimizer, part in zip(self.optimizers(), (self.one, self.two), strict=True):
+            self.toggle_optimizer(optimizer)
+            trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            assert trained == [name for name, parameter in self.named_parameters() if parameter in {*part.parameters()}]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 1.0, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        optimizers = super().configure_optimizers()
+        return list(optimizers), [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+
+
+def test_optimizers_that_take_turns_are_planned_with_their_schedules(capsys):
+    given = "plan --model test_fit_config.Adversaries --data test_fit_config.Numbers --machine rtx4060 --json"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(given.split())
+    found = json.loads(capsys.readouterr().out)
+    assert (stopped.value.code, found["notes"], found["run"]["steps"]) == (0, [], 6 * 1000)  # epochs, as fit sets them
+    trained = 8 * 65 * 64 * 4
+    assert found["host"]["gradients"] == pytest.approx(trained, rel=0.05)
+    assert found["host"]["weights"] == pytest.approx(1.5 * trained, rel=0.05)
+    with pytest.raises(SystemExit):
+        cli.main([*given.split(), "--model.falls", "2"])
+    said = capsys.readouterr().err
+    assert re.search(r"Trainer and without data: \S+test_fit_config.py:\d+: IndexError: list index out of range", said)
 
 
 def test_plan_in_place_of_fit(capsys):

@@ -228,6 +228,15 @@ def test_what_plain_lightning_would_have_needed_is_what_it_holds(recipe):
     assert figure < held < 1.1 * figure  # tensors begin at multiples of 512 bytes; a batch is there as well
 
 
+EIGHT = ["distill", "prune", "moefy", "pseudo_to_real", "sweep", "diffusion", "speech", "preference"]
+
+
+@pytest.mark.parametrize("recipe", EIGHT)
+def test_a_recipe_for_an_idea_of_others_is_small(recipe):
+    for path in (ROOT / "examples" / recipe).glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 200, path
+
+
 def test_every_recipe_has_its_command_in_the_documentation():
     named = {part for command in COMMANDS for part in re.split(r"[/. ]", command)}
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name.isidentifier()}
@@ -1753,7 +1762,8 @@ def sweep(*names, folder, steps=2, given=()):
     return {name: safetensors.load_file(run / f"adapters/{name}/adapter_model.safetensors") for name in names}
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
     """To the last bit on the CPU; and one whose weights are not finite any more disturbs no other."""
     given = [f"--trainer.precision={precision}", "--trainer.accumulate_grad_batches=1"]
@@ -1883,9 +1893,8 @@ def test_a_model_whose_sets_would_not_be_what_they_are_alone_is_refused():
 # ---- preferences
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
-)
+@SLOW
+@pytest.mark.parametrize("arguments", [[], *VARIED], ids=lambda given: "".join(given)[:24])
 def test_all_weights_learn_beside_their_reference_as_with_plain_lightning(arguments):
     moved = "--trainer.callbacks+=test_recipes.Moved"
     streamed = fit("preference", "--model.train=all", *arguments, moved, folder="streamed")
@@ -2164,10 +2173,9 @@ def averaged(folder):
     )
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], *(pytest.param(given, marks=SLOW) for given in VARIED)], ids=lambda given: "".join(given)[:24]
-)
-@pytest.mark.parametrize("train", ["all", pytest.param("adapters", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("arguments", [[], *VARIED], ids=lambda given: "".join(given)[:24])
+@pytest.mark.parametrize("train", ["all", "adapters"])
 def test_a_unet_learns_as_with_plain_lightning_and_gives_the_same_samples(train, arguments, tiny_unet):
     safetensors = pytest.importorskip("safetensors.torch")
     given = [*tiny_unet, f"--model.train={train}"]
