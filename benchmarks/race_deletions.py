@@ -5,8 +5,8 @@
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
 inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`. Each is replaced by its arguments in a
 copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`. The output has a line for each wait; the
-exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks`` writes its result into CONTRIBUTING.md,
-between the two marks there.
+exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks`` writes its result into
+CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
