@@ -1,11 +1,12 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2]
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
-inside: see `WAITS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run against the copy. The
-output has a line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run writes its result
-into CONTRIBUTING.md, between the two marks there.
+inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`. Each is replaced by its arguments in a
+copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`. The output has a line for each wait; the
+exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks`` writes its result into
+CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py")
+_OF_RANKS = ("waits", "schedules", "stream_by_hand", "features_with_ddp", "refusals", "failures", "parity_with_ddp")
+TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
@@ -36,10 +39,13 @@ WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finis
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "bench/referee.py", "bench/turns.py"}
-# Waits of one rank for others: files, and functions of other files. They are of another kind, and were not deleted yet.
-BETWEEN_RANKS = {"ranks/board.py", "ranks/exchange.py", "ranks/owners.py", "ranks/team.py", "lightning/strategy.py"}
+# Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
+OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
+OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where units are summed, which are not due yet
+BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
+BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"runtime/engine.py: exchanging", "runtime/handle.py: settle"}
-LONGEST_S = 300
+LONGEST_S = 900
 
 
 class Wait(NamedTuple):
@@ -68,15 +74,15 @@ class Verdict(NamedTuple):
         return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
 
 
-def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]:
-    """List the waits of a package in the order of its files, but for those between ranks.
+def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of_ranks: bool = False) -> list[Wait]:
+    """List the waits of a package in the order of its files: those of ranks for others, or all but these.
 
     In the files ``beside`` no step waits.
     """
     found = all_waits(package)
     if idle := set(beside) - {wait.file for wait in found}:
         raise ValueError(f"BESIDE names files of {package} that have no wait or do not exist: {sorted(idle)}")
-    left = [wait for wait in found if wait.file not in beside and not is_between_ranks(wait)]
+    left = [wait for wait in found if wait.file not in beside and is_between_ranks(wait) == of_ranks]
     if not left:
         raise ValueError(f"no wait was found in {package}")
     return left
@@ -84,7 +90,8 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE) -> list[Wait]
 
 def is_between_ranks(wait: Wait) -> bool:
     """Whether a rank waits for others there."""
-    return not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
+    called = wait.text.partition("(")[0].rpartition(".")[2]
+    return called in OF_RANKS or not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
 
 
 def all_waits(package: pathlib.Path) -> list[Wait]:
@@ -104,7 +111,7 @@ def all_waits(package: pathlib.Path) -> list[Wait]:
 def is_wait(node: ast.AST) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in WAITS
+    return name in WAITS | OF_RANKS
 
 
 class Deletion(ast.NodeTransformer):
@@ -187,26 +194,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a file of the package, by its path there, or a line: engine.py:195")
     parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
+    parser.add_argument("--ranks", action="store_true", help="delete the waits of ranks for others")
     options = parser.parse_args()
+    tests = TESTS_OF_RANKS if options.ranks else TESTS
     with tempfile.TemporaryDirectory() as name:
         source = copied(ROOT, pathlib.Path(name))  # edits to the checkout do not change it meanwhile
-        found = [wait for wait in waits(source / "sp_lightning") if options.only in f"{wait.file}:{wait.line}"]
+        listed = waits(source / "sp_lightning", of_ranks=options.ranks)
+        found = [wait for wait in listed if options.only in f"{wait.file}:{wait.line}"]
         if not found:
             say(f"no wait is in {options.only!r}")
             return 2
-        unchanged = verdict(source)
+        unchanged = verdict(source, tests=tests)
         if unchanged.status:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
         results: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
             for wait, result in zip(
-                found, pool.map(lambda wait: verdict(source, partial(delete, wait)), found), strict=True
+                found,
+                pool.map(lambda wait: verdict(source, partial(delete, wait), tests), found),
+                strict=True,
             ):
                 say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {result}")
                 results.append((wait, result))
     missed = sum(not result.caught for _, result in results)
-    if not options.only:
+    if not options.only and not options.ranks:
         write(summary(results))
     say(f"{len(found)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0

@@ -167,9 +167,10 @@ class SeveralDevices(OneDevice):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if self.is_distributed and dist.is_initialized():
-            with self._with_all_ranks("a barrier"):
-                dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
+        if self.ranks is not None:
+            self.ranks.meet("a barrier")
+        elif self.is_distributed and dist.is_initialized():  # after a run
+            dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of one rank."""

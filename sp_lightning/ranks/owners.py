@@ -185,7 +185,6 @@ class Owners:
                 else:
                     optimizer.state[parameter][key] = value
             torch.autograd.graph.increment_version(parameter)
-        self._board.meet()
         for _, slab, pages in self._edits:
             slab.drop(pages)
         self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []

@@ -25,6 +25,7 @@ DAILY = {
     "schedulers",
     "skips, accumulation",
     "swa",
+    "turned gradients",
     "weights of rank 0",
 }
 OPTIONS = [{"window": 1}, {"window": 2, "activations": "recompute"}, {"window": 3, "transfer": 2}, {}]

@@ -178,6 +178,16 @@ class AddsNoise(Plain):
         self.net.stem.weight.grad.view(-1)[1 - self.global_rank] += 0
 
 
+class TurnsGradients(Plain):
+    """Replaces gradients by ones of other strides, on every rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                parameter.grad = (parameter.grad * 0.5).t().contiguous().t()
+        self.net.head.bias.grad = torch.ones(()).expand_as(self.net.head.bias)
+
+
 class ReplacesStateOnOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.trainer.optimizers[0].state[self.net.stem.weight]
@@ -561,6 +571,7 @@ FEATURES = {
     "regulariser": Feature(Regularised, settings={"batches": 6}),
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
     "norms": Feature(NormsOfGradients),
+    "turned gradients": Feature(TurnsGradients),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
     "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),

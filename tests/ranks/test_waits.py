@@ -1,0 +1,48 @@
+"""Waits of ranks for others that a whole run seldom needs: each is needed here (benchmarks/race_deletions.py)."""
+
+import processes
+import pytest
+import waiting
+
+
+@pytest.mark.parametrize(("what", "failed"), [("meeting", 1), ("memory", 0)])
+def test_a_wait_ends_at_once_when_another_rank_failed_that_is_still_alive(what, failed):
+    said, at_once = processes.run(2, waiting.after_a_failure, what, failed)[1 - failed]
+    assert at_once and f"rank {failed} failed" in said
+
+
+def test_a_collective_ends_at_once_when_another_rank_failed_that_is_still_alive():
+    (said, at_once), _ = processes.run(2, waiting.in_a_collective)
+    assert at_once and "rank 1 failed" in said
+
+
+def test_a_rank_that_is_slow_reads_the_numbers_of_its_own_exchange():
+    expected = [[0, 1], [10, 11], [20, 21]]
+    assert processes.run(2, waiting.exchanged) == [expected, expected]
+
+
+def test_a_run_whose_backward_failed_beside_sums_closes():
+    assert processes.run(2, waiting.closed_after_a_failure, timeout=60) == [True, True]
+
+
+def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
+    assert processes.run(2, waiting.after_a_failure_of_all, timeout=60) == [True, True]
+
+
+def test_a_unit_is_summed_once():
+    assert processes.run(2, waiting.most_sums_of_a_unit) == [1, 1]
+
+
+def test_a_rank_that_is_slow_to_compare_edits_does_not_find_the_step_of_another():
+    assert processes.run(2, waiting.edited_before_a_step) == [True, True]
+
+
+def test_a_barrier_in_a_fit_and_one_after_it_wait_for_all():
+    (inside, after), _ = processes.run(2, waiting.at_barriers)
+    assert min(inside, after) > waiting.SLOW_S / 2
+
+
+def test_what_is_loaded_is_shared_at_once(tmp_path):
+    processes.run(2, waiting.save, str(tmp_path / "half.ckpt"))
+    assert processes.run(2, waiting.bytes_of_its_own, str(tmp_path / "half.ckpt")) == [0, 0]
+    assert processes.run(2, waiting.state_when_it_was_loaded, str(tmp_path / "half.ckpt")) == [True, True]

@@ -1,0 +1,311 @@
+"""What ranks do where only one wait of theirs keeps the result: one rank is slow, or failed, at that place.
+
+Each is a function for processes.py, Rule 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import ranked_runs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import models
+import sp_lightning
+from sp_lightning.errors import PeerError
+from sp_lightning.memory.weights import same_bytes
+from sp_lightning.ranks import faces
+from sp_lightning.ranks.board import Board, Ranks
+from sp_lightning.ranks.connection import connect
+
+SLOW_S = 1.0  # for which the second rank is not there
+ALIVE_S = 4.0  # for which a rank that failed stays alive
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[Ranks]:
+    """Connect the ranks, without a model."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    ranks = connect(None, torch.device("cpu"), timedelta(seconds=60))
+    assert ranks is not None
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def after_a_failure(what: str, failed: int) -> tuple[str, bool]:
+    """Wait for a rank that failed and is still alive; return the error, and whether it came at once."""
+    with connected() as ranks:
+        if ranks.rank == failed:
+            ranks.fail()
+            time.sleep(ALIVE_S)
+            return "", True
+        begin = time.monotonic()
+        try:
+            {"meeting": lambda: ranks.meet("a meeting"), "memory": lambda: Board(ranks, 1)}[what]()
+        except PeerError as error:
+            return str(error), time.monotonic() - begin < ALIVE_S / 2
+        return "no error", False
+
+
+class SlowWords:
+    """The words of a board, for a rank that is slow to read them."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.2)
+        return self.words[index]
+
+    def __setitem__(self, index: int, number: int) -> None:
+        self.words[index] = number
+
+
+def exchanged() -> list[list[int]]:
+    """Return what a rank that reads slowly, and one that does not, read at two exchanges in a row."""
+    with connected() as ranks:
+        board = Board(ranks, 1)
+        if ranks.rank == 1:
+            board._words = SlowWords(board._words)  # type: ignore[assignment]
+        return [board.exchange(10 * number + ranks.rank) for number in range(3)]
+
+
+class Blocks(nn.Module):
+    """Blocks of which the first one's backward fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if index == 0:
+                x.register_hook(self.fail)
+        return x
+
+    def fail(self, grad: Tensor) -> None:
+        if self.fails:
+            raise RuntimeError("this backward fails")
+
+
+@contextlib.contextmanager
+def slow_sums(net: nn.Module) -> Iterator[Counter[tuple[int, str]]]:
+    """Stream a module with slow sums; count how often a unit is summed in each exchange."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+        exchange = handle.engine.team.exchange
+        sums, counted = exchange._sum, Counter()
+
+        def slowly(store: Any) -> Any:
+            counted[exchange._count, store.unit.name] += 1
+            found = sums(store)
+            time.sleep(0.2)
+            return found
+
+        exchange._sum = slowly
+        yield counted
+
+
+def closed_after_a_failure() -> bool:
+    """Close a run in whose backward every rank failed, after units were summed beside it; return whether it came."""
+    net = Blocks()
+    with contextlib.suppress(RuntimeError), slow_sums(net):
+        for step in range(4):
+            net.fails = step == 3
+            net(torch.ones(2, 8)).sum().backward()
+    return net.fails
+
+
+def after_a_failure_of_all() -> bool:
+    """Go on after a backward in which every rank failed; return whether the next one is a plain run's."""
+    torch.manual_seed(0)
+    net = Blocks()
+    plain = copy.deepcopy(net)
+    with slow_sums(net):
+        for step in range(5):
+            net.fails = step == 3
+            net.zero_grad()
+            with contextlib.suppress(RuntimeError):
+                net(torch.full((2, 8), float(step))).sum().backward()
+        plain(torch.full((2, 8), 4.0)).sum().backward()
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        return all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+
+
+def most_sums_of_a_unit() -> int:
+    """Return how often a unit is summed in one exchange at most."""
+    net = Blocks()
+    with slow_sums(net) as counted:
+        for _ in range(4):
+            net(torch.ones(2, 8)).sum().backward()
+    return max(counted.values())
+
+
+def edited_before_a_step() -> bool:
+    """Edit weights before a step, with one rank slow to compare; return whether the step is a plain run's."""
+    torch.manual_seed(0)
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    plain = copy.deepcopy(net)
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD), pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(faces, "same_bytes", lambda *two: (time.sleep(0.2), same_bytes(*two))[1])
+        for model in (net, plain):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(2, 8)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            optimizer.step()
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+class Collective(L.Callback):
+    """The second rank fails where the first one comes to a collective, and stays alive for a while."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            trainer.strategy.ranks.fail()
+            time.sleep(ALIVE_S)
+            raise KeyboardInterrupt
+        begin = time.monotonic()
+        try:
+            trainer.strategy.reduce(torch.ones(()))
+        except PeerError as error:
+            self.found = str(error), time.monotonic() - begin < ALIVE_S / 2
+            raise KeyboardInterrupt from None
+
+
+def in_a_collective() -> tuple[str, bool]:
+    """Return the error in a Trainer's collective for which another rank does not come, and whether it came at once."""
+    callback = Collective()
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        _trainer(callback).fit(*_task())
+    return getattr(callback, "found", ("", True))
+
+
+class Meets(L.Callback):
+    """A barrier in a run, to which the second rank comes late."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.waited = _waited(trainer)
+
+
+def _waited(trainer: L.Trainer) -> float:
+    if int(os.environ["LOCAL_RANK"]) == 1:
+        time.sleep(SLOW_S)
+    begin = time.monotonic()
+    trainer.strategy.barrier()
+    return time.monotonic() - begin
+
+
+def at_barriers() -> tuple[float, float]:
+    """Return for how long a barrier in a fit, and one after it, wait for the second rank."""
+    callback = Meets()
+    trainer = _trainer(callback)
+    trainer.fit(*_task())
+    return callback.waited, _waited(trainer)
+
+
+class LoadsSlowly(ranked_runs.RankedModule):
+    """Loads the optimizer's state late on the second rank."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        load = optimizer.load_state_dict
+
+        def slowly(state: Any) -> None:
+            time.sleep(SLOW_S * (int(os.environ["LOCAL_RANK"]) == 1))
+            load(state)
+
+        optimizer.load_state_dict = slowly
+        return optimizer
+
+
+def _moments(optimizer: Any) -> list[Tensor]:
+    return [state["exp_avg"].clone() for state in optimizer.state_dict()["state"].values()]
+
+
+def state_when_it_was_loaded(checkpoint: str) -> bool:
+    """Train from a checkpoint; return whether the state was the checkpoint's as soon as it was loaded here."""
+    seen: list[list[Tensor]] = []
+
+    class Sees(sp_lightning.SuperpipelineStrategy):
+        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            super().load_optimizer_state_dict(checkpoint)
+            seen.append(_moments(self.optimizers[0]))
+
+    case = models.case("mlp")
+    _, data = _task()
+    trainer = _trainer(epochs=2, strategy=Sees(units=case.units))
+    trainer.fit(LoadsSlowly(case, "adamw"), data, ckpt_path=checkpoint)
+    states = torch.load(checkpoint, weights_only=False)["optimizer_states"][0]["state"].values()
+    expected = [state["exp_avg"] for state in states]
+    return all(torch.equal(one, other) for one, other in zip(seen[0], expected, strict=True))
+
+
+class Written(L.Callback):
+    """How many bytes a rank has of its own after it loaded weights in a run."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.strategy.load_model_state_dict(torch.load(self.checkpoint, weights_only=False))
+        handle = trainer.strategy.handle
+        stores = [unit.store for unit in handle.engine.units]
+        self.found = sum(end - start for store in stores for start, end in store.shared.private())
+
+
+def bytes_of_its_own(checkpoint: str) -> int:
+    """Load weights in a run; return how many bytes of them this rank had of its own then."""
+    callback = Written(checkpoint)
+    _trainer(callback).fit(*_task())
+    return callback.found
+
+
+def save(checkpoint: str) -> None:
+    """Leave a checkpoint."""
+    trainer = _trainer()
+    trainer.fit(*_task())
+    trainer.save_checkpoint(checkpoint)
+
+
+def _trainer(*callbacks: L.Callback, epochs: int = 1, strategy: Any = "superpipeline") -> L.Trainer:
+    return L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_epochs=epochs,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _task() -> tuple[L.LightningModule, Any]:
+    case = models.case("mlp")
+    data = torch.utils.data.DataLoader([case.batch(i) for i in range(4)], batch_size=None, shuffle=False)
+    return ranked_runs.RankedModule(case, "adamw"), data
