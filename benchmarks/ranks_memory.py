@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = ("made in __init__", "configure_model", "resumed")
+CASES = ("made in __init__", "configure_model", "resumed", "accumulated", "clipped")
 STEPS = 5  # the first one finds out which units may be summed early, and two more shrink the boxes
 BATCH = 4
 MAPPED = 1 << 22
@@ -182,8 +182,10 @@ def measure(options: argparse.Namespace) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=list(callbacks),
+            accumulate_grad_batches=2 if options.case == "accumulated" else 1,
+            gradient_clip_val=0.1 if options.case == "clipped" else None,
         )
-        batches = [torch.randn(BATCH, model.sizes[1]) for _ in range(2 * STEPS * size)]
+        batches = [torch.randn(BATCH, model.sizes[1]) for _ in range(4 * STEPS * size)]
         before = dict(os.environ)
         trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None), ckpt_path=checkpoint)
         os.environ.update(before)

@@ -30,6 +30,7 @@ from ..errors import OptionError, PeerError, UnsupportedError
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
+from ..runtime.preflight import check_copies
 from .names import ScriptLauncher
 from .one_device import OneDevice
 
@@ -112,7 +113,7 @@ class SeveralDevices(OneDevice):
                     "several devices need a process each, which a notebook cannot start: write a script and run it "
                     "with python or torchrun, or pass devices=1"
                 )
-            self._launcher = ScriptLauncher(self.cluster_environment, self._num_processes, 1)
+            self._launcher = _Launcher(self.cluster_environment, self._num_processes, 1)
 
     # ---- setup
 
@@ -210,3 +211,13 @@ class SeveralDevices(OneDevice):
             yield
         finally:
             self._syncs_gradients = True
+
+
+class _Launcher(ScriptLauncher):
+    """Lightning's launcher of a process for each device; it looks whether there is room for what they will make."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the processes, then call the function."""
+        if trainer is not None and not self.cluster_environment.creates_processes_externally:
+            check_copies(trainer.lightning_module, self.num_processes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -213,10 +213,18 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 not fits,
                 fits,
                 ranks=self.ranks,
+                own_gradients=self._writes_gradients(),
             )
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
+
+    def _writes_gradients(self) -> bool:
+        """Whether every rank accumulates gradients, or writes to them, by what the user passed to the Trainer."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
+        return bool(trainer.gradient_clip_val or scales or trainer.accumulate_grad_batches > 1)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)

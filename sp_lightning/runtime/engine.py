@@ -46,7 +46,7 @@ from ..memory.unit_store import UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
 from ..ranks.board import Ranks
-from ..ranks.team import Team, check_alike, shared_slab
+from ..ranks.team import Team, shared_slab
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
@@ -67,8 +67,6 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if ranks is not None:
-            check_alike(ranks, units)
         self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
