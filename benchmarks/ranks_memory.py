@@ -6,9 +6,10 @@ Each case trains a model of 537 MB of FP32 parameters with AdamW on the CPU, whi
 proportional set size of all ranks (``/proc/PID/smaps_rollup``: a page that four processes map counts a quarter in
 each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile.
 
-Expected are, in bytes per parameter: 4 for the weights, 4 for the gradients and 8 for the state, once; and in each rank
-what computes there: a window of units, the gradients of a unit, and what is on its way. Where the CPU computes, its
-memory is mapped block by block, as an accelerator's is (host_memory.py).
+Expected is what a plan counts (footprint.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
+and 8 for the state, once, and in each rank a unit's gradients on their way; where gradients are accumulated or clipped,
+4 more in each rank. Beside it is what computes in each rank: a window of units. Where the CPU computes, its memory is
+mapped block by block, as an accelerator's is (host_memory.py).
 
 In the table, "made" is N copies: a model that ``__init__`` makes is each rank's own until the run begins. The case
 ``configure_model`` makes it on the meta device in all ranks, and has none.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import sp_lightning
     from sp_lightning.core import malloc
+    from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
 
     (size,) = options.ranks
     malloc.LARGEST = MAPPED
@@ -211,15 +214,20 @@ def measure(options: argparse.Namespace) -> None:
     trainer = train(model, path, done + STEPS, Watch())
     stats = trainer.strategy.handle.stats()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    unit = 4 * parameters // options.blocks
-    each = {"windows of the ranks": size * unit, "gradients on their way": size * unit}
-    weights = {"weights": 4 * parameters}
-    gradients = {"gradients": 4 * parameters}
-    state = {"state": 8 * parameters}
+    units = [UnitHostBytes.of(block.parameters()) for block in model.blocks]
+    window = {"windows of the ranks": size * units[0].weights}
+    if size == 1:
+        window["a unit's gradients"] = units[0].trained
+
+    def planned(own_gradients: bool) -> dict[str, int]:
+        terms = host_bytes(units, states=2).of_ranks(size, units[0].trained, own_gradients)
+        return {name: nbytes for name, nbytes in asdict(terms).items() if nbytes}
+
+    run = planned(trainer.strategy.writes_gradients)
     expected = {
-        "at the start": weights | (state if path else {}),
-        "after backward": weights | gradients | state | each,
-        "in the run": weights | gradients | state | each,
+        "at the start": {name: run[name] for name in ("weights", "optimizer") if path or name == "weights"},
+        "after backward": planned(trainer.accumulate_grad_batches > 1) | window,
+        "in the run": run | window,
     }
     if options.rank == 0:
         print(json.dumps({"phases": phases, "expected": expected, "parameters": parameters, "stats": str(stats)}))

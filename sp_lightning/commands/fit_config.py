@@ -38,6 +38,8 @@ class Run:
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
     steps: int | None  # of the optimizer, in the whole run; None if it has no end
+    devices: int = 1  # each with such a batch
+    own_gradients: bool = False  # whether each of several devices has gradients of its own (footprint.py, Rule 5)
 
 
 def find(arguments: Sequence[str]) -> Run:
@@ -76,6 +78,8 @@ def find(arguments: Sequence[str]) -> Run:
         accumulate=trainer.accumulate_grad_batches,
         copies=len(averages),
         steps=int(steps) if 0 <= steps < float("inf") else None,
+        devices=trainer.strategy.world_size,
+        own_gradients=trainer.strategy.writes_gradients,
     )
 
 

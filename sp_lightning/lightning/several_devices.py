@@ -183,7 +183,7 @@ class SeveralDevices(OneDevice):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
         """Reduce a tensor over all ranks."""
-        if not (self.is_distributed and isinstance(tensor, torch.Tensor)):
+        if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
             return tensor
         with self._with_all_ranks("a reduction", group):
             return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)

@@ -213,13 +213,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 not fits,
                 fits,
                 ranks=self.ranks,
-                own_gradients=self._writes_gradients(),
+                own_gradients=self.writes_gradients,
             )
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
 
-    def _writes_gradients(self) -> bool:
+    @property
+    def writes_gradients(self) -> bool:
         """Whether every rank accumulates gradients, or writes to them, by what the user passed to the Trainer."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer

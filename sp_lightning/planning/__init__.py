@@ -33,6 +33,8 @@ def plan(
     cores: int | None = None,
     link: str | float | None = None,
     copies: int = 0,
+    devices: int = 1,
+    own_gradients: bool = False,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training this model with the strategy.
@@ -58,6 +60,9 @@ def plan(
         host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
         cores: Physical cores for the optimizer, if they are few.
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
+        devices: The devices of this machine that train together, each with a batch of its own.
+        own_gradients: With several devices: whether each rank has all gradients once more, as with accumulation,
+            clipping or ``zero_grad(set_to_none=False)``. Gradient scaling is known by the precision.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """
@@ -78,5 +83,7 @@ def plan(
         cores,
         link,
         copies,
+        devices,
+        own_gradients,
         options,
     )
