@@ -7,9 +7,9 @@ proportional set size of all ranks (``/proc/PID/smaps_rollup``: a page that four
 each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile.
 
 Expected is what a plan counts (footprint.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
-and 8 for the state, once, and in each rank a unit's gradients on their way; where gradients are accumulated or clipped,
-4 more in each rank. Beside it is what computes in each rank: a window of units. Where the CPU computes, its memory is
-mapped block by block, as an accelerator's is (host_memory.py).
+and 8 for the state, once, and in each rank the gradients of the units that are on their way to their owners; where they
+are accumulated or clipped, 4 more in each rank. Beside it is what computes in each rank: a window of units. Where the
+CPU computes, its memory is mapped block by block, as an accelerator's is (host_memory.py).
 
 In the table, "made" is N copies: a model that ``__init__`` makes is each rank's own until the run begins. The case
 ``configure_model`` makes it on the meta device in all ranks, and has none.
@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("made in __init__", "configure_model", "resumed", "accumulated", "clipped")
-STEPS = 5  # the first one finds out which units may be summed early, and two more shrink the boxes
+STEPS = 5  # two of them shrink the boxes
 BATCH = 4
 MAPPED = 1 << 22
 
@@ -109,6 +109,7 @@ def measure(options: argparse.Namespace) -> None:
     import sp_lightning
     from sp_lightning.core import malloc
     from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
+    from sp_lightning.ranks.exchange import AHEAD
 
     (size,) = options.ranks
     malloc.LARGEST = MAPPED
@@ -169,7 +170,7 @@ def measure(options: argparse.Namespace) -> None:
             note("at the start")
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            note("after backward")
+            note("after backward" if trainer.global_step > done else "after the first backward")
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             note("in the run")
@@ -219,14 +220,16 @@ def measure(options: argparse.Namespace) -> None:
     if size == 1:
         window["a unit's gradients"] = units[0].trained
 
-    def planned(own_gradients: bool) -> dict[str, int]:
-        terms = host_bytes(units, states=2).of_ranks(size, units[0].trained, own_gradients)
+    def planned(own_gradients: bool, states: int = 2) -> dict[str, int]:
+        terms = host_bytes(units, states=states).of_ranks(size, (AHEAD + 1) * units[0].trained, own_gradients)
         return {name: nbytes for name, nbytes in asdict(terms).items() if nbytes}
 
+    own_gradients = trainer.accumulate_grad_batches > 1
     run = planned(trainer.strategy.writes_gradients)
     expected = {
         "at the start": {name: run[name] for name in ("weights", "optimizer") if path or name == "weights"},
-        "after backward": planned(trainer.accumulate_grad_batches > 1) | window,
+        "after the first backward": planned(own_gradients, 2 if path else 0) | window,
+        "after backward": planned(own_gradients) | window,
         "in the run": run | window,
     }
     if options.rank == 0:

@@ -5,7 +5,7 @@
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
 5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, averages
-   and staging buffers of its own, and a unit's gradients on their way to the others. It has all gradients once more if
+   and staging buffers of its own, and some units' gradients on their way. It has all gradients once more if
    it accumulates them, or writes to them: by clipping, gradient scaling, ``zero_grad(set_to_none=False)``.
 """
 
@@ -63,12 +63,12 @@ class HostBytes:
         """The sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
 
-    def of_ranks(self, ranks: int, largest: int, own_gradients: bool = False, shared_state: bool = True) -> HostBytes:
+    def of_ranks(self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True) -> HostBytes:
         """Return what this many ranks need together (Rule 5).
 
         Args:
             ranks: The number of devices.
-            largest: Bytes of the gradients of the unit that has most.
+            under_way: Bytes of gradients that a rank may have on their way.
             own_gradients: Whether each rank has gradients of its own.
             shared_state: Whether each rank steps a part, or every one all parameters with a state of its own.
         """
@@ -83,7 +83,7 @@ class HostBytes:
             optimizer=max(1, alone) * self.optimizer,
             activations=ranks * self.activations,
             copies=ranks * self.copies,
-            under_way=ranks * largest,
+            under_way=ranks * under_way,
             ring=ranks * self.ring,
         )
 

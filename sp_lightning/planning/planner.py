@@ -31,6 +31,7 @@ from ..memory.device import find
 from ..memory.footprint import HostBytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options, is_int, parse_bytes
+from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
 from .dry_run import Runner
@@ -220,9 +221,9 @@ class _Planner:
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
-        largest = max((cost.down_nbytes for cost in needs.costs), default=0)
+        under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
         cut = not optimizer or optimizer.lower() in CUT
-        return host.of_ranks(self.ranks.size, largest, self.ranks.own_gradients, cut)
+        return host.of_ranks(self.ranks.size, under_way, self.ranks.own_gradients, cut)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""

@@ -36,7 +36,7 @@ from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
-from ..compat.tensors import admits_hooks, in_transform, storage_id
+from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -398,11 +398,17 @@ class Engine:
             self.exchanges = before
 
     @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Exchange the gradients of one backward, in this context, with the other ranks."""
+    def exchanging(self, loss: Tensor) -> Iterator[None]:
+        """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         assert self.team is not None
-        self.team.exchange.begin()
-        yield
+        exchange = self.team.exchange
+        exchange.begin(None)
+        if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
+            hook = loss.register_hook(lambda _: exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
+            yield
+            hook.remove()
+        else:
+            yield
         self.land()
         with quietly():
             self.team.exchange_gradients()
@@ -422,7 +428,7 @@ class Engine:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done, self.phases.in_scope)
         if self.team is not None and self.exchanges:
-            self.team.exchange.begin()
+            self.team.exchange.begin(graph_task())
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.current_step.finish()
