@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..compat.lightning import EmptyInit, average_device, move_optimizers, set_average_device, setup_model
+from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
@@ -140,6 +140,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def setup_environment(self) -> None:
         """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
         super().setup_environment()
+        if self.is_distributed:
+            reset_seed()
         self._set_up_ranks()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer

@@ -80,7 +80,8 @@ class Engine:
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         if ranks is not None:
-            self.team = Team(ranks, device, [unit.store for unit in self.units])
+            with quietly():  # other modules may be streamed already, and have reads of weights watched
+                self.team = Team(ranks, device, [unit.store for unit in self.units])
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own

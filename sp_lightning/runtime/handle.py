@@ -75,6 +75,7 @@ class Handle:
         ranks: Ranks | None = None,
         group: Any = None,
         own_gradients: bool = False,
+        exchanges: bool = False,
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
@@ -86,8 +87,9 @@ class Handle:
         self._counters = Counters()  # of all engines, one after the other
         self._ranks = ranks  # of several devices, each of which has a handle like this one
         self._own_gradients = own_gradients  # whether each certainly has gradients of its own (footprint.py, Rule 5)
-        self.group = group  # in a loop by hand: every backward exchanges gradients, but for those in `no_sync`
+        self.group = group  # in a loop by hand
         self._by_hand = group is not None
+        self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self._attach()
@@ -104,6 +106,11 @@ class Handle:
     def managed(self) -> list[str]:
         """The names of all streamed parameters, as ``named_parameters()`` has them."""
         return [name for streamed in self.engine.units for name in streamed.store.names]
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that stream the module, one for each device."""
+        return 0 if self._ranks is None else self._ranks.rank
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory."""
@@ -319,7 +326,7 @@ class Handle:
                 units, self._slots, self.device, self.options, self._counters, self._compute_dtype, self._ranks
             )
             self.engine.window.only_inference = self._only_inference
-            self.engine.exchanges = self._by_hand
+            self.engine.exchanges = self._exchanges
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             self._entries.append(RootEntry(self.module, self))
