@@ -8,7 +8,7 @@ each): its growth since before the model was made. The ranks stop for it, so tha
 
 Expected is what a plan counts (footprint.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
 and 8 for the state, once, and in each rank the gradients of the units that are on their way to their owners; where they
-are accumulated or clipped, 4 more in each rank. Beside it is what computes in each rank: a window of units. Where the
+are accumulated, 4 more in each rank. Beside it is what computes in each rank: a window of units. Where the
 CPU computes, its memory is mapped block by block, as an accelerator's is (host_memory.py).
 
 In the table, "made" is N copies: a model that ``__init__`` makes is each rank's own until the run begins. The case

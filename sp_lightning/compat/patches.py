@@ -77,6 +77,10 @@ OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")
 # arrived there: garbage, now and then.
 UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 
+# ranks/clipping.py, while several devices train a module. Each rank would have a copy of all gradients once they are
+# clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
+CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")
+
 # planning/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
 RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 

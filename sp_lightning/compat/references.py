@@ -31,6 +31,12 @@ def references(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
 
 
+def caller_has(name: str, module: str) -> bool:
+    """Whether the caller of the calling function has a local variable of this name, in a function of this module."""
+    frame = sys._getframe(2)
+    return frame.f_globals.get("__name__") == module and name in frame.f_locals
+
+
 def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
     """Count the tensors and objects that refer to each tensor's bytes."""
     return list(map(_storage_uses, map(storage_id, map(Tensor.untyped_storage, tensors))))

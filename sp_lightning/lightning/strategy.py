@@ -227,7 +227,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         scales = getattr(self.precision_plugin, "scaler", None) is not None
-        return bool(trainer.gradient_clip_val or scales or trainer.accumulate_grad_batches > 1)
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"  # the norm's has none
+        return clips or scales or bool(trainer.accumulate_grad_batches > 1)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)

@@ -6,7 +6,7 @@
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
 5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, averages
    and staging buffers of its own, and some units' gradients on their way. It has all gradients once more if
-   it accumulates them, or writes to them: by clipping, gradient scaling, ``zero_grad(set_to_none=False)``.
+   it accumulates them, or writes to them: by clipping values, gradient scaling, ``zero_grad(set_to_none=False)``.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.machine import Machine
 from ..core.simulation import simulate
 from .forecast import Change, Plan, SweepPoint
-from .workloads import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from .workloads import Workload
 
 __all__ = ["Change", "Plan", "SweepPoint", "plan", "simulate"]
 
@@ -62,7 +63,7 @@ def plan(
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
         devices: The devices of this machine that train together, each with a batch of its own.
         own_gradients: With several devices: whether each rank has all gradients once more, as with accumulation,
-            clipping or ``zero_grad(set_to_none=False)``. Gradient scaling is known by the precision.
+            clipping of values or ``zero_grad(set_to_none=False)``. Gradient scaling is known by the precision.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """

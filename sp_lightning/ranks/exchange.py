@@ -61,6 +61,7 @@ from .shared_memory import PAGE, SharedSlab, paged
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
 ROOM = 4  # a box has room for this many times the gradients: they are laid out again when types change
+ENDED = (1 << 32) - 1  # more units than there are: a rank whose backward has ended posts none
 AHEAD = 2  # units whose gradients a rank may have on their way when it takes room for another one's (Rule 8)
 PAUSE_S = 2e-4  # between two looks for units that all ranks have posted
 PART = 1 << 18  # elements that an owner sums at a time
@@ -252,7 +253,6 @@ class Exchange:
             while len(backward.under_way) > AHEAD:
                 self._post_next(backward)
         if self._waiting_for(backward):
-            self.board.post(self._stands, self._count)
             self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
             self.board.post(self._stands, 0)
 
@@ -260,19 +260,29 @@ class Exchange:
         """List the ranks that a rank which is too far ahead waits for; give back what owners have summed (Rule 8)."""
         if backward.job is not None and backward.job.done():
             backward.job.result()  # raises what ended it
-        held = self._reclaim(backward)
-        if len(held) + len(backward.under_way) <= AHEAD:
-            return []
         ranks = range(self._ranks.size)
-        for store in held:
-            if self._all_at(self._units[store]):
-                return [rank for rank in ranks if self.board.read(rank, self._done[store]) != self._count]
-        return [rank for rank in ranks if rank != self._ranks.rank and self._goes_on(rank, held)]
+        while True:
+            held = self._reclaim(backward)
+            if len(held) + len(backward.under_way) <= AHEAD:
+                return []
+            posted = next((store for store in held if self._all_at(self._units[store])), None)
+            if posted is None:
+                summed = sum(self._all_at(self._done[store]) for store in self.stores)
+                self._stand(summed)  # before it looks at the others: of two that wait for each other, one goes on
+                return [rank for rank in ranks if rank != self._ranks.rank and self._goes_on(rank, held, summed)]
+            if behind := [rank for rank in ranks if self.board.read(rank, self._done[posted]) != self._count]:
+                return behind
+            # All owners have summed it in the meantime.
 
-    def _goes_on(self, rank: int, held: Sequence[UnitStore]) -> bool:
+    def _stand(self, summed: int) -> None:
+        """Say that this rank waits until more units are summed than these (Rule 8)."""
+        self.board.post(self._stands, self._count * (ENDED + 1) + summed)
+
+    def _goes_on(self, rank: int, held: Sequence[UnitStore], summed: int) -> bool:
         """Whether a rank has not posted one of these units, and may do so before this rank goes on."""
+        exchange, until = divmod(self.board.read(rank, self._stands), ENDED + 1)
         missing = any(self.board.read(rank, self._units[store]) != self._count for store in held)
-        return missing and self.board.read(rank, self._stands) != self._count
+        return missing and (exchange != self._count or until < summed)  # else it waits, and has no reason to wake up
 
     def _reclaim(self, backward: _Backward) -> list[UnitStore]:
         """Give back the regions of units that all owners have summed; return the whole units that they have not."""
@@ -385,7 +395,7 @@ class Exchange:
 
     def end_backward(self) -> None:
         """Note that this rank's backward has ended: others wait for its gradients no longer (Rule 8)."""
-        self.board.post(self._stands, self._count)
+        self._stand(ENDED)
 
     def finish(self) -> None:
         """Exchange what this backward made. Every rank comes here (Rules 1 to 3)."""
@@ -430,6 +440,29 @@ class Exchange:
                         "well: call self.manual_backward(loss) instead of loss.backward(), and step after a backward "
                         "outside of no_sync"
                     )
+
+    # ---- for clipping.py
+
+    def truth(self, store: UnitStore) -> Tensor:
+        """Return the shared bytes of a unit's mean gradients."""
+        return self._sums[store].slab.truth
+
+    def is_mean(self, store: UnitStore, index: int) -> bool:
+        """Whether a parameter's ``.grad`` is the face of the mean."""
+        return true_grad(store.params[index]) is self._sums[store].views[index]
+
+    def unseen(self, store: UnitStore, indices: Sequence[int], references: int) -> set[int]:
+        """Return which of these gradients nothing else refers to, but for so many references to each.
+
+        None if this rank wrote to any gradient of the unit.
+        """
+        sums = self._sums[store]
+        if sums.slab.private():
+            return set()
+        traces = _traces([sums.views[index] for index in indices])
+        return {index for index, seen in zip(indices, traces, strict=True) if seen == _own_traces(True, references)}
+
+    # ---- details
 
     def _keep_old(self, backward: _Backward, store: UnitStore) -> None:
         """Keep the bytes of gradients that user code still refers to (Rule 4)."""
@@ -543,6 +576,13 @@ def _traces(views: list[Tensor]) -> list[tuple[int, ...]]:
 
 
 @functools.cache
-def _own_traces() -> tuple[int, ...]:
-    """Read the traces of a tensor that only a list refers to."""
-    return _traces([torch.zeros(1, device="cpu")])[0]
+def _own_traces(is_grad: bool = False, references: int = 0) -> tuple[int, ...]:
+    """Read the traces of a tensor to which the list of views refers, the one that is looked at, and what is named."""
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    views = [torch.zeros(1, device="cpu")]
+    others = [*views] * references
+    if is_grad:
+        parameter.grad = views[0]
+    found = _traces([*views])[0]
+    del others
+    return found

@@ -55,18 +55,19 @@ class Faces:
         found = {store: store.shared.private() for store in self._stores if store.may_differ()}
         return {store: pages for store, pages in found.items() if pages}
 
-    def settle(self, of_state: bytes = b"") -> None:
-        """Make true what users wrote. Every rank comes here (Rules 1 and 3), with a digest of edits of state."""
+    def settle(self, also: bytes = b"") -> None:
+        """Make true what users wrote. Every rank comes here (Rules 1 and 3), with what else is to be equal."""
         written = self.written()
         lists = repr([(index, written[store]) for index, store in enumerate(self._stores) if store in written])
-        mark = int.from_bytes(hashlib.sha256(lists.encode() + of_state).digest()[:7], "big")
+        mark = int.from_bytes(hashlib.sha256(lists.encode() + also).digest()[:7], "big")
         marks = self._board.exchange(mark)
         if any(other != mark for other in marks):
             names = [name for store, pages in written.items() for name in _names(store, pages)]
             what = f"wrote {names[0]} and {len(names) - 1} others" if names else "wrote no parameter"
             raise ExactnessError(
-                "the ranks wrote to different parameters, or other optimizer state, since they were last equal; rank "
-                f"{self._ranks.rank} {what}. Edit both on every rank in the same way, as under DDP"
+                "the ranks wrote to different parameters or other optimizer state, or clipped gradients differently, "
+                f"since they were last equal; rank {self._ranks.rank} {what}. Do so on every rank in the same way, as "
+                "under DDP"
             )
         if not written:
             self.are_true()

@@ -30,6 +30,7 @@ from ..memory.parameters import true_data, true_grad
 from ..memory.unit_store import UnitStore
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
+from .clipping import Clipping
 from .faces import Faces, flat, owned
 from .shared_memory import Range, SharedSlab
 
@@ -40,8 +41,10 @@ StateSlabs = dict[tuple[UnitStore, str], SharedSlab]
 class Owners:
     """The steps of optimizers over the parameters of all units."""
 
-    def __init__(self, ranks: Ranks, board: Board, faces: Faces, stores: Sequence[UnitStore]) -> None:
-        self._ranks, self._board, self._faces = ranks, board, faces
+    def __init__(
+        self, ranks: Ranks, board: Board, faces: Faces, clipping: Clipping, stores: Sequence[UnitStore]
+    ) -> None:
+        self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
         self._stores = stores
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
         # Of state. Ranks share memory together, so no rank may find a slab where another finds none: the address of an
@@ -60,8 +63,10 @@ class Owners:
 
     def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
-        self._faces.settle(self._find_edits(optimizer))
+        self._faces.settle(self._find_edits(optimizer) + self._clipping.described())
         self._collect_edits()
+        if self._clipping.multiply():
+            self._board.meet()  # a rank may step copies of gradients that another one owns (Rule 3)
         self._pieces, self._copies, self._given, self._state = {}, {}, {}, defaultdict(dict)
         groups = [
             {**group, "params": [self._piece(optimizer, p, takes_the_loop(group)) for p in group["params"]]}

@@ -16,6 +16,7 @@ from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
 from ..optim.pieces import Group
 from .board import Board, Ranks
+from .clipping import Clipping
 from .exchange import Exchange
 from .faces import Faces
 from .owners import Owners
@@ -29,7 +30,8 @@ class Team:
         self.ranks = ranks
         self.exchange = Exchange(ranks, device, stores)
         self.faces = Faces(ranks, self.exchange.board, stores)
-        self.owners = Owners(ranks, self.exchange.board, self.faces, stores)
+        self.clipping = Clipping(ranks, self.exchange, stores)
+        self.owners = Owners(ranks, self.exchange.board, self.faces, self.clipping, stores)
         self.exchange.board.meet()  # the first rank's weights are in place
         self.faces.are_true()
 
@@ -53,6 +55,7 @@ class Team:
 
     def close(self) -> None:
         """Leave weights, gradients and state to their users."""
+        self.clipping.close()
         self.exchange.close()
 
 

@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,16 @@ from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import UnitStore
+from ..memory.unit_store import SharedMemory, UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
-from ..ranks.board import Ranks
-from ..ranks.team import Team, shared_slab
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
+
+if TYPE_CHECKING:
+    from ..ranks.board import Ranks
+    from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,11 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
+        self._share: Callable[[int], SharedMemory] | None = None
+        if ranks is not None:
+            from ..ranks import team  # on one device nothing needs it
+
+            self._share = functools.partial(team.shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -81,7 +87,7 @@ class Engine:
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         if ranks is not None:
             with quietly():  # other modules may be streamed already, and have reads of weights watched
-                self.team = Team(ranks, device, [unit.store for unit in self.units])
+                self.team = team.Team(ranks, device, [unit.store for unit in self.units])
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own
@@ -373,8 +379,9 @@ class Engine:
 
     @property
     def gradients_are_final(self) -> bool:
-        """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-        return not self.backward_pass.running and self.current_step.is_idle
+        """Whether no gradient is under way, no backward runs, and no optimizer's step or clipping is pending."""
+        is_final = not self.backward_pass.running and self.current_step.is_idle
+        return is_final and (self.team is None or self.team.clipping.is_seen)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
@@ -382,6 +389,8 @@ class Engine:
         if not self.gradient_return.idle:
             with quietly():
                 self.gradient_return.finish()
+        if self.team is not None:
+            self.team.clipping.show()
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 4)."""
@@ -402,6 +411,7 @@ class Engine:
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         assert self.team is not None
+        self.team.clipping.forget()
         exchange = self.team.exchange
         exchange.begin(None)
         if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
@@ -428,8 +438,10 @@ class Engine:
         if self.phases.closed:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done, self.phases.in_scope)
-        if self.team is not None and self.exchanges:
-            self.team.exchange.begin(graph_task())
+        if self.team is not None:
+            self.team.clipping.forget()
+            if self.exchanges:
+                self.team.exchange.begin(graph_task())
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.current_step.finish()

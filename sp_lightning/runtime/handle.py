@@ -28,7 +28,6 @@ from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
-from ..ranks.team import check_alike
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -308,6 +307,8 @@ class Handle:
     def _attach(self) -> None:
         units = partition(self.module, self.options.units)
         if self._ranks is not None:
+            from ..ranks.team import check_alike  # on one device nothing needs it
+
             check_alike(self._ranks, units)
         self._check_memory(units)
         materialize(self.module, self._ranks is None or self._ranks.rank == 0)

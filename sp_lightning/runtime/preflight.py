@@ -32,7 +32,6 @@ from ..memory.layout import aligned
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
 from ..ranks.board import Board, Ranks
-from ..ranks.exchange import AHEAD
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 
@@ -262,6 +261,8 @@ def check_host(
             if to_come.total > free:
                 log.warning("superpipeline: training will take %s", _short_of(units, whole, to_come, free, 1))
     elif whole.total >= WORTH_CHECKING:
+        from ..ranks.exchange import AHEAD  # on one device nothing needs it
+
         under_way = (AHEAD + 1) * max(unit.trained for unit in of_units) if training else 0
         whole = whole.of_ranks(ranks.size, under_way, own_gradients)
         _check_ranks(units, whole, whole.weights - missing, ranks)

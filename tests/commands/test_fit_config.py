@@ -237,10 +237,12 @@ def test_without_a_config_a_model_is_needed(capsys):
 
 
 def test_devices_of_a_config_are_planned_with_a_share_of_the_data_each():
-    """As LightningCLI would train: half of the batches, and gradients of each rank where the Trainer clips them."""
+    """As LightningCLI would train: half of the batches, and gradients of each rank where the Trainer clips values."""
     given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", "--trainer.max_epochs", "2"]
     alone = fit_config.find([*given, *QUIET])
-    both = fit_config.find([*given, *QUIET, "--trainer.devices", "2", "--trainer.gradient_clip_val", "1"])
+    clips = ["--trainer.gradient_clip_val", "1", "--trainer.gradient_clip_algorithm", "value"]
+    both = fit_config.find([*given, *QUIET, *clips, "--trainer.devices", "2"])
+    assert not fit_config.find([*given, *QUIET, *clips[:2], "--trainer.devices", "2"]).own_gradients  # by norm
     assert (alone.devices, both.devices) == (1, 2)
     assert (alone.own_gradients, both.own_gradients) == (False, True)
     assert (alone.steps, both.steps) == (2 * 8, 2 * 4)

@@ -290,7 +290,8 @@ def test_after_every_kind_of_run_nothing_is_left_patched(installed):
         there = [vars(patch.holder).get(patch.name, patches.ABSENT) is patch.original for patch in patches.ALL]
         assert not left and all(there), (kind, left)
     assert differences(before, seen()) == []
-    assert installed == {patch.name for patch in patches.ALL}
+    # Those of several devices need several processes: loops.py looks at them there.
+    assert installed == {patch.name for patch in patches.ALL if patch is not patches.CLIP_GRADIENTS}
 
 
 def bypassed(*_: Any) -> None:

@@ -77,3 +77,41 @@ def test_a_nested_backward_brings_parts():
         assert all(torch.equal(nested[name], plain[name]) for name in plain)
     one, other = [processes.run(2, loops.unusual, "nested", overlap)[0] for overlap in (False, True)]
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+CLIPS = ("plainly", "reads", "holds", "holds a view", "twice", "some", "accumulates", "edits before", "edits after")
+
+
+def check_clipping(size, how, device="cpu"):
+    """Train as under DDP; return the most pages that any rank had for itself after a step."""
+    expected = processes.run(size, loops.clipping, None, how)
+    found = processes.run(size, loops.clipping, {"window": 2}, how, device)
+    for (theirs, *_), (ours, *_) in zip(expected, found, strict=True):
+        seen = dict(parity.leaves(ours))
+        for path, leaf in parity.leaves(theirs):
+            assert parity.difference(leaf, seen.pop(path)) is None, path
+        assert not seen
+    assert all(faces == 1 for *_, faces in found) == (how not in ("holds", "holds a view"))
+    return [max(pages) for _, pages, _ in found]
+
+
+@pytest.mark.parametrize("how", [*CLIPS, "sgd", "foreach", "adafactor", "with a norm"])
+def test_clipping_is_as_under_ddp(how):
+    pages = check_clipping(2, how)
+    if how in ("plainly", "sgd", "some"):
+        assert pages == [0, 0]  # gradients exist once
+    if how == "reads":
+        assert pages[0] and not pages[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CLIPS)
+@pytest.mark.parametrize(("size", "device"), [(2, "simgpu"), (3, "cpu"), (4, "cpu")])
+@pytest.mark.simgpu
+def test_clipping_on_other_devices_and_more_ranks(size, device, how):
+    check_clipping(size, how, device)
+
+
+def test_a_rank_that_clips_alone_is_an_error():
+    with pytest.raises(processes.RankFailed, match=r"ExactnessError.*clipped gradients differently"):
+        processes.run(2, loops.clipping, {"window": 2}, "one rank alone")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_lightning
+from sp_lightning.compat.patches import CLIP_GRADIENTS
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -227,3 +228,67 @@ def unusual(how: str, overlap: bool) -> dict[str, Tensor]:
         enable_progress_bar=False,
     ).fit(module, torch.utils.data.DataLoader([torch.randn(4, 32) for _ in range(3 * size)], batch_size=None))
     return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> tuple[dict[str, Any], list[int], int]:
+    """Train with gradients that are clipped, under DDP or streamed.
+
+    Returns what each step left, after each one the pages that this rank had for itself beside the shared gradients, and
+    how many faces of these there were.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = Net()
+    found: dict[str, Any] = {}
+    pages: list[int] = []
+    faces: set[int] = set()
+    with contextlib.ExitStack() as stack:
+        call: Callable[..., Tensor] = net
+        handle = None
+        if streamed is None:
+            device = "cpu"
+            call = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+            if size > 2:
+                call.register_comm_hook(None, sp_lightning.tree_hook)
+        else:
+            handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+            assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is not CLIP_GRADIENTS.original
+        optimizer = OPTIMIZERS[how if how in OPTIMIZERS else "adamw"](net.parameters())
+        weights = [p for p in net.parameters() if p.dim() > 1]
+        for step in range(4):
+            tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            nn.functional.cross_entropy(call(tokens, None), tokens).backward()
+            seen: list[Tensor] = []
+            if how == "edits before":
+                for p in weights[::3]:
+                    p.grad.mul_(0.5)
+            held = [p.grad for p in weights] if how == "holds" and rank == 0 else []
+            held += [weights[2].grad[:1]] if how == "holds a view" and rank == 0 else []
+            clipped = weights[1::2] if how == "some" else net.parameters()
+            clip = nn.utils.clip_grads_with_norm_ if how == "with a norm" else nn.utils.clip_grad_norm_
+            norm = clip(clipped, 0.3, *[torch.tensor(2.0)] * (how == "with a norm"))
+            if how == "twice":
+                nn.utils.clip_grad_norm_(weights, 0.1)
+            if how == "one rank alone" and rank == 0 and step == 2:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if how == "reads" and rank == 0:
+                seen = [weights[3].grad.clone()]
+            seen += [grad.clone() for grad in held]
+            if how == "edits after":
+                weights[4].grad.mul_(2)
+            if not (how == "accumulates" and step % 2):
+                optimizer.step()
+            found[f"{step}"] = norm, seen
+            if handle is not None:
+                exchange = handle.engine.team.exchange
+                pages.append(sum(len(exchange._sums[store].slab.private()) for store in exchange.stores))
+                faces.add(exchange._sums[exchange.stores[0]].slab.face.data_ptr())
+            if how == "holds" and held:
+                found[f"{step}, held"] = [grad.clone() for grad in held]
+            found[f"{step}, gradients"] = [p.grad.clone() for p in net.parameters()]
+            if how != "accumulates":
+                optimizer.zero_grad()
+        found["weights"] = [p.detach().clone() for p in net.parameters()]
+    assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is CLIP_GRADIENTS.original
+    return found, pages, len(faces)

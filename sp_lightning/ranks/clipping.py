@@ -1,0 +1,131 @@
+"""Clipping of gradients that all ranks share: every rank finds the factor, and the owners multiply, once.
+
+1. torch's `clip_grad_norm_` multiplies each ``.grad`` in place. On each rank's face (shared_memory.py) that would be a
+   private copy of all gradients. So the factor is kept, and the owners multiply what they own of the shared gradients
+   when an optimizer steps (owners.py), after all ranks met: the same product of each element.
+2. This rank does not see the product before that. So its own gradient is multiplied at once as well if anything could
+   tell: if ``.grad`` is not the mean's face, if code other than torch's function refers to it, or if this rank wrote to
+   any gradient of the unit, since a page of its own has old bytes of the gradients beside that one.
+3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
+   that it does not see yet. Other ranks may still not see it: owners multiply all the same.
+4. Ranks that clip differently would step with different gradients: at the step, this is an error (faces.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.patches import CLIP_GRADIENTS
+from ..compat.references import caller_has
+from ..memory.parameters import HostParameter, true_grad
+from ..memory.unit_store import UnitStore
+from .board import Ranks
+from .exchange import Exchange
+from .faces import flat, owned
+
+Place = tuple[UnitStore, int]  # of a parameter: its unit, and its number there
+
+
+class Clipping:
+    """The factors of one model's gradients by which owners have not multiplied."""
+
+    def __init__(self, ranks: Ranks, exchange: Exchange, stores: Sequence[UnitStore]) -> None:
+        self._ranks, self._exchange = ranks, exchange
+        self._places: dict[int, Place] = {
+            id(parameter): (store, index) for store in stores for index, parameter in enumerate(store.params)
+        }
+        self._numbers = {place: number for number, place in enumerate(self._places.values())}
+        self._factors: defaultdict[Place, list[Tensor]] = defaultdict(list)  # in the order of the calls
+        self._unseen: dict[Place, Tensor] = {}  # those of gradients that this rank has not multiplied (Rule 2)
+        _all.add(self)
+        CLIP_GRADIENTS.install(clip)
+        self._remove = weakref.finalize(self, CLIP_GRADIENTS.remove)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this rank's gradients are multiplied by all factors."""
+        return not self._unseen
+
+    def close(self) -> None:
+        """Leave the gradients to their users. Safe twice."""
+        self.show()
+        self._remove()
+
+    def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
+        """Keep a factor of these parameters' gradients; return the parameters of those to be multiplied at once.
+
+        ``references``: from torch's function to each gradient (Rule 2).
+        """
+        of_units: defaultdict[UnitStore, list[int]] = defaultdict(list)
+        at_once: list[Tensor] = []
+        for parameter in parameters:
+            place = self._places.get(id(parameter))
+            if place is None or not self._exchange.is_mean(*place):
+                at_once.append(parameter)
+            else:
+                of_units[place[0]].append(place[1])
+        for store, indices in of_units.items():
+            unseen = self._exchange.unseen(store, indices, references)
+            for index in indices:
+                self._factors[store, index].append(factor)
+                parameter = store.params[index]
+                if index in unseen and type(parameter) is HostParameter and parameter.dtype is factor.dtype:
+                    self._unseen[store, index] = factor
+                else:
+                    at_once.append(parameter)
+        return at_once
+
+    def show(self) -> None:
+        """Multiply the gradients that this rank's user is about to read or to replace (Rule 3)."""
+        unseen, self._unseen = self._unseen, {}
+        with torch.inference_mode(False), torch.no_grad():
+            for (store, index), factor in unseen.items():
+                grad = true_grad(store.params[index])
+                assert grad is not None
+                grad.mul_(factor)
+
+    def forget(self) -> None:
+        """Begin a backward: owners multiply no more what came before (Rule 3)."""
+        self.show()
+        self._factors.clear()
+
+    def described(self) -> bytes:
+        """Describe the factors, for a comparison between ranks (Rule 4)."""
+        found = [(self._numbers[place], [factor.item() for factor in of]) for place, of in self._factors.items()]
+        return repr(sorted(found)).encode()
+
+    def multiply(self) -> bool:
+        """Multiply the shared gradients that this rank owns; return whether there were any factors (Rule 1)."""
+        factors = dict(self._factors)
+        self._factors.clear()
+        self._unseen.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            for (store, index), of in factors.items():
+                field = store.host_layout.fields[index]
+                shared = flat(self._exchange.truth(store), field, owned(field, self._ranks.rank, self._ranks.size))
+                for factor in of:
+                    shared.mul_(factor)
+        return bool(factors)
+
+
+_all: weakref.WeakSet[Clipping] = weakref.WeakSet()
+
+
+def clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+    """Clip gradients by their total norm, shared ones later: replaces the function that torch's clipping calls."""
+    left = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if total_norm.device.type == "cpu" and type(total_norm) is Tensor:
+        # `clip_grad_norm_` has them in a list, this function's users may have them wherever they like.
+        references = int(caller_has("grads", CLIP_GRADIENTS.holder.__name__))
+        with torch.no_grad():  # as torch computes it
+            factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+        for clipping in list(_all):
+            left = clipping.keep(left, factor, references)
+    if left:
+        CLIP_GRADIENTS.original(left, max_norm, total_norm, foreach)
