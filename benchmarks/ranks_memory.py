@@ -6,8 +6,9 @@ Each case trains a model of 537 MB of FP32 parameters with AdamW on the CPU, whi
 proportional set size of all ranks (``/proc/PID/smaps_rollup``: a page that four processes map counts a quarter in
 each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile.
 
-Expected are, in bytes per parameter: 4 for the weights, 4 for the gradients and 8 for the state, once; and in each rank
-what computes there: a window of units, and the gradients of the units that are on their way to their owners. Where the
+Expected is what a plan counts (footprint.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
+and 8 for the state, once, and in each rank the gradients of the units that are on their way to their owners; where they
+are accumulated, 4 more in each rank. Beside it is what computes in each rank: a window of units. Where the
 CPU computes, its memory is mapped block by block, as an accelerator's is (host_memory.py).
 
 In the table, "made" is N copies: a model that ``__init__`` makes is each rank's own until the run begins. The case
@@ -25,11 +26,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = ("made in __init__", "configure_model", "resumed")
+CASES = ("made in __init__", "configure_model", "resumed", "accumulated", "clipped")
 STEPS = 5  # two of them shrink the boxes
 BATCH = 4
 MAPPED = 1 << 22
@@ -106,6 +108,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import sp_lightning
     from sp_lightning.core import malloc
+    from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
     from sp_lightning.ranks.exchange import AHEAD
 
     (size,) = options.ranks
@@ -183,8 +186,10 @@ def measure(options: argparse.Namespace) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=list(callbacks),
+            accumulate_grad_batches=2 if options.case == "accumulated" else 1,
+            gradient_clip_val=0.1 if options.case == "clipped" else None,
         )
-        batches = [torch.randn(BATCH, model.sizes[1]) for _ in range(2 * STEPS * size)]
+        batches = [torch.randn(BATCH, model.sizes[1]) for _ in range(4 * STEPS * size)]
         before = dict(os.environ)
         trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None), ckpt_path=checkpoint)
         os.environ.update(before)
@@ -210,17 +215,22 @@ def measure(options: argparse.Namespace) -> None:
     trainer = train(model, path, done + STEPS, Watch())
     stats = trainer.strategy.handle.stats()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    unit = 4 * parameters // options.blocks
-    on_their_way = size * (AHEAD + 1) * unit if size > 1 else unit
-    each = {"windows of the ranks": size * unit, "gradients on their way": on_their_way}
-    weights = {"weights": 4 * parameters}
-    gradients = {"gradients": 4 * parameters}
-    state = {"state": 8 * parameters}
+    units = [UnitHostBytes.of(block.parameters()) for block in model.blocks]
+    window = {"windows of the ranks": size * units[0].weights}
+    if size == 1:
+        window["a unit's gradients"] = units[0].trained
+
+    def planned(own_gradients: bool, states: int = 2) -> dict[str, int]:
+        terms = host_bytes(units, states=states).of_ranks(size, (AHEAD + 1) * units[0].trained, own_gradients)
+        return {name: nbytes for name, nbytes in asdict(terms).items() if nbytes}
+
+    own_gradients = trainer.accumulate_grad_batches > 1
+    run = planned(trainer.strategy.writes_gradients)
     expected = {
-        "at the start": weights | (state if path else {}),
-        "after the first backward": weights | gradients | (state if path else {}) | each,
-        "after backward": weights | gradients | state | each,
-        "in the run": weights | gradients | state | each,
+        "at the start": {name: run[name] for name in ("weights", "optimizer") if path or name == "weights"},
+        "after the first backward": planned(own_gradients, 2 if path else 0) | window,
+        "after backward": planned(own_gradients) | window,
+        "in the run": run | window,
     }
     if options.rank == 0:
         print(json.dumps({"phases": phases, "expected": expected, "parameters": parameters, "stats": str(stats)}))

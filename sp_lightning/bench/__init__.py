@@ -17,8 +17,9 @@
 4. A repetition is timed from the start of one step to the start of a later one, with the device idle at both ends: work
    that a step leaves to the next, such as an unfinished host optimizer step, is included. The step between two
    repetitions does not count, nor do the first steps of a process.
-5. Host memory is the largest growth of the process's resident set since before the model was made; device memory is the
-   peak of what the device's allocator handed out in the process.
+5. Host memory is the largest growth of the process's resident set since before the model was made; device memory is
+   the peak of what the device's allocator handed out in the process. With several devices a contender has a process
+   for each: host memory is the growth of their proportional set sizes together, where a shared page counts once.
 6. A parameter counts in the model's operations for every real token that is multiplied with it: 6 per token in
    training, 2 in inference. A table that is only looked up does not count, nor do recomputation and attention's
    products of activations.

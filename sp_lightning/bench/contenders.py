@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
@@ -36,14 +36,15 @@ class Contender(Protocol):
 
 
 class Plain:
-    """Lightning's strategy for one device."""
+    """Lightning's strategy for one device, or for several."""
 
-    how = "Trainer(strategy='auto'): everything on the device, the optimizer too"
+    how = "Trainer(strategy='auto'), with several devices 'ddp': everything on each device, the optimizer too"
     needs: tuple[str, ...] = ()
 
     def run(self, work: Work, turns: Turns) -> None:
         """Do the work with a Trainer."""
-        with_trainer(work, turns, SingleDeviceStrategy(device=work.device), work.checkpointed_module())
+        strategy = DDPStrategy() if work.setting.devices > 1 else SingleDeviceStrategy(device=work.device)
+        with_trainer(work, turns, strategy, work.checkpointed_module())
 
 
 class Superpipeline:
@@ -61,16 +62,16 @@ class Superpipeline:
         module = work.module()
         window = len(partition(module)) if self.window == "all" else self.window
         options: dict[str, Any] = {"activations": work.setting.activations, **self.options, "window": window}
-        strategy = SuperpipelineStrategy(device=work.device, **options)
+        strategy = SuperpipelineStrategy(device=work.device if work.setting.devices == 1 else None, **options)
         turns.details = lambda: strategy.handle.stats() if strategy.handle else {}
         with_trainer(work, turns, strategy, module)
 
 
 class Fsdp2:
-    """torch's sharding with CPU offload, at world size 1."""
+    """torch's sharding with CPU offload."""
 
     how = (
-        "fully_shard of each block and of the rest with CPUOffloadPolicy, world size 1; "
+        "fully_shard of each block and of the rest with CPUOffloadPolicy, a shard for each device; "
         "bf16-mixed is MixedPrecisionPolicy(param_dtype=bfloat16)"
     )
     needs: tuple[str, ...] = ()
@@ -81,9 +82,9 @@ class Fsdp2:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         module = work.module_for_loop()
-        with process_group(work.device):
+        with process_group(work.device, work.rank, work.setting.devices):
             options: dict[str, Any] = {
-                "mesh": init_device_mesh(work.device.type, (1,)),
+                "mesh": init_device_mesh(work.device.type, (work.setting.devices,)),
                 "offload_policy": CPUOffloadPolicy(pin_memory=work.device.type != "cpu"),
             }
             if work.setting.precision == "bf16-mixed":
@@ -109,7 +110,7 @@ class DeepSpeed:
 
     def run(self, work: Work, turns: Turns) -> None:
         """Train in a loop over the engine."""
-        refuse(work.setting, training_only="DeepSpeed")
+        refuse(work.setting, "DeepSpeed")
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR=work.device.type)
         with process_group(work.device):
             import deepspeed  # type: ignore[import-not-found]
@@ -163,7 +164,7 @@ class Torchao:
 
     def run(self, work: Work, turns: Turns) -> None:
         """Do the work in a loop."""
-        refuse(work.setting, training_only="torchao's CPUOffloadOptimizer")
+        refuse(work.setting, "torchao's CPUOffloadOptimizer")
         if work.setting.clip is not None:
             raise UnsupportedError(
                 "torchao's CPUOffloadOptimizer moves gradients to the host as they are made: they cannot be clipped"
@@ -255,7 +256,7 @@ def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module
     setting = work.setting
     trainer = L.Trainer(
         accelerator=work.device.type,
-        devices=1,
+        devices=setting.devices,
         strategy=strategy,
         precision=setting.precision,  # type: ignore[arg-type]
         gradient_clip_val=None if setting.inference else setting.clip,
@@ -289,21 +290,23 @@ def with_loop(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> No
 
 
 @contextlib.contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Run a process group of one process within this context."""
+def process_group(device: torch.device, rank: int = 0, size: int = 1) -> Iterator[None]:
+    """Run a process group of this contender's processes, usually one, within this context."""
     import torch.distributed as dist
 
     own = dist.get_default_backend_for_device(device)
     backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def refuse(setting: Setting, training_only: str) -> None:
-    """Raise UnsupportedError for inference, if this contender only trains."""
+def refuse(setting: Setting, what: str) -> None:
+    """Raise UnsupportedError for inference, if this contender only trains, and for several devices."""
     if setting.inference:
-        raise UnsupportedError(f"{training_only} takes part in training only")
+        raise UnsupportedError(f"{what} takes part in training only")
+    if setting.devices > 1:
+        raise UnsupportedError(f"{what} takes part with one device only")

@@ -12,6 +12,7 @@ from ..options import Options
 OURS = "superpipeline"
 TRAINING = ("plain", OURS, "fsdp2", "deepspeed", "torchao")
 INFERENCE = ("plain", OURS, "accelerate", "group-offload")
+SEVERAL = ("plain", OURS, "fsdp2")  # with several devices
 ONLY_BY_NAME = ("zero-offload", "superoffload")
 NAMES = tuple(dict.fromkeys((*TRAINING, *INFERENCE, *ONLY_BY_NAME)))
 WINDOWS = (1, 2, 4, "all")

@@ -60,8 +60,9 @@ class Row:
         if not self.repetitions:
             return
         self.step_s = Spread.of(repetition["seconds"] / costs.setting.steps for repetition in self.repetitions)
-        self.tokens_per_s = costs.tokens / self.step_s.median
-        self.flops_per_s = costs.flops / self.step_s.median
+        devices = costs.setting.devices
+        self.tokens_per_s = devices * costs.tokens / self.step_s.median
+        self.flops_per_s = devices * costs.flops / self.step_s.median
         self.device_peak = self._most("allocated_peak")
         self.host_peak = self._most("host_peak")
         window = self._window(costs)
@@ -146,6 +147,8 @@ class Result:
         fused, masters, compiled = row.arithmetic
         if compiled:
             return 0
+        if self.setting.devices > 2:  # the order in which stock DDP sums changes with its buckets
+            return 1
         on_host = self.setting.device == "cpu" and self.setting.optimizer != "adamw-fused"
         same = self.setting.inference or (on_host and not fused and not masters)
         return len(row.losses) if same else 1

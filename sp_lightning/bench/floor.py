@@ -54,7 +54,7 @@ class Costs:
             machine = dataclasses.replace(
                 machine, optimizer_bytes_per_parameter=machine.optimizer_bytes_per_parameter * self._optimizer_share
             )
-            return floor(self.units, window, machine, self.setting.recompute).seconds
+            return floor(self.units, window, machine, self.setting.recompute, self.setting.devices).seconds
         sent = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
         return max(self.flops / machine.flops_per_s, sum(sent) / machine.up_bytes_per_s)
 

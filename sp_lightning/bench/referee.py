@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ def compare(
         costs = Costs.of(build(setting.shape), setting)
     say("measuring the machine")
     here = _measured(setting)
-    together = fit_together(setting, len(entries), costs.parameters, host_memory().free)
+    together = fit_together(setting, setting.devices * len(entries), costs.parameters, host_memory().free)
     rows = [Row(entry) for entry in entries]
     machine = Machine(**here["machine"])
     result = Result(setting, costs, machine, {**facts(), "device": here["device"]}, together, rows)
@@ -159,29 +160,47 @@ def _started(job: dict[str, Any]) -> Iterator[_Worker]:
             worker.close()
 
 
+def _place(size: int) -> dict[str, str]:
+    """Return where so many processes find one another."""
+    if size == 1:
+        return {}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "NODE_RANK": "0"}
+
+
 class _Worker:
-    """A process with a job."""
+    """A process with a job, or one for each device; the first one reports."""
 
     def __init__(self, job: dict[str, Any], errors: IO[bytes]) -> None:
         self._errors = errors
-        self._process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        self._memory = psutil.Process(self._process.pid)
+        size = job["setting"]["devices"] if job["contender"] is not None else 1
+        self._processes = [self._start(rank, size, place) for place in [_place(size)] for rank in range(size)]
+        self._process = self._processes[0]
+        self._memory = [psutil.Process(process.pid) for process in self._processes]
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._before: int | None = None
         self.host_peak = 0
         self._send(json.dumps(job))
 
+    def _start(self, rank: int, size: int, place: dict[str, str]) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **place}
+        if size > 1:
+            environment |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
+        return subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
+
     def watch(self, before: int) -> None:
-        """Count memory from now on, beyond this many bytes."""
-        self._before = before
+        """Count memory from now on, beyond this many bytes: of several processes, beyond what they have now."""
+        self._before = before if len(self._memory) == 1 else self._in_use()
 
     def go(self) -> None:
         """Start the contender's next turn."""
@@ -192,19 +211,21 @@ class _Worker:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                line = self._lines.get(timeout=SAMPLE_S)
+                line = self._lines.get(timeout=SAMPLE_S * len(self._memory))
                 return self._parsed(line)
             self._sample()
         raise ContenderError(f"no answer within {seconds:g} s")
 
     def close(self) -> None:
         """End the process; safe twice."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # for what could no longer be sent
-                stream.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError, AttributeError):  # for what could no longer be sent
+                    stream.close()  # type: ignore[union-attr]
 
     def _parsed(self, line: str | None) -> dict[str, Any]:
         if line is None:
@@ -222,15 +243,22 @@ class _Worker:
         self._lines.put(None)
 
     def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its exit message says why
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its exit message says why
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
 
     def _sample(self) -> None:
         if self._before is not None:
             with contextlib.suppress(psutil.Error):
-                self.host_peak = max(self.host_peak, self._memory.memory_info().rss - self._before)
+                self.host_peak = max(self.host_peak, self._in_use() - self._before)
+
+    def _in_use(self) -> int:
+        """Return the bytes of the process, or of all: a page that several share counts once."""
+        if len(self._memory) == 1:
+            return int(self._memory[0].memory_info().rss)
+        return sum(int(memory.memory_full_info().pss) for memory in self._memory)
 
     def _exit_message(self) -> str:
         code = self._process.wait()

@@ -87,7 +87,7 @@ def _what(result: Result) -> str:
         f"{setting.model}, {result.costs.parameters / 1e6:.0f} M parameters",
         "inference" if setting.inference else setting.optimizer,
         setting.precision,
-        f"{setting.batch} x {setting.seq} tokens",
+        f"{setting.batch} x {setting.seq} tokens" + f" on each of {setting.devices} devices" * (setting.devices > 1),
         "" if setting.inference or setting.activations == "keep" else f"activations {setting.activations}",
         "" if setting.inference or setting.clip is None else f"clipped at {setting.clip:g}",
     ]

@@ -35,6 +35,7 @@ class Setting:
     steps: int = 5  # of a repetition
     repetitions: int = 3
     device: str = "cpu"
+    devices: int = 1  # each with a process, which gets batches of its own
     device_memory: int | None = None  # bytes that a process may take
     time_limit: float = 300  # seconds for one turn of a contender, its start included
 
@@ -57,7 +58,7 @@ class Setting:
                 raise OptionError(
                     argument=name, found=getattr(self, name), allowed="one of " + ", ".join(map(repr, allowed))
                 )
-        for name in ("batch", "seq", "steps", "repetitions"):
+        for name in ("batch", "seq", "steps", "repetitions", "devices"):
             if getattr(self, name) < 1:
                 raise OptionError(argument=name, found=getattr(self, name), allowed="an int >= 1")
         for name in ("clip", "time_limit"):
@@ -67,6 +68,10 @@ class Setting:
         if self.device_memory is not None and self.device == "cpu":
             raise UnsupportedError("device_memory limits an accelerator's allocator, and the device is the CPU")
         _check_device(self.device)
+        if self.devices > 1 and self.inference:
+            raise UnsupportedError("several devices are compared in training only: leave out --inference or --devices")
+        if self.devices > 1 and self.device != "cpu" and self.devices > torch.accelerator.device_count():
+            raise OptionError(argument="devices", found=self.devices, allowed="at most the number of this machine's")
 
     @property
     def shape(self) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,16 +20,22 @@ BATCHES = 4  # different ones
 RATE = 1e-4  # learning rate
 
 
+def rank_here() -> int:
+    """Return the number of this process among those of a contender, one for each device."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 class Work:
     """Makes the parts of a training run; every call makes equal ones."""
 
     def __init__(self, setting: Setting, device: Device) -> None:
         self.setting = setting
         self.device = device.torch_device
+        self.rank = rank_here()
 
     def batches(self) -> list[Batch]:
         """Make the batches, on the host."""
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1 + self.rank)
         setting = self.setting
         return [setting.shape.inputs(setting.batch, setting.seq, generator) for _ in range(BATCHES)]
 

@@ -21,7 +21,7 @@ from ..runtime.measure import measure, measure_optimizer
 from .contenders import CONTENDERS
 from .setting import WARM_UP, Setting
 from .turns import Turns
-from .work import Work
+from .work import Work, rank_here
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -48,7 +48,7 @@ def work_on(job: dict[str, Any], report: Report) -> None:
     if job["contender"] is None:
         report(describe_machine(setting))
         return
-    device = Device(setting.device)
+    device = Device(setting.device if setting.devices == 1 or setting.device == "cpu" else rank_here())
     if setting.device_memory is not None:
         device.limit_memory(setting.device_memory)
     contender = CONTENDERS[job["contender"]](**job["options"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SETTING = "model batch seq precision optimizer clip activations inference steps repetitions device device_memory"
-SETTING += " time_limit"
+SETTING += " time_limit devices"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="steps in a repetition (default: 5)")
     add("--repetitions", type=int, help="repetitions of each contender, interleaved (default: 3)")
     add("--device", help="device that computes (default: the accelerator, or else the CPU)")
+    add("--devices", type=int, help="devices that train together: plain is DDP then (default: 1)")
     add("--device-memory", metavar="SIZE", help='device memory that a process may take, such as "16GiB"')
     add("--time-limit", type=float, metavar="S", help="seconds for one turn of a contender (default: 300)")
     add("--json", type=Path, metavar="FILE", help="write all measurements")
@@ -59,10 +60,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _names(args: argparse.Namespace) -> tuple[str, ...]:
-    from ..bench.entries import INFERENCE, TRAINING
+    from ..bench.entries import INFERENCE, SEVERAL, TRAINING
 
     if args.contenders:
         return tuple(args.contenders.split(","))
+    if (args.devices or 1) > 1:
+        return SEVERAL
     return INFERENCE if args.inference else TRAINING
 
 

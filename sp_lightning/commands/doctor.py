@@ -73,6 +73,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("device memory", f"{size(facts.device_free_nbytes)} free of {size(machine.device_nbytes)}"),
         ("compute", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s in bfloat16, forward and backward"),
         ("link", f"{link}; {both}" + "; copies in memory, as the CPU computes" * facts.on_host),
+        *([("ways up at once", _ways_up(report))] if facts.ways_up > 1 else []),
         ("page locks", f"{pinned} (ulimit -l: {limit})"),
         (
             "host memory",
@@ -84,6 +85,13 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("disk", _disk(report)),
         ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),
     ]
+
+
+def _ways_up(report: Report) -> str:
+    facts = report.facts
+    whole = facts.ways_up * facts.ways_up_share * facts.machine.up_bytes_per_s
+    what = "by a thread each" if facts.on_host else f"{whole / 1e9:.1f} GB/s together"
+    return f"{facts.ways_up} keep {facts.ways_up_share:.0%} of their speed each, {what}: what several devices share"
 
 
 def _disk(report: Report) -> str:

@@ -41,6 +41,8 @@ class Run:
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
     steps: int | None  # of the optimizer, in the whole run; None if it has no end
+    devices: int = 1  # each with such a batch
+    own_gradients: bool = False  # whether each of several devices has gradients of its own (footprint.py, Rule 5)
 
 
 def find(arguments: Sequence[str]) -> Run:
@@ -81,6 +83,8 @@ def find(arguments: Sequence[str]) -> Run:
         copies=len(averages),
         trained_copies=sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=int(steps) if 0 <= steps < float("inf") else None,
+        devices=trainer.strategy.world_size,
+        own_gradients=trainer.strategy.writes_gradients,
     )
 
 

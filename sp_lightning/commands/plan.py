@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # of tables that no terminal shows
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations"
-OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate"  # that a config says
+OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate", "devices"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
     parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
+    parser.add_argument("--devices", type=int, help="devices that train together, each with this batch (default: 1)")
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
     parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
     parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     from ..options import parse_bytes
     from ..planning import plan
 
-    for name in ("batch", "seq", "accumulate", "samples", "epochs"):
+    for name in ("batch", "seq", "accumulate", "samples", "epochs", "devices"):
         if getattr(args, name) is not None:
             _check_count(name, getattr(args, name))
     _check_run(args)
@@ -95,6 +96,8 @@ def main(args: argparse.Namespace) -> int:
         link=args.link,
         copies=run.copies,
         trained_copies=run.trained_copies,
+        devices=run.devices,
+        own_gradients=run.own_gradients,
         loss="chunked" if args.loss == "chunked" else spec.loss,
         name=spec.name,
         **run.options,
@@ -167,6 +170,8 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         copies=args.copies or 0,
         trained_copies=0,
         steps=None,
+        devices=args.devices or 1,
+        own_gradients=(args.accumulate or 1) > 1,
     )
 
 
@@ -184,7 +189,7 @@ def _check_run(args: argparse.Namespace) -> None:
 def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float]:
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
     rows = plan.rows if plan.counted == "rows" else args.batch or 1
-    rows *= run.accumulate
+    rows *= run.accumulate * run.devices
     step_s = plan.step_s + (run.accumulate - 1) * plan.accumulating_s
     speed: dict[str, float] = {"rows_per_s": rows / step_s}
     if run.spec.tokens is not None:
@@ -238,11 +243,13 @@ def _heading(plan: Plan) -> str:
     from ..options import format_bytes as size
 
     fits = "fits" if plan.fits else "DOES NOT FIT"
+    several = f"{plan.devices} x " if plan.devices > 1 else ""
+    each = " each" if plan.devices > 1 else ""
     return (
-        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}, "
+        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
         f"{plan.precision}, activations {plan.options.activations!r}\n"
-        f"on {plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
-        f"{size(plan.device_nbytes)} of {size(plan.available)} on the device, "
+        f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
+        f"{size(plan.device_nbytes)} of {size(plan.available)} on {'each' if each else 'the'} device, "
         f"{size(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
     )
 
@@ -268,7 +275,8 @@ def _bytes_table(plan: Plan) -> Any:
 
     table = _table("Memory", "device", "", "host", "")
     device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
-    host = [(name, nbytes) for name, nbytes in asdict(plan.host).items() if nbytes] + [("total", plan.host.total)]
+    host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
+    host.append(("total", plan.host.total))
     for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
         cells = (text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else size(nbytes)))
         table.add_row(*cells)

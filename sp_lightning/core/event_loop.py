@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,8 +64,8 @@ class NewestFirst(InOrder):
         return heapq.heappop(self._heap)[1] if self._heap else None
 
 
-def run(lanes: dict[LaneName, InOrder], duplex: float) -> None:
-    """Compute every task's start and end."""
+def run(lanes: dict[LaneName, InOrder], rates_of: Callable[[Collection[LaneName]], Mapping[LaneName, float]]) -> None:
+    """Compute every task's start and end, with the rates of the lanes in which tasks run at a time."""
     now = 0.0
     running: dict[LaneName, Task] = {}
     while True:
@@ -74,8 +75,7 @@ def run(lanes: dict[LaneName, InOrder], duplex: float) -> None:
                 running[name] = task
         if not running:
             return
-        both = "up" in running and "down" in running
-        rates = {name: duplex if both and name in ("up", "down") else 1.0 for name in running}
+        rates = rates_of(running)
         passed = min(task.left / rates[name] for name, task in running.items())
         now += passed
         for name, task in list(running.items()):

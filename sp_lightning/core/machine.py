@@ -113,7 +113,7 @@ def _profile(
 
 # Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity; then FP32 outside of
 # tensor cores, as torch multiplies it by default. Hosts are typical ones, with one active device on a socket of its
-# own: divide what several devices share.
+# own. Several devices of a plan (`simulate(ranks=...)`) share all of it.
 MACHINES = {
     machine.name: machine
     for machine in (

@@ -12,19 +12,23 @@
    first, and turns to a more urgent unit between the pieces of another one.
 6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs.
 7. Units that stay on the device are loaded on demand, at their first visit after a step changed them.
+8. Several ranks, one for each device, share the host's memory. All do the same at the same time, so one rank's lanes
+   are simulated. A copy up reads the memory, for each rank. A copy down writes it, and the owner of the sum reads it.
+   The optimizer, which the ranks cut, takes as much of the memory's bandwidth as there is. What runs at a time and
+   would take more than all of it is slowed down, each by the same factor.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
 
-Not modelled: launches, the optimizer's and the links' competition for host memory, memory that the device allocator
-wastes.
+Not modelled: launches, the optimizer's and the link's competition for host memory with one device, memory that the
+device allocator wastes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -38,6 +42,9 @@ Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # stalls, by lane
 
+DOWN_ACCESSES = (
+    2  # to the host's memory, for each byte of a gradient: written by its rank, read by the owner of the sum
+)
 PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
 STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
 
@@ -93,6 +100,7 @@ class LowerBound:
     first_up: float
     duplex: float
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
+    host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
 
     @property
     def forward(self) -> float:
@@ -112,6 +120,10 @@ class LowerBound:
     @property
     def seconds(self) -> float:
         """The lower bound, with as much of the optimizer moved into forward as helps."""
+        return max(self._of_one, self.host)
+
+    @property
+    def _of_one(self) -> float:
         return max(self.forward + self.backward, self.optimizer) + self.first_down + self.first_step + self.first_up
 
     @property
@@ -122,11 +134,14 @@ class LowerBound:
             self.up_forward + self.up_backward + self.first_up,
             self.down + self.first_down,
             self.optimizer + self.first_step,
+            self.host,
         )
 
     @property
     def binds(self) -> str:
-        """The lane that decides the lower bound: "compute", "link" or "optimizer"."""
+        """What decides the lower bound: "compute", "link", "optimizer" or, with several ranks, "host memory"."""
+        if self.host > self._of_one:
+            return "host memory"
         if self.optimizer > self.forward + self.backward:
             return "optimizer"
         compute = (self.compute_forward, self.compute_backward)
@@ -160,6 +175,7 @@ def simulate(
     optimizer_overlap: bool = True,
     steps_into_forward: bool = False,
     works: Sequence[SimulatedVisit] = (),
+    ranks: int = 1,
 ) -> Simulation:
     """Simulate a training step over these units on that machine.
 
@@ -172,6 +188,7 @@ def simulate(
         steps_into_forward: Units may be stepped while the next forward runs (Rule 5).
         works: The step's visits, with the costs of ``activations`` included; by default forward over all units and
             then backward in reverse.
+        ranks: How many of the machine's devices do the same at the same time, and share its memory (Rule 8).
     """
     if not units:
         raise OptionError(argument="units", found=len(units), allowed="at least one unit")
@@ -180,7 +197,7 @@ def simulate(
     recompute = activations == "recompute"
     host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works)
     starts = [host.step() for _ in range(STEPS)]
-    run(host.lanes, machine.duplex)
+    run(host.lanes, _rates(machine, ranks))
     begin, end = starts[-2].start, starts[-1].start
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
     return Simulation(
@@ -190,11 +207,28 @@ def simulate(
         peak_nbytes=host.peak,
         timeline=_timeline(host.tasks, units, begin, end),
         waits=waits,
-        floor=floor(units, schedule.window, machine, recompute),
+        floor=floor(units, schedule.window, machine, recompute, ranks),
     )
 
 
-def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool) -> LowerBound:
+def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dict[LaneName, float]]:
+    """Return a function of the lanes that are busy: the part of its own speed at which each works (Rules 6 and 8)."""
+    shares: dict[LaneName, float] = {}  # of the host's memory that a lane of all ranks takes at its own speed
+    if ranks > 1:
+        shares["up"] = ranks * machine.up_bytes_per_s / machine.dram_bytes_per_s
+        shares["down"] = ranks * DOWN_ACCESSES * machine.down_bytes_per_s / machine.dram_bytes_per_s
+        shares["optimizer"] = 1.0
+
+    def rates(busy: Collection[LaneName]) -> dict[LaneName, float]:
+        both = "up" in busy and "down" in busy
+        found = {name: machine.duplex if both and name in ("up", "down") else 1.0 for name in busy}
+        taken = sum(found[name] * shares.get(name, 0.0) for name in busy)
+        return found if taken <= 1 else {name: found[name] / (taken if name in shares else 1.0) for name in busy}
+
+    return rates
+
+
+def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
     """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
@@ -203,6 +237,9 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
     forward = math.fsum(unit.forward_flops for unit in units)
     backward = math.fsum(unit.backward_flops for unit in units) + recompute * forward
+    copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
+    copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
+    stepped = math.fsum(_step_s(unit, machine) for unit in units)
     return LowerBound(
         compute_forward=forward / machine.flops_per_s,
         compute_backward=backward / machine.flops_per_s,
@@ -215,6 +252,7 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
         first_up=first.trained * first.up_nbytes / machine.up_bytes_per_s,
         duplex=machine.duplex,
         chain=_chain(units, machine, recompute),
+        host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
 
 

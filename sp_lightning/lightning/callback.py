@@ -18,7 +18,7 @@ from ..compat.lightning import should_log, steps_taken
 from ..core.recorder import KEPT, RecordedStep
 from ..errors import OptionError, UnsupportedError
 from ..observe import timeline, timeline_plot
-from ..observe.run_report import RunReport
+from ..observe.run_report import RunReport, ranks_in_words
 from ..options import format_bytes, is_int
 from ..planning.forecast import Plan
 from ..runtime.handle import Handle
@@ -74,7 +74,8 @@ class SuperpipelineCallback(Callback):
 
     The **progress bar** (tqdm or rich) shows the device's peak memory and the share of a step that waits. When training
     begins, a table predicts memory and the time of a step. When it ends, by an exception too, the report compares
-    predicted with measured values and names the bottleneck in one sentence.
+    predicted with measured values and names the bottleneck in one sentence. With several devices the first rank reports
+    for all: a line has what each measured. Timelines of other ranks are in folders of their own (``rank1``, ...).
 
     Args:
         log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
@@ -149,7 +150,9 @@ class SuperpipelineCallback(Callback):
             self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
-        if self._handle.units and (self._loggers(trainer) or bar is not None or self.timeline is not None):
+        wanted = bool(self._loggers(trainer) or bar is not None or self.timeline is not None)
+        strategy: Any = trainer.strategy
+        if self._handle.units and strategy.broadcast(wanted):  # all ranks record if the first one does
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # whose deferred step may run on into it
             self._report = RunReport(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
@@ -190,8 +193,8 @@ class SuperpipelineCallback(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the report and write the timeline."""
-        self._finish(trainer, pl_module)
+        """Print the report, with the figures of all ranks, and write the timeline."""
+        self._finish(trainer, pl_module, with_ranks=trainer.world_size > 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the report of an unfinished run, and write its timeline."""
@@ -237,8 +240,10 @@ class SuperpipelineCallback(Callback):
             self._write(self.timeline, self._drawn, pl_module)
 
     def _write(self, directory: Path, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
-        assert self._report is not None
+        assert self._report is not None and self._handle is not None
         self._written = True
+        if rank := self._handle.rank:
+            directory = directory / f"rank{rank}"
         made = self._report.timeline(type(pl_module).__name__, steps)
         try:
             trace = timeline.save(made, directory / "trace.json")
@@ -248,16 +253,20 @@ class SuperpipelineCallback(Callback):
         except (OSError, ImportError) as error:  # a full disk, a broken matplotlib: training goes on
             log.warning("superpipeline: could not write all of the timeline to %s: %s", directory, error)
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, with_ranks: bool = False) -> None:
         report = self._report
         if report is None:
             return
         self._keep(report.close(), pl_module)
+        of_ranks: list[str] = []
+        if with_ranks:
+            figures = trainer.strategy.all_gather(torch.tensor(report.rank_figures(), dtype=torch.float64))
+            of_ranks.append(ranks_in_words(figures.tolist()))
         steps = self._drawn or report.last[-len(self.timeline_steps) :]
         if self.timeline is not None and not self._written and steps:
             self._write(self.timeline, steps, pl_module)
         if self._bar(trainer) is not None:
-            for line in report.report():
+            for line in (*report.report(), *of_ranks):
                 rank_zero_info(f"superpipeline: {line}")
         self._report = None
 

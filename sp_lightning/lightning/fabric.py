@@ -1,4 +1,4 @@
-"""The Fabric strategy: modules that ``Fabric(strategy="superpipeline")`` sets up stream through one device.
+"""The Fabric strategy: modules that ``Fabric(strategy="superpipeline")`` sets up stream through one device, or several.
 
 1. A module is streamed from the moment when plain Fabric would move it to the device: in ``setup``, ``setup_module``,
    and ``to_device``. Each has a handle of its own.
@@ -9,6 +9,11 @@
 4. A handle lives as long as the strategy. When the strategy is gone, its modules are plain again.
 5. A deep copy of a module that Fabric wrapped has a strategy of its own, a copy of this one. It begins to stream when
    it is called, with that strategy: many copies are only kept, such as the best weights so far.
+6. With several devices what Fabric gets from ``setup`` is a `RankedModule`, as DDP has its wrapper: a forward through
+   it gives all ranks the first one's buffers where DDP's does, and one of the module inside waits for nobody. A
+   backward exchanges the gradients of each module that it reaches, but for one in ``no_backward_sync``.
+7. Fabric asks by type whether a strategy has one device: it then needs no launch, and accumulates by itself. So this
+   one, which finds out when Fabric has chosen, shows itself as `SingleDeviceStrategy` then.
 """
 
 from __future__ import annotations
@@ -16,29 +21,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
+import sys
 import weakref
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit
-from ..errors import UnsupportedError
+from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..options import Options
+from ..ranks.board import Ranks
 from ..runtime.handle import Handle
 from ..runtime.optimizer_steps import WHOLE_STEP, OptimizerSteps
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
-from .names import Accelerator, CheckpointIO, FabricPrecision, FabricSingleDeviceStrategy
-from .one_device import OneDevice
+from .names import Accelerator, CheckpointIO, FabricBaseStrategy, FabricPrecision, FabricSingleDeviceStrategy
+from .several_devices import SeveralDevices
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
+class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     """Train with modules that do not fit on the device, in your own loop.
 
     Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
@@ -49,10 +60,13 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
         accelerator: The accelerator handler; Fabric sets it.
         checkpoint_io: How checkpoints are written and read; Fabric sets it.
         precision: The precision plugin; Fabric sets it.
+        timeout: With several devices, how long a rank waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... ``optimizer_overlap``
             steps units beside the next forward if no code in between waits for them: call ``zero_grad()`` right
             before ``backward``, not right after ``step``.
     """
+
+    _backward_sync_control: Any
 
     def __init__(
         self,
@@ -60,10 +74,13 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: FabricPrecision | None = None,
+        timeout: timedelta = default_pg_timeout,
         **options: Any,
     ) -> None:
         self.options = Options.parse(**options)
-        super().__init__(device or "cpu", accelerator, checkpoint_io, precision)
+        FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
+        self._root_device = torch.device(device or "cpu")
+        self._timeout = timeout
         self._device_given = device is not None
         self._begin_without_modules()
         check_supported(self.root_device)
@@ -73,15 +90,51 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
         self._copies: list[nn.Module] = []  # of streamed modules; they begin to stream when they are called
         weakref.finalize(self, _close_all, self.handles).atexit = False  # Rule 4
 
+    # ---- devices
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # Rule 7
+        return type(self) if self.is_distributed else FabricSingleDeviceStrategy
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._root_device
+
+    def _take_devices(self, devices: list[torch.device]) -> None:
+        super()._take_devices(devices)
+        if len(devices) > 1:
+            self._backward_sync_control = _BackwardSync()
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Set up the device and connect the processes. Fabric calls this at each launch."""
+        super().setup_environment()
+        if self.ranks is None:
+            self._set_up_ranks()
+            weakref.finalize(self, _leave, self.ranks, os.getpid())
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks."""
+        return self.reduce(tensor, group, reduce_op)
+
     # ---- copies (Rule 5)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave handles out of a copy: they stream the original's modules."""
-        return {key: value for key, value in vars(self).items() if key not in ("handles", "_copies")}
+        """Leave handles out of a copy, which stream the original's modules, and what the run consists of."""
+        left = "handles", "_copies", "ranks", "_launcher"
+        return {key: value for key, value in vars(self).items() if key not in left}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the type, which is not what the strategy shows (Rule 7)."""
+        return _empty, (type(self),), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, without handles."""
         vars(self).update(state)
+        self._launcher = None
         self._begin_without_modules()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SuperpipelineFabricStrategy:
@@ -100,6 +153,11 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
 
         What Fabric wrapped asks for it first when it is called: a copy begins to stream."""
         while self._copies:
+            if self.is_distributed:
+                raise UnsupportedError(
+                    "a deep copy of what Fabric set up on several devices is not streamed: copy the bare module, and "
+                    "set that up on every rank"
+                )
             self.module_to_device(self._copies.pop())
         return super().precision
 
@@ -123,7 +181,7 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
         self.handles[:] = [handle for handle in self.handles if not handle.closed]
         streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
         if not streamed:
-            super().module_to_device(module)
+            module.to(self.root_device)
         elif not all(streamed.values()):
             if any(streamed.values()):
                 raise UnsupportedError(
@@ -132,11 +190,35 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
                     "(nn.ModuleList([first, second])) before any of them"
                 )
             compute_dtype = self.precision.half if isinstance(self.precision, MasterWeights) else None
-            self.handles.append(Handle(module, self.root_device, self.options, compute_dtype, methods=STEPS))
+            self.handles.append(
+                Handle(
+                    module,
+                    self.root_device,
+                    self.options,
+                    compute_dtype,
+                    methods=STEPS,
+                    ranks=self.ranks,
+                    exchanges=self.is_distributed,
+                )
+            )
+            self.broadcast_buffers(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""
+        return RankedModule(module, self) if self.is_distributed else module
+
+    def handle_of(self, module: nn.Module) -> Handle | None:
+        """Return the handle that streams a module, or one that it is a part of."""
+        return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
 
     def teardown(self) -> None:
-        """Make all modules plain again, then tear down as the base class does."""
-        _close_all(self.handles)
+        """Make all modules plain again, leave the other ranks, then tear down as the base class does."""
+        try:
+            _close_all(self.handles)
+        finally:
+            self.leave_ranks()
+        if self.is_distributed:
+            self.cluster_environment.teardown()
         super().teardown()
 
     # ---- steps
@@ -144,6 +226,11 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as the base class does; where exact, defer the step of units beside the next forward (Rule 3)."""
         handles = [handle for handle in self.handles if not handle.closed and handle.steps.manages(optimizer)]
+        if self.is_distributed and len(handles) > 1:
+            raise UnsupportedError(
+                "on several devices an optimizer cannot step modules that were set up one by one: set up a module that "
+                "has both (nn.ModuleList([first, second])), or make an optimizer for each"
+            )
         with contextlib.ExitStack() as stack:
             for handle in handles:
                 stack.enter_context(handle.explaining())
@@ -172,7 +259,70 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
             parts = state.items() if isinstance(state, dict) else ()
             copied = [name for name, part in parts if isinstance(part, nn.Module)]
             self.checkpoint_io.copied_later = state.state_dict() if isinstance(state, nn.Module) else copied
-        return super().load_checkpoint(path, state, *args, **kwargs)
+        found = super().load_checkpoint(path, state, *args, **kwargs)
+        if self.ranks is not None:
+            self._settle(state.values() if isinstance(state, dict) else [])
+        return found
+
+    def _settle(self, parts: Iterable[Any]) -> None:
+        """Make true for all ranks what each has loaded, once."""
+        groups = [
+            (part, group)
+            for part in parts
+            if isinstance(part, Optimizer)
+            for group in getattr(part, "param_groups", ())
+        ]
+        for handle in self.handles:
+            for optimizer, group in groups:
+                for parameter in group["params"]:
+                    handle.state_loaded(optimizer, group, parameter)
+            handle.settle()
+
+
+class RankedModule(nn.Module):
+    """What Fabric calls in place of a module on several devices (Rule 6)."""
+
+    def __init__(self, module: nn.Module, strategy: SuperpipelineFabricStrategy) -> None:
+        super().__init__()
+        self.module = module
+        self._strategy = strategy
+        self._syncs_buffers = True  # at the next forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with the first rank's buffers where DDP's has them."""
+        strategy = self._strategy
+        if strategy.ranks is not None:
+            strategy.ranks.check()
+        if self._syncs_buffers:
+            strategy.broadcast_buffers(self.module)
+        output = self.module(*args, **kwargs)
+        handle = strategy.handle_of(self.module)
+        self._syncs_buffers = torch.is_grad_enabled() and (handle is None or handle.engine.exchanges)
+        return output
+
+
+class _BackwardSync:
+    """Fabric's way to accumulate gradients without an exchange."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Leave the gradients of backwards in this context to their ranks."""
+        handle = module._strategy.handle_of(module.module) if isinstance(module, RankedModule) else None
+        if handle is None:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
+        return handle.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _empty(kind: type[SuperpipelineFabricStrategy]) -> SuperpipelineFabricStrategy:
+    return kind.__new__(kind)
+
+
+def _leave(ranks: Ranks | None, process: int) -> None:
+    """Leave the other ranks, where the strategy or the process ends; an error that ends it is told."""
+    if ranks is not None and os.getpid() == process:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            ranks.fail(isinstance(error, PeerError))
+        ranks.close()
 
 
 def _may_defer(steps: OptimizerSteps, optimizer: Optimizer) -> bool:

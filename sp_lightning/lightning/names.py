@@ -8,6 +8,7 @@ from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecis
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
@@ -37,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointIO",
     "DeviceStatsMonitor",
+    "FabricBaseStrategy",
     "FabricHalfPrecision",
     "FabricPrecision",
     "FabricSingleDeviceStrategy",

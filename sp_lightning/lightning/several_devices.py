@@ -1,4 +1,4 @@
-"""Lightning's view of the devices: one, or one process for each of several on this machine.
+"""Lightning's view of the devices, of a Trainer or of Fabric: one, or one process for each of several on this machine.
 
 1. With one device nothing is distributed: no launcher, no sampler, no process group.
 2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
@@ -23,21 +23,26 @@ from ..compat.lightning import (
     backend_for,
     init_process_group,
     is_interactive,
-    reset_seed,
     sync_if_distributed,
 )
 from ..errors import OptionError, PeerError, UnsupportedError
+from ..memory.device import check_supported
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
+from ..runtime.preflight import check_copies
 from .names import ScriptLauncher
-from .one_device import OneDevice
+
+ONE_MACHINE = "1: several machines are not supported; use strategy='fsdp' there"
 
 
-class SeveralDevices(OneDevice):
-    """The devices of a Trainer's strategy: Lightning chooses them unless the user passed one."""
+class SeveralDevices:
+    """The devices of a strategy: Lightning chooses them unless the user passed one."""
 
-    cluster_environment: Any = None  # the connector sets these three
+    _root_device: torch.device  # Lightning's
+    _device_given: bool  # whether the user passed the device
+    _parallel_devices: list[torch.device] | None = None
+    cluster_environment: Any = None  # the connector sets these two
     _layer_sync: Any = None
     _num_processes = 1
     _timeout: timedelta
@@ -47,6 +52,46 @@ class SeveralDevices(OneDevice):
 
     _syncs_gradients = True  # but in ``block_backward_sync``
     _syncs_buffers = True  # at the next forward
+
+    # ---- devices
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that Lightning chose; None before that, as any other value would choose the accelerator."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices:
+            self._take_devices(devices)
+        self._parallel_devices = devices
+        if devices and self._device_given and self._root_device.type != devices[0].type:
+            raise OptionError(
+                argument="device",
+                found=str(self._root_device),
+                allowed=f"on the chosen accelerator ('{devices[0]}'); choose its own, or pass no device here",
+            )
+        if devices and not self._device_given:
+            check_supported(devices[0])
+            self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count > 1:
+            raise OptionError(argument="num_nodes", found=count, allowed=ONE_MACHINE)
+
+    @property
+    def _num_nodes(self) -> int:
+        return 1
+
+    @_num_nodes.setter
+    def _num_nodes(self, count: int) -> None:  # Fabric sets it past the public one
+        self.num_nodes = count
 
     # ---- ranks
 
@@ -86,9 +131,9 @@ class SeveralDevices(OneDevice):
         return self._rank("global_rank") == 0
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the data that this rank gets."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def distributed_sampler_kwargs(self) -> Any:
+        """The share of the data that this rank gets; None with one device."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
 
     def set_world_ranks(self) -> None:
         """Tell the environment the ranks, and take this rank's device."""
@@ -112,7 +157,7 @@ class SeveralDevices(OneDevice):
                     "several devices need a process each, which a notebook cannot start: write a script and run it "
                     "with python or torchrun, or pass devices=1"
                 )
-            self._launcher = ScriptLauncher(self.cluster_environment, self._num_processes, 1)
+            self._launcher = _Launcher(self.cluster_environment, self._num_processes, 1)
 
     # ---- setup
 
@@ -120,7 +165,6 @@ class SeveralDevices(OneDevice):
         """Connect the processes, as DDP does."""
         self.leave_ranks()
         if self.is_distributed:
-            reset_seed()
             self.set_world_ranks()
             init_process_group(self.cluster_environment, backend_for(self._root_device), timeout=self._timeout)
             self.ranks = connect(None, self._root_device, self._timeout)
@@ -183,7 +227,7 @@ class SeveralDevices(OneDevice):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
         """Reduce a tensor over all ranks."""
-        if not (self.is_distributed and isinstance(tensor, torch.Tensor)):
+        if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
             return tensor
         with self._with_all_ranks("a reduction", group):
             return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
@@ -211,3 +255,13 @@ class SeveralDevices(OneDevice):
             yield
         finally:
             self._syncs_gradients = True
+
+
+class _Launcher(ScriptLauncher):
+    """Lightning's launcher of a process for each device; it looks whether there is room for what they will make."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the processes, then call the function."""
+        if trainer is not None and not self.cluster_environment.creates_processes_externally:
+            check_copies(trainer.lightning_module, self.num_processes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)

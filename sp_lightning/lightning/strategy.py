@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..compat.lightning import EmptyInit, average_device, move_optimizers, set_average_device, setup_model
+from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
@@ -140,6 +140,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def setup_environment(self) -> None:
         """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
         super().setup_environment()
+        if self.is_distributed:
+            reset_seed()
         self._set_up_ranks()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
@@ -213,10 +215,20 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 not fits,
                 fits,
                 ranks=self.ranks,
+                own_gradients=self.writes_gradients,
             )
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether every rank accumulates gradients, or writes to them, by what the user passed to the Trainer."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"  # the norm's has none
+        return clips or scales or bool(trainer.accumulate_grad_batches > 1)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)

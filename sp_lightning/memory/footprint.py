@@ -4,12 +4,15 @@
 2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
+5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, averages
+   and staging buffers of its own, and some units' gradients on their way. It has all gradients once more if
+   it accumulates them, or writes to them: by clipping values, gradient scaling, ``zero_grad(set_to_none=False)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -52,12 +55,37 @@ class HostBytes:
     optimizer: int = 0
     activations: int = 0  # offloaded
     copies: int = 0  # of the weights, such as an average of them
+    under_way: int = 0  # gradients on their way to other ranks
     ring: int = 0  # staging buffers, if memory cannot be page-locked
 
     @property
     def total(self) -> int:
         """The sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+    def of_ranks(self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True) -> HostBytes:
+        """Return what this many ranks need together (Rule 5).
+
+        Args:
+            ranks: The number of devices.
+            under_way: Bytes of gradients that a rank may have on their way.
+            own_gradients: Whether each rank has gradients of its own.
+            shared_state: Whether each rank steps a part, or every one all parameters with a state of its own.
+        """
+        if ranks == 1:
+            return self
+        alone = 0 if shared_state else ranks
+        return replace(
+            self,
+            weights=self.weights + alone * self.gradients,  # those that train, until the ranks' results are settled
+            wire=ranks * self.wire,
+            gradients=(1 + ranks * own_gradients) * self.gradients,
+            optimizer=max(1, alone) * self.optimizer,
+            activations=ranks * self.activations,
+            copies=ranks * self.copies,
+            under_way=ranks * under_way,
+            ring=ranks * self.ring,
+        )
 
 
 def host_bytes(

@@ -23,10 +23,10 @@ import torch
 from ..core.host import gpus_by_vendor, host_memory, is_wsl2, lock_limit, numa_nodes, usable_cores
 from ..core.machine import Machine
 from ..errors import OptionError
-from ..memory.device import Device, find
+from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
 from ..options import format_bytes
-from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, why_not_compiled
+from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
 
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
@@ -34,6 +34,7 @@ PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
 # Thresholds of the findings.
 SLOW_LINK = 10 * GB  # bytes/s: 16 lanes of the third generation carry 12 of 15.8
 SHARED_WIRE = 0.7  # duplex factor
+CROWDED = 0.7  # share of its speed that a way up keeps while those of all devices run
 LOPSIDED = 0.6  # slower direction / faster direction
 SLOW_DRAM = 20 * GB  # bytes/s: two channels of DDR4-2133 carry 34
 FUSED_GAIN = 1.25
@@ -82,6 +83,8 @@ class Facts:
     versions: dict[str, str | None]
     torch_wanted_by_torchvision: str | None
     wsl2: bool = False  # Linux inside Windows
+    ways_up: int = 1  # tried at once: one for each accelerator; on the CPU two threads
+    ways_up_share: float = 1.0  # of its own speed, that each had
 
     @property
     def on_host(self) -> bool:
@@ -169,6 +172,9 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
     write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
     effort = QUICK if quick else THOROUGH
     machine = measure(chosen.torch_device, effort)
+    others = [torch.device(name) for name in available() if name != "cpu"]
+    ways = others if not chosen.is_host and len(others) > 1 else [chosen.torch_device] * (1 + chosen.is_host)
+    ways_up_share = measure_ways_up([Device(device) for device in ways], effort) if len(ways) > 1 else 1.0
     return Facts(
         device=str(chosen.torch_device),
         device_name=chosen.name,
@@ -195,6 +201,8 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
         versions={name: _version(name) for name in PACKAGES},
         torch_wanted_by_torchvision=_torch_required_by_torchvision(),
         wsl2=is_wsl2(),
+        ways_up=len(ways),
+        ways_up_share=ways_up_share,
     )
 
 
@@ -266,6 +274,16 @@ def _duplex(facts: Facts) -> str | None:
         f"With copies in both directions each keeps {facts.machine.duplex:.0%} of its rate: gradients on their way "
         "down slow the weights on their way up; train more tokens per step (a larger batch, accumulate_grad_batches), "
         "so that compute hides both."
+    )
+
+
+def _ways_up(facts: Facts) -> str | None:
+    if facts.on_host or facts.ways_up_share >= CROWDED:
+        return None
+    return (
+        f"While {facts.ways_up} devices load weights at once, each way up keeps {facts.ways_up_share:.0%} of its rate: "
+        "they share the host's memory or a switch; train more tokens per step on each device, give every device lanes "
+        "of its own, and fill every memory channel."
     )
 
 
@@ -389,6 +407,7 @@ CHECKS = {
     "device": _device,
     "link": _link,
     "duplex": _duplex,
+    "ways up": _ways_up,
     "pinned memory": _pinned,
     "host memory": _host_memory,
     "WSL2": _wsl2,

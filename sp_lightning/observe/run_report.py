@@ -246,6 +246,14 @@ class RunReport:
             return None
         return measured(self._last, self.times(), self._setting(), self._resident())
 
+    def rank_figures(self) -> list[float]:
+        """Return this rank's part of the report (`ranks_in_words`); zeros if no step was recorded."""
+        found = self.measured()
+        if found is None:
+            return [0.0] * 4
+        waited = sum(found.causes[cause] for cause in WAITED_FOR)
+        return [found.step_s, waited / found.step_s, float(self.device_peak()), float(peak_memory())]
+
     def timeline(self, title: str, steps: Sequence[RecordedStep]) -> Timeline:
         """Make a timeline of these steps, with what runs on into them from the step before."""
         before = [span for step in self._last if step.number == steps[0].number - 1 for span in step.spans]
@@ -284,6 +292,17 @@ class RunReport:
             single=sum(unit.store.nbytes for unit in units) >= FP32_FROM * sum(unit.unit.numel for unit in units),
             activations=self._handle.options.activations,
         )
+
+
+def ranks_in_words(figures: Sequence[Sequence[float]]) -> str:
+    """Describe what all ranks measured: the seconds of a step, the share of it that waits, and two peaks."""
+    slowest = max(figure[0] for figure in figures)
+    listed = (
+        f"rank {rank} {in_unit_of(slowest, step_s)}, waits {waits:.0%}, device peak {format_bytes(int(device))}, "
+        f"host peak {format_bytes(int(host))}"
+        for rank, (step_s, waits, device, host) in enumerate(figures)
+    )
+    return "by rank: " + "; ".join(listed)
 
 
 def _rate(steps: Sequence[RecordedStep], lane: Lane) -> float:

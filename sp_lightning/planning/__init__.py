@@ -35,6 +35,8 @@ def plan(
     link: str | float | None = None,
     copies: int = 0,
     trained_copies: int = 0,
+    devices: int = 1,
+    own_gradients: bool = False,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training this model with the strategy.
@@ -61,6 +63,9 @@ def plan(
         cores: Physical cores for the optimizer, if they are few.
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
         trained_copies: Copies of those weights that are trained.
+        devices: The devices of this machine that train together, each with a batch of its own.
+        own_gradients: With several devices: whether each rank has all gradients once more, as with accumulation,
+            clipping of values or ``zero_grad(set_to_none=False)``. Gradient scaling is known by the precision.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """
@@ -82,5 +87,7 @@ def plan(
         link,
         copies,
         trained_copies,
+        devices,
+        own_gradients,
         options,
     )

@@ -59,7 +59,7 @@ class Plan:
     model: str
     parameters: int
     trained: int  # parameters that train
-    rows: int  # of the batch
+    rows: int  # of the batch, on each device
     counted: str  # what `rows` counts: "rows" or "tokens"
     precision: str
     machine: Machine
@@ -79,6 +79,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     flops: float = 0.0
     headroom: int = 0  # bytes of host memory that are left to the system
+    devices: int = 1  # of the machine, which share the host's memory
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
 
     @property
@@ -108,7 +109,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Part that sets the lower bound: "compute", "link" or "optimizer"."""
+        """Part that sets the lower bound: "compute", "link", "optimizer" or, of several devices, "host memory"."""
         return self.simulation.floor.binds
 
     @property
@@ -189,6 +190,7 @@ class Plan:
             "compute": floor.compute_forward + floor.compute_backward,
             "link": max(floor.up_forward + floor.up_backward, floor.down),
             "optimizer": floor.optimizer,
+            "host memory": floor.host,
         }
         why = f"the {self.binds} takes {format_seconds(lanes[self.binds])} of a step of {format_seconds(self.step_s)}"
         if best is None:

@@ -6,13 +6,16 @@
 3. Bytes and time are linear in a batch's rows: straight lines through two traces, of the batch and of twice its rows.
 4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
    does in a run (sizing.py, Rule 1), with the same errors.
+5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
+   ranks together (footprint.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does not
+   step beside backward or beside the next forward there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,7 +29,9 @@ from ..core.sizing import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..memory.device import find
 from ..memory.footprint import HostBytes
+from ..optim.pieces import ELEMENTWISE
 from ..options import Options, is_int, parse_bytes
+from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
 from .dry_run import Runner
@@ -48,6 +53,7 @@ EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
 # compiled step (python benchmarks/small_state.py, on two cores).
 PACE = {"Adafactor": 40, "AdamW8bit": 70}
 ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
+CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
@@ -67,6 +73,8 @@ def make_plan(
     link: str | float | None,
     copies: int,
     trained_copies: int,
+    devices: int,
+    own_gradients: bool,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
@@ -106,8 +114,11 @@ def make_plan(
     for argument, count in (("copies", copies), ("trained_copies", trained_copies)):
         if not is_int(count) or count < 0:
             raise OptionError(argument=argument, found=count, allowed="an int >= 0")
-    both = copies, trained_copies
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both).plan()
+    if not is_int(devices) or devices < 1:
+        raise OptionError(argument="devices", found=devices, allowed="an int >= 1")
+    own_gradients = own_gradients or precision == "16-mixed"  # which scales them
+    both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
+    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks).plan()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
@@ -166,6 +177,13 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
 # ---- deciding
 
 
+class Ranks(NamedTuple):
+    """The processes of a run, one for each device."""
+
+    size: int
+    own_gradients: bool  # whether each has gradients of its own (footprint.py, Rule 5)
+
+
 class _Planner:
     """Tries windows, transfers and other changes for one model."""
 
@@ -179,8 +197,10 @@ class _Planner:
         left: int,
         optimizer: str,
         copies: tuple[int, int],  # of all weights, and of those that are trained
+        ranks: Ranks,
     ) -> None:
         self.copies = copies
+        self.ranks = ranks
         self.source = source
         self.options = options
         self.precision = precision
@@ -195,9 +215,18 @@ class _Planner:
         self.host_available = machine.host_nbytes - left
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
+        return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer)
+
+    def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
         whole, trained = self.copies
         return replace(host, copies=whole * host.weights + trained * host.gradients)
+
+    def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
+        """Return the host memory of all ranks, from that of one (Rule 5)."""
+        under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
+        cut = not optimizer or optimizer.lower() in CUT
+        return host.of_ranks(self.ranks.size, under_way, self.ranks.own_gradients, cut)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
@@ -237,6 +266,7 @@ class _Planner:
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
+            devices=self.ranks.size,
             # As much memory is read and written as by an optimizer without state.
             accumulating_s=self._simulated(self.needs, chosen.window, chosen.transfer, self._stepping(0, "")).step_s,
         )
@@ -263,13 +293,15 @@ class _Planner:
         return sum(self._terms(needs, window, transfer).values())
 
     def _simulated(self, needs: Requirements, window: int, transfer: int, machine: Machine | None = None) -> Simulation:
+        overlap = self.options.optimizer_overlap and self.ranks.size == 1
         return simulate(
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
             machine or self.machine,
-            optimizer_overlap=self.options.optimizer_overlap,
-            steps_into_forward=self.options.optimizer_overlap,
+            optimizer_overlap=overlap,
+            steps_into_forward=overlap,
             works=needs.works,
+            ranks=self.ranks.size,
         )
 
     def _sweep(self, count: int) -> list[SweepPoint]:
@@ -470,7 +502,7 @@ class _Planner:
         nbytes: int,
         recomputes: bool,
     ) -> Change:
-        host, states, optimizer = self._host(source, options, needs), source.states(), self.optimizer
+        host, states, optimizer = self._host_of_one(source, options, needs), source.states(), self.optimizer
         if remedy.optimizer is not None:
             optimizer = remedy.optimizer
             states = states_of(optimizer, None, torch.bfloat16 if remedy.half else torch.float32)
@@ -487,7 +519,8 @@ class _Planner:
         step_s = self._simulated(needs, chosen.window, chosen.transfer, self._stepping(states, optimizer)).step_s
         what = remedy.what + " and activations='recompute'" * recomputes
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
-        return Change(what, nbytes, step_s, host_nbytes=host.total, bits=remedy.bits, how=how)
+        host_nbytes = self._of_ranks(host, needs, optimizer).total
+        return Change(what, nbytes, step_s, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

@@ -5,6 +5,7 @@ from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecis
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning_fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import (

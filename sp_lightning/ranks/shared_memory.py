@@ -116,6 +116,14 @@ def drop_pages(descriptor: int, start: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), "fallocate refused to drop pages of shared memory")
 
 
+def drop_own_pages(tensor: Tensor) -> None:
+    """Give this process's memory of a tensor back to the system: but for its first and last page, it reads as zeros."""
+    start = paged(tensor.data_ptr())
+    nbytes = (tensor.data_ptr() + tensor.untyped_storage().nbytes()) // PAGE * PAGE - start
+    if nbytes > 0 and _libc().madvise(start, nbytes, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise refused to drop private pages")
+
+
 def paged(nbytes: int) -> int:
     """Round a number of bytes up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -75,7 +75,6 @@ class Engine:
         if ranks is not None:
             from ..ranks import team  # on one device nothing needs it
 
-            team.check_alike(ranks, units)
             self._share = functools.partial(team.shared_slab, ranks, device)
             sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
             self._shares_bytes = lambda parameter: id(parameter) in sharing
@@ -91,7 +90,8 @@ class Engine:
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         if ranks is not None:
-            self.team = team.Team(ranks, device, [unit.store for unit in self.units])
+            with quietly():  # other modules may be streamed already, and have reads of weights watched
+                self.team = team.Team(ranks, device, [unit.store for unit in self.units])
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own

@@ -27,6 +27,7 @@ from ..memory.partition import Unit, forward_of, partition, slots
 from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
+from ..ranks.shared_memory import drop_own_pages
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -72,6 +73,8 @@ class Handle:
         methods: Sequence[str] = (),
         ranks: Ranks | None = None,
         group: Any = None,
+        own_gradients: bool = False,
+        exchanges: bool = False,
     ) -> None:
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
@@ -82,8 +85,10 @@ class Handle:
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
         self._ranks = ranks  # of several devices, each of which has a handle like this one
-        self.group = group  # in a loop by hand: every backward exchanges gradients, but for those in `no_sync`
+        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (footprint.py, Rule 5)
+        self.group = group  # in a loop by hand
         self._by_hand = group is not None
+        self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self._attach()
@@ -100,6 +105,11 @@ class Handle:
     def managed(self) -> list[str]:
         """The names of all streamed parameters, as ``named_parameters()`` has them."""
         return [name for streamed in self.engine.units for name in streamed.store.names]
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that stream the module, one for each device."""
+        return 0 if self._ranks is None else self._ranks.rank
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory."""
@@ -296,8 +306,12 @@ class Handle:
 
     def _attach(self) -> None:
         units = partition(self.module, self.options.units)
+        if self._ranks is not None:
+            from ..ranks.team import check_alike  # on one device nothing needs it
+
+            check_alike(self._ranks, units)
         self._check_memory(units)
-        materialize(self.module)
+        materialize(self.module, self._ranks is None or self._ranks.rank == 0)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -313,7 +327,7 @@ class Handle:
                 units, self._slots, self.device, self.options, self._counters, self._compute_dtype, self._ranks
             )
             self.engine.window.only_inference = self._only_inference
-            self.engine.exchanges = self._by_hand
+            self.engine.exchanges = self._exchanges
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             self._entries.append(RootEntry(self.module, self))
@@ -352,8 +366,8 @@ class Handle:
             preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
         sizes = preflight.sizes(units, device_dtype, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
-        if self._trains:
-            preflight.check_host(units, device_dtype)
+        if self._trains or self._ranks is not None:
+            preflight.check_host(units, device_dtype, self._ranks, self._trains, self._own_gradients)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
@@ -518,10 +532,11 @@ def _structure(module: nn.Module) -> list[Any]:
     return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
 
 
-def materialize(module: nn.Module) -> None:
+def materialize(module: nn.Module, keeps: bool = True) -> None:
     """Give parameters and buffers on the meta device host memory and their modules' own initial values.
 
-    They stay the same objects, so tied parameters stay tied.
+    They stay the same objects, so tied parameters stay tied. A rank that does not keep the values of parameters, since
+    the first one's count, draws them all the same, for its random numbers, and has memory for one module's at a time.
     """
     for name, child in module.named_modules():
         own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
@@ -540,3 +555,6 @@ def materialize(module: nn.Module) -> None:
                     made = nn.Parameter(made, tensor.requires_grad)
                 torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
         reset()
+        for parameter in own:
+            if not keeps and isinstance(parameter, nn.Parameter):
+                drop_own_pages(parameter)

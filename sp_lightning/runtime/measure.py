@@ -4,14 +4,18 @@
    device. The best of several runs counts, after one that does not: other load only ever adds time.
 2. Sizes grow until one piece of work takes long enough, and stay within a share of the free memory.
 3. Nothing of the user's changes: random numbers come from a generator of this file's own, and all memory is freed.
-4. On the CPU, links are copies from memory to memory on the calling thread: they run one after the other.
+4. On the CPU, links are copies from memory to memory on the calling thread: they run one after the other. The ways up
+   of several ranks are copies by a thread each, which torch does not cut among more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -130,6 +134,36 @@ def measure_link(device: Device, effort: Effort = QUICK) -> LinkSpeed:
     return LinkSpeed(copies.nbytes / up, copies.nbytes / down, min(1.0, alone / together))
 
 
+def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
+    """Measure the share of its speed that each way up keeps while those of all devices, one or more, run at once."""
+    limit = min(_largest(device.memory()[0], effort) for device in devices)
+    nbytes = max(LEAST_COPY, min(limit, _largest(host_memory().free, effort) // len(devices)))
+    ways = [(device, _way_up(device, nbytes)) for device in devices]
+    alone = [_seconds(device, way, effort) for device, way in ways]
+    count = max(1, round(4 * effort.shortest_s / min(alone)))
+    begins = threading.Barrier(len(ways))
+
+    def run(way: tuple[Device, Callable[[], Any]]) -> float:
+        begins.wait()
+        return _timed(*way, count)
+
+    best = [math.inf] * len(ways)
+    deadline = time.perf_counter() + effort.patience_s
+    with ThreadPoolExecutor(len(ways), "superpipeline-ways-up") as threads:
+        while math.inf in best or time.perf_counter() < deadline:
+            best = [min(pair) for pair in zip(best, threads.map(run, ways), strict=True)]
+    return min(1.0, sum(alone) / sum(best))
+
+
+def _way_up(device: Device, nbytes: int) -> Callable[[], Any]:
+    """Return a copy up of so many bytes, without torch's own threads where the CPU computes (Rule 4)."""
+    copies = _Copies(device, nbytes)
+    if not device.is_host:
+        return copies.up
+    target, source = copies.ends_up
+    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
 def measure_dram(effort: Effort = QUICK) -> float:
     """Measure the bytes per second that torch's threads read and write in host memory."""
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
@@ -177,6 +211,11 @@ class _Copies:
         for host in self._hosts:
             host.fill_(1)
         device.synchronize()  # the streams of the copies did not wait for the zeros
+
+    @property
+    def ends_up(self) -> tuple[Tensor, Tensor]:
+        """Where the copy up goes, and where it comes from."""
+        return self._devices[0], self._hosts[0]
 
     def up(self) -> None:
         with self._device.up:

@@ -5,6 +5,8 @@
    does not.
 2. Host: gradients, wire copies and the optimizer's state are still to be allocated when streaming begins. If they
    exceed the free memory, the system may end the process without a message, so a warning comes before any allocation.
+   Ranks check this once, together, for all of them. What they share cannot be had without its memory: if weights, wire
+   copies and gradients alone exceed it, the run stops.
 3. The cost of a change is given in seconds: the lower bound of a step from weights, gradients and the optimizer, on
    this machine, which is measured only then. What units compute is not known here.
 """
@@ -24,11 +26,12 @@ from ..core.machine import Machine
 from ..core.schedule import Schedule
 from ..core.simulation import UnitCost, simulate
 from ..core.sizing import UnitBytes, first_window
-from ..errors import MemoryBudgetError
+from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.layout import aligned
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
+from ..ranks.board import Board, Ranks
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 
@@ -232,40 +235,116 @@ def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dty
     ]
 
 
-def check_host(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
-    """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2)."""
-    parameters = [p for unit in units for _, p in unit.params]
+def check_host(
+    units: Sequence[Unit],
+    device_dtype: Callable[[torch.dtype], torch.dtype],
+    ranks: Ranks | None = None,
+    training: bool = True,
+    own_gradients: bool = False,
+) -> None:
+    """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
+
+    Args:
+        units: All units, the resident ones included.
+        device_dtype: The type in which weights of a type travel.
+        ranks: All ranks of this machine, which come here together.
+        training: Whether there are gradients and an optimizer at all.
+        own_gradients: Whether each rank has gradients of its own (footprint.py, Rule 5).
+    """
     of_units = [UnitHostBytes.of([p for _, p in unit.params], device_dtype) for unit in units]
-    missing = [UnitHostBytes.of([p for _, p in unit.params if p.is_meta]).weights for unit in units]
-    whole = host_bytes(of_units, states=STATES["AdamW"])
-    to_come = replace(whole, weights=sum(missing))
-    if to_come.total < WORTH_CHECKING:
-        return
-    free = host_memory().free
-    if to_come.total > free:
-        half = all(p.dtype.itemsize <= 2 for p in parameters if p.is_floating_point())
-        listed = remedies.host(half=half, wires=whole.wire > 0, activations="keep", optimizer="AdamW")
-        present = whole.weights - to_come.weights
-        count = sum(p.numel() for p in parameters if p.requires_grad)
-        left = [(remedy, _host_left(remedy, whole, half, count) - present) for remedy in listed]
-        fitting = [f"{remedy.what} ({format_bytes(max(0, n))}; {remedy.how})" for remedy, n in left if n <= free]
+    whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
+    missing = UnitHostBytes.of([p for unit in units for _, p in unit.params if p.is_meta]).weights
+    if ranks is None:
+        to_come = replace(whole, weights=missing)
+        if to_come.total >= WORTH_CHECKING:
+            free = host_memory().free
+            if to_come.total > free:
+                log.warning("superpipeline: training will take %s", _short_of(units, whole, to_come, free, 1))
+    elif whole.total >= WORTH_CHECKING:
+        from ..ranks.exchange import AHEAD  # on one device nothing needs it
+
+        under_way = (AHEAD + 1) * max(unit.trained for unit in of_units) if training else 0
+        whole = whole.of_ranks(ranks.size, under_way, own_gradients)
+        _check_ranks(units, whole, whole.weights - missing, ranks)
+
+
+def _check_ranks(units: Sequence[Unit], whole: HostBytes, here: int, ranks: Ranks) -> None:
+    """Check the host memory of all ranks, of which this one has so many bytes of the weights."""
+    board = Board(ranks, 0)
+    present = board.exchange(here)
+    free = board.exchange(host_memory().free)[0]  # after the first exchange all ranks have made their models
+    room = free + sum(present)
+    shared = replace(whole, optimizer=0)  # which may be another one than AdamW
+    if shared.total > room:
+        raise HostMemoryError(
+            f"{ranks.size} ranks need {format_bytes(shared.total)} of host memory without the optimizer's state "
+            f"({_terms(shared)}), but {format_bytes(free)} are free and {format_bytes(sum(present))} have their "
+            "weights already; train fewer parameters, or use half precision or fewer devices"
+        )
+    to_come = replace(whole, weights=max(0, whole.weights - sum(present)))
+    spared = sum(present) - whole.weights  # once the ranks share the weights
+    if whole.total > room and ranks.rank == 0:
         log.warning(
-            "superpipeline: training will take %s more host memory (weights %s, wire copies %s, gradients %s, "
-            "optimizer %s if it is AdamW), but %s are free: the system may end the process. Close other programs, or, "
-            "with what each would still take: %s",
-            *map(format_bytes, (to_come.total, to_come.weights, to_come.wire, to_come.gradients, to_come.optimizer)),
-            format_bytes(free),
-            "; ".join(fitting[:3]) or "nothing fits but a smaller model",
+            "superpipeline: training on %d devices will take %s%s",
+            ranks.size,
+            _short_of(units, whole, to_come, free + max(0, spared), ranks.size),
+            f". The ranks made {format_bytes(sum(present))} of weights, which are {format_bytes(whole.weights)} once "
+            "shared: make them in configure_model, under torch.device('meta'), and they are never more"
+            if spared > 0
+            else "",
         )
 
 
-def _host_left(remedy: remedies.HostRemedy, whole: HostBytes, half: bool, trained: int) -> int:
-    """Return the bytes of host memory that the whole run takes with this change."""
+def _terms(nbytes: HostBytes) -> str:
+    named = {"weights": nbytes.weights, "wire copies": nbytes.wire, "gradients": nbytes.gradients + nbytes.under_way}
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in named.items())
+
+
+def _short_of(units: Sequence[Unit], whole: HostBytes, to_come: HostBytes, free: int, ranks: int) -> str:
+    """Describe what will be missing on the host, and what would fit."""
+    parameters = [p for unit in units for _, p in unit.params]
+    half = all(p.dtype.itemsize <= 2 for p in parameters if p.is_floating_point())
+    listed = remedies.host(half=half, wires=whole.wire > 0, activations="keep", optimizer="AdamW")
+    present = whole.weights - to_come.weights
+    count = sum(p.numel() for p in parameters if p.requires_grad)
+    left = [(remedy, _host_left(remedy, whole, half, count, ranks) - present) for remedy in listed]
+    fitting = [f"{remedy.what} ({format_bytes(max(0, n))}; {remedy.how})" for remedy, n in left if n <= free]
+    return (
+        f"{format_bytes(to_come.total)} more host memory ({_terms(to_come)}, optimizer "
+        f"{format_bytes(to_come.optimizer)} if it is AdamW), but {format_bytes(free)} are free: the system may end the "
+        "process. Close other programs, or, with what each would still take: "
+        + ("; ".join(fitting[:3]) or "nothing fits but a smaller model")
+    )
+
+
+def check_copies(module: nn.Module, ranks: int) -> None:
+    """Warn if processes that are about to start make more copies of this module than the host has room for."""
+    units = UnitHostBytes.of(p for p in module.parameters() if not p.is_meta)
+    copies = (ranks - 1) * units.weights
+    if copies < WORTH_CHECKING:
+        return
+    free = host_memory().free
+    if copies > free:
+        log.warning(
+            "superpipeline: each of %d processes makes the model in __init__, with %s of weights, until it has moved "
+            "into the memory that they share: %s more, but %s are free, and the system may end a process. Make the "
+            "model in configure_model, under torch.device('meta')",
+            ranks,
+            format_bytes(units.weights),
+            format_bytes(copies),
+            format_bytes(free),
+        )
+
+
+def _host_left(remedy: remedies.HostRemedy, whole: HostBytes, half: bool, trained: int, ranks: int) -> int:
+    """Return the bytes of host memory that the whole run takes with this change, on this many devices."""
     halved = 2 if remedy.half and not half else 1
     share = remedies.ADAPTED if remedy.adapters else 1
     optimizer = whole.optimizer / halved
-    if remedy.optimizer is not None:
-        optimizer = remedies.STATE_NBYTES[remedy.optimizer] * trained
-    keeps_wire = not remedy.half and "wire_dtype" not in remedy.options
     weights = whole.weights / halved * remedy.base_bits / 16
-    return int(weights + keeps_wire * whole.wire + share * (whole.gradients / halved + optimizer))
+    if remedy.optimizer is not None:  # each of several ranks steps all weights, with a state of its own
+        optimizer = ranks * remedies.STATE_NBYTES[remedy.optimizer] * trained
+        weights *= ranks + 1 if ranks > 1 else 1
+    keeps_wire = not remedy.half and "wire_dtype" not in remedy.options
+    gradients = (whole.gradients + whole.under_way) / halved
+    return int(weights + keeps_wire * whole.wire + share * (gradients + optimizer))

@@ -16,12 +16,12 @@ import sys
 import pytest
 import torch
 
-from sp_lightning.bench import Entry, Setting, compare, entries, referee, report, turns, worker
+from sp_lightning.bench import Entry, Setting, compare, contenders, entries, referee, report, turns, worker
 from sp_lightning.bench.figures import Result, Row, Spread
 from sp_lightning.bench.floor import Costs
 from sp_lightning.cli import main
 from sp_lightning.core.machine import Machine
-from sp_lightning.errors import MissingExtraError, UnsupportedError
+from sp_lightning.errors import MissingExtraError, OptionError, UnsupportedError
 from sp_lightning.memory.device import Device
 from sp_lightning.planning import shapes
 from sp_lightning.planning.shapes import SHAPES, build, multiplied
@@ -458,3 +458,44 @@ def test_initialisation_that_draws_again_what_is_out_of_bounds_ends():
     with shapes._MatricesLater():
         torch.nn.init.trunc_normal_(matrix)
     assert not matrix.any()
+
+
+# ---- several devices
+
+
+def test_two_devices_are_compared_with_ddp_and_fsdp(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *TINIEST, "--devices", "2", "--json", str(tmp_path / "found.json")])
+    assert stopped.value.code == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {row["label"]: row for row in found["rows"]}
+    assert list(rows) == ["plain", "superpipeline window=1", "superpipeline window=all", "fsdp2"]
+    assert [row["error"] for row in rows.values()] == [None] * 4
+    assert rows["plain"]["losses"] == rows["superpipeline window=1"]["losses"]
+    assert all(row["host_peak"] > 0 for row in rows.values())
+    for row in rows.values():
+        assert row["tokens_per_s"] == pytest.approx(2 * 8 / row["step_s"]["median"])
+    assert "1 x 8 tokens on each of 2 devices" in capsys.readouterr().out
+
+
+def test_a_contender_for_one_device_says_so():
+    with pytest.raises(UnsupportedError, match="DeepSpeed takes part with one device only"):
+        contenders.refuse(setting(devices=2), "DeepSpeed")
+
+
+def test_several_devices_do_not_compare_inference():
+    with pytest.raises(UnsupportedError, match="several devices are compared in training only"):
+        setting(devices=2, inference=True)
+
+
+def test_no_devices_are_refused():
+    with pytest.raises(OptionError, match="devices must be an int >= 1, got 0"):
+        setting(devices=0)
+
+
+def test_more_than_two_devices_equal_stock_ddp_in_the_first_loss_alone():
+    """Its sums of more gradients change with its buckets."""
+    ours = ("superpipeline", (1.0, 2.5))
+    for devices, differ in ((2, True), (4, False)):
+        rows = row(losses=(1.0, 2.0)), row(*ours, window=1)
+        assert bool(result(*rows, devices=devices).differences) == differ

@@ -303,3 +303,33 @@ def test_without_a_config_a_model_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--model.width", "3"])
     assert "plan does not know --model.width 3" in capsys.readouterr().err
+
+
+def test_devices_of_a_config_are_planned_with_a_share_of_the_data_each():
+    """As LightningCLI would train: half of the batches, and gradients of each rank where the Trainer clips values."""
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", "--trainer.max_epochs", "2"]
+    alone = fit_config.find([*given, *QUIET])
+    clips = ["--trainer.gradient_clip_val", "1", "--trainer.gradient_clip_algorithm", "value"]
+    both = fit_config.find([*given, *QUIET, *clips, "--trainer.devices", "2"])
+    assert not fit_config.find([*given, *QUIET, *clips[:2], "--trainer.devices", "2"]).own_gradients  # by norm
+    assert (alone.devices, both.devices) == (1, 2)
+    assert (alone.own_gradients, both.own_gradients) == (False, True)
+    assert (alone.steps, both.steps) == (2 * 8, 2 * 4)
+    assert shapes([both.spec.batch]) == shapes([alone.spec.batch])
+
+
+class Small(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    def training_step(self, batch, index):
+        return self.layers(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Rows(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(32, 8), batch_size=4)

@@ -215,6 +215,7 @@ VALUES = {
     "link": ["gen3x1"],
     "copies": ["1"],
     "accumulate": ["2"],
+    "devices": ["2"],
     "samples": ["1000"],
     "epochs": ["2", "--samples", "1000"],
     "price": ["0.5", "--samples", "1000"],
@@ -263,6 +264,7 @@ NONSENSE = {
     "link": "Foo",
     "copies": "-1",
     "accumulate": "0",
+    "devices": "0",
     "samples": "0",
     "epochs": "0",
     "price": "-1",
@@ -523,3 +525,50 @@ def test_a_file_that_can_not_be_written_ends_with_a_sentence(tmp_path, capsys):
 def test_bad_arguments_end_with_a_sentence(arguments, message, capsys):
     run(*of_this_file(*arguments), status=2)
     assert message in capsys.readouterr().err
+
+
+# ---- several devices
+
+
+def said_of(capsys, *arguments, status=0):
+    run(*of_this_file("--batch", 8, *arguments), status=status)
+    return capsys.readouterr().out
+
+
+def test_one_device_is_planned_as_if_nothing_were_said_of_devices(capsys):
+    assert said_of(capsys, "--devices", 1) == said_of(capsys)
+    assert said_of(capsys, "--devices", 1, "--json") == said_of(capsys, "--json")
+    assert " each" not in said_of(capsys)
+
+
+def test_several_devices_have_a_batch_each_and_one_host(capsys):
+    said = said_of(capsys, "--devices", 2, "--samples", 32)
+    assert "batch of 8 rows each" in said and "on 2 x rtx4090" in said and "under way" in said
+    assert "; 2 steps take" in said
+    alone = json.loads(said_of(capsys, "--json", "--samples", 32, "--window", 2))
+    both = json.loads(said_of(capsys, "--json", "--samples", 32, "--window", 2, "--devices", 2))
+    assert (alone["run"]["steps"], both["run"]["steps"]) == (4, 2)
+    assert both["run"]["rows_per_s"] == pytest.approx(2 * 8 / both["step_s"])
+    assert both["device_nbytes"] == alone["device_nbytes"]
+    for term in ("weights", "gradients", "optimizer"):
+        assert both["host"][term] == alone["host"][term]
+    assert both["host"]["wire"] == 2 * alone["host"]["wire"] > 0
+
+
+def test_each_device_has_gradients_where_they_are_accumulated_or_scaled(capsys):
+    def gradients(*arguments):
+        return json.loads(said_of(capsys, "--json", *arguments))["host"]["gradients"]
+
+    once = gradients("--devices", 3)
+    assert gradients("--devices", 3, "--accumulate", 2) == 4 * once
+    assert gradients("--devices", 3, "--precision", "16-mixed") == 4 * once
+    assert gradients("--accumulate", 2) == once
+
+
+def test_an_optimizer_that_is_not_cut_has_its_state_on_each_device(capsys):
+    def host(*arguments):
+        return json.loads(said_of(capsys, "--json", *arguments))["host"]
+
+    alone, both = host("--optimizer", "AdamW8bit"), host("--optimizer", "AdamW8bit", "--devices", 2)
+    assert both["optimizer"] == 2 * alone["optimizer"]
+    assert both["weights"] == 3 * alone["weights"]

@@ -419,10 +419,71 @@ def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
         assert result.merit >= 0.92, (workload.name, machine.name)
 
 
-@pytest.mark.slow
-def test_the_tables_in_the_docs_are_those_of_the_benchmark():
+# Several ranks, which share the host's memory
+
+
+def test_ranks_wait_for_the_hosts_memory_in_proportion():
+    """On a host that moves one byte a second, two ranks bring one up in two seconds, and down in four."""
+    assert literal(simulated([unit("a"), unit("b")], window=1, optimizer_overlap=False, ranks=2)) == [
+        "compute a 0-1",
+        "up b 1-3",
+        "compute b 3-4",
+        "compute b 4-6",
+        "up a 6-12",  # both at a sixth of their speeds
+        "down b 6-12",
+        "compute a 12-14",
+        "down a 14-18",
+        "optimizer b 18-19",
+        "optimizer a 19-20",
+        "up a 20-22",
+    ]
+
+
+@given(st.integers(1, 8), st.lists(st.tuples(*[st.integers(0, 5)] * 5), min_size=1, max_size=6), st.booleans())
+@settings(deadline=None)
+def test_ranks_never_take_more_of_the_hosts_memory_than_there_is(ranks, sizes, overlap):
+    units = [
+        unit(str(n), up + 1, forward, backward, down, step)
+        for n, (up, forward, backward, down, step) in enumerate(sizes)
+    ]
+    found = simulated(units, 2, replace(UNIT_MACHINE, dram_bytes_per_s=3), optimizer_overlap=overlap, ranks=ranks)
+    assert found.step_s >= found.floor.host * (1 - 1e-9)
+    assert found.floor.seconds >= found.floor.host
+
+
+def test_one_rank_is_a_device_by_itself():
+    units = [unit("a"), unit("b", up=3, step=4), unit("c")]
+    assert simulated(units, ranks=1) == simulated(units)
+    assert simulated(units).floor.host == 0
+
+
+def test_more_ranks_take_longer_and_train_more_in_a_second():
+    units = WORKLOADS["llama3-8b"].units(tokens=8192)
+    found = [simulated(units, 3, MACHINES["rtx4090"], optimizer_overlap=False, ranks=n).step_s for n in (1, 2, 4, 8)]
+    assert found == sorted(found)
+    speeds = [n / step_s for n, step_s in zip((1, 2, 4, 8), found, strict=True)]
+    assert speeds == sorted(speeds)
+
+
+def benchmark():
     path = ROOT / "benchmarks" / "simulate.py"
     spec = importlib.util.spec_from_file_location("simulate_benchmark", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    assert benchmark.report() in (ROOT / "docs" / "simulation.md").read_text()
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("ranks", "consumer", "server"), [(2, "3.5", "0.88"), (4, "4.8", "1.20"), (8, "7.4", "1.85")])
+def test_the_floor_of_ranks_is_that_of_all_bytes_through_the_hosts_memory(ranks, consumer, server):
+    """Of 8 B parameters: 4 bytes up, 2 down and 2 read by owners for each rank, 28 for the optimizer, once."""
+    simulate_benchmark = benchmark()
+    assert f"{simulate_benchmark.floor_of_devices(simulate_benchmark.CONSUMER, ranks):.1f}" == consumer
+    assert f"{simulate_benchmark.floor_of_devices(simulate_benchmark.SERVER, ranks):.2f}" == server
+    assert simulate_benchmark.floor_of_devices(simulate_benchmark.CONSUMER, ranks) == pytest.approx(
+        8.03e9 * (8 * ranks + 28) / 100e9, rel=2e-3
+    )
+
+
+@pytest.mark.slow
+def test_the_tables_in_the_docs_are_those_of_the_benchmark():
+    assert benchmark().report() in (ROOT / "docs" / "simulation.md").read_text()

@@ -539,13 +539,23 @@ def test_a_teardown_makes_all_modules_plain(device):
 # --- What is refused
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [({"devices": 2}, "devices must be 1: .* got 2"), ({"num_nodes": 2}, "num_nodes must be 1: .* got 2")],
-)
-def test_more_than_one_device_is_refused(arguments, message):
-    with pytest.raises(OptionError, match=message):
-        Fabric(accelerator="cpu", strategy="superpipeline", **{"devices": 1, **arguments})
+def test_several_machines_are_refused():
+    with pytest.raises(OptionError, match=r"num_nodes must be 1: .* got 2"):
+        Fabric(accelerator="cpu", strategy="superpipeline", devices=1, num_nodes=2)
+
+
+def test_several_devices_of_the_users_choice_are_refused():
+    with pytest.raises(OptionError, match="device must be left out with several devices"):
+        Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(device="cpu"), devices=2)
+
+
+def test_one_device_needs_no_launch_and_several_do():
+    assert isinstance(Fabric(accelerator="cpu", devices=1, strategy="superpipeline").strategy, SingleDeviceStrategy)
+    several = Fabric(accelerator="cpu", devices=2, strategy="superpipeline")
+    assert not isinstance(several.strategy, SingleDeviceStrategy)
+    assert isinstance(several.strategy, sp_lightning.SuperpipelineFabricStrategy)
+    with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
+        several.setup(blocks())
 
 
 def test_modules_that_share_weights_are_set_up_together(device):
@@ -623,6 +633,15 @@ def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, m
 
 
 @pytest.mark.slow
-def test_the_command_line_cannot_ask_it_for_two_devices(tmp_path):
+def test_the_command_line_starts_two_devices(tmp_path):
+    """Both see the same data here, so the mean of their gradients is each one's."""
     done = by_the_command(tmp_path, "--devices=2")
-    assert done.returncode and "devices must be 1: Fabric streams through one device" in done.stderr
+    assert done.returncode == 0, done.stderr
+    both = torch.load(tmp_path / "streamed.pt")
+    assert by_the_command(tmp_path, "--devices=1").returncode == 0
+    parity.compare(
+        *(
+            parity.Record([parity.Entry("", *leaf) for leaf in parity.leaves(result)])
+            for result in (torch.load(tmp_path / "streamed.pt"), both)
+        )
+    )

@@ -57,6 +57,36 @@ def test_activations_and_the_ring_count():
     assert (found.activations, found.ring, found.total) == (5, 7, 12)
 
 
+HALVES = [UnitHostBytes.of(linear().parameters(), half) for _ in range(3)]
+
+
+def test_one_rank_needs_what_it_needed():
+    found = host_bytes(HALVES, states=2, activations=5, ring=7)
+    assert found.of_ranks(1, MIB, own_gradients=True, shared_state=False) is found
+
+
+def test_ranks_share_weights_gradients_and_state_and_have_the_rest_each():
+    found = host_bytes(HALVES, states=2, activations=5, ring=7).of_ranks(4, MIB)
+    assert found == HostBytes(
+        weights=3 * MIB,
+        wire=4 * 3 * MIB // 2,
+        gradients=3 * MIB,
+        optimizer=6 * MIB,
+        activations=20,
+        under_way=4 * MIB,
+        ring=28,
+    )
+
+
+def test_ranks_that_accumulate_have_gradients_beside_the_mean():
+    assert host_bytes(HALVES, states=2).of_ranks(2, MIB, own_gradients=True).gradients == 3 * 3 * MIB
+
+
+def test_what_every_rank_steps_has_weights_and_state_on_every_rank():
+    found = host_bytes(HALVES, states=2).of_ranks(2, MIB, shared_state=False)
+    assert (found.weights, found.optimizer) == (3 * 3 * MIB, 2 * 6 * MIB)
+
+
 def test_the_number_of_states_is_what_the_optimizers_make():
     for name, states in STATES.items():
         parameter = nn.Parameter(torch.ones(8))

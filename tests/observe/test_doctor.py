@@ -85,6 +85,11 @@ SICK = {
         r"25\.0 GB/s up and 12\.0 GB/s down: .* bind the process",
     ),
     "a shared wire": (facts(duplex=0.52), "duplex", r"each keeps 52% of its rate: .* accumulate_grad_batches"),
+    "devices that share a switch": (
+        facts(ways_up=4, ways_up_share=0.41),
+        "ways up",
+        r"While 4 devices load weights at once, each way up keeps 41% of its rate: .* lanes of its own",
+    ),
     "few page locks": (
         facts(pinned_nbytes=GIB, lock_limit_nbytes=8 * 2**20),
         "pinned memory",

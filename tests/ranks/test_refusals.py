@@ -88,6 +88,42 @@ def test_several_devices_of_the_users_choice():
         strategy.parallel_devices = [torch.device("cpu")] * 2
 
 
+MIB = 2**20
+
+
+def test_a_host_too_small_for_what_the_ranks_share():
+    """It needs 288 MiB of weights, as many of gradients, and 72 MiB under way in each rank; both have made a model."""
+    found = processes.run(2, refused_runs.little_memory, 40 * MIB)
+    for said, lines in found:
+        assert said.startswith(
+            "HostMemoryError: 2 ranks need 720.35 MiB of host memory without the optimizer's state (weights 288.14 "
+            "MiB, wire copies 0 B, gradients 432.21 MiB), but 40.00 MiB are free and 576.28 MiB have their weights"
+        ), said
+        assert not lines
+
+
+def test_a_host_too_small_for_gradients_of_each_rank():
+    (said, _), _ = processes.run(2, refused_runs.little_memory, 600 * MIB, accumulate_grad_batches=2)
+    assert said.startswith("HostMemoryError: 2 ranks need 1.27 GiB"), said
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_host_that_may_be_filled_is_one_warning_of_all_ranks(late):
+    """With AdamW's state it would be filled; the step is SGD's, and goes through."""
+    found = processes.run(2, refused_runs.little_memory, (450 + 288 * late) * MIB, late)
+    assert [said for said, _ in found] == ["", ""]
+    (_, [line]), (_, others) = found
+    assert not others
+    assert line.startswith("superpipeline: training on 2 devices will take")
+    assert ("make them in configure_model" in line) == (not late)
+
+
+def test_ranks_whose_weights_do_not_count_have_no_memory_for_them():
+    (first, [weight, number]), (second, [other, its_number]) = processes.run(2, refused_runs.drawn_late)
+    assert first > 250 * MIB and second < 100 * MIB
+    assert torch.equal(weight, other) and torch.equal(number, its_number)
+
+
 @pytest.mark.parametrize("what", ["whole", "slice", "numpy"])
 def test_a_forked_worker_that_reads_a_weight(what):
     for error in processes.run(2, refused_runs.worker, what):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import sp_lightning
+from sp_lightning.core.host import HostMemory
+from sp_lightning.runtime import preflight
 
 
 class Net(L.LightningModule):
@@ -112,3 +116,74 @@ def too_few_devices() -> str:
     """Train where the environment has more ranks here than the Trainer has devices."""
     with mock.patch.dict(os.environ, LOCAL_RANK="2"):
         return error(lambda: trained(Net(), [torch.randn(4, 8)] * 4, 2))
+
+
+# ---- room on the host
+
+
+class Large(Net):
+    """Twelve layers of 24 MiB: 288 MiB of weights, which is worth a look at the free memory."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList() if late else self.make()
+
+    @staticmethod
+    def make() -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(torch.nn.Linear(2048, 3072) for _ in range(12))
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            with torch.device("meta"):
+                self.blocks = self.make()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        for block in self.blocks:
+            batch = block(batch)[:, :2048]
+        return batch.square().mean()
+
+
+def little_memory(free: int, late: bool = False, **trainer: Any) -> tuple[str, list[str]]:
+    """Train where the first rank finds so many free bytes, and another finds none; return what was said."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = HostMemory(1 << 40, 0 if rank else free, "machine", 1 << 40)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sp_lightning")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(preflight, "host_memory", lambda: memory):
+            said = error(lambda: trained(Large(late), DataLoader(torch.randn(16, 2048), batch_size=2), size, **trainer))
+    finally:
+        logger.removeHandler(handler)
+    return said, [line for line in lines if "host memory" in line]
+
+
+class Noting(torch.nn.Linear):
+    """A layer that notes the memory of this process when its weights are drawn."""
+
+    noted = 0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.weight.is_meta:
+            Noting.noted = private_nbytes()
+
+
+def private_nbytes() -> int:
+    with open("/proc/self/smaps_rollup") as rollup:
+        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+
+
+def drawn_late() -> tuple[int, list[torch.Tensor]]:
+    """Draw weights in a run; return how much memory this rank had for them, its first weight and a random number."""
+    module = Large(True)
+    module.configure_model()
+    with torch.device("meta"):
+        module.blocks.append(Noting(2048, 3072))
+    ctypes.CDLL(None).malloc_trim(0)  # of what earlier tests freed
+    before = private_nbytes()
+    torch.manual_seed(0)
+    trained(module, DataLoader(torch.zeros(16, 2048), batch_size=2), int(os.environ["WORLD_SIZE"]))
+    return Noting.noted - before, [module.blocks[0].weight.detach().clone(), torch.rand(4)]

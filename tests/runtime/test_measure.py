@@ -13,7 +13,15 @@ from sp_lightning.core.host import host_memory, lock_limit, numa_nodes, peak_mem
 from sp_lightning.core.machine import Machine
 from sp_lightning.memory.device import Device
 from sp_lightning.optim import pieces
-from sp_lightning.runtime.measure import measure, measure_dram, measure_flops, measure_link, measure_optimizer
+from sp_lightning.runtime.measure import (
+    Effort,
+    measure,
+    measure_dram,
+    measure_flops,
+    measure_link,
+    measure_optimizer,
+    measure_ways_up,
+)
 
 MIB = 2**20
 
@@ -146,3 +154,19 @@ def test_a_process_has_a_peak_of_its_own_and_not_that_of_who_started_it():
 def test_cores_and_locks_are_numbers():
     assert usable_cores() >= 1
     assert lock_limit() is None or lock_limit() >= 0
+
+
+@pytest.mark.simgpu
+def test_ways_up_at_once_are_told_from_those_that_take_turns():
+    import simgpu
+
+    simgpu.config.h2d_gbps = 0.02  # so slow that the copies themselves take no time
+    effort = Effort(shortest_s=0.001, patience_s=0, largest_nbytes=1 << 20)
+    first, second = Device("simgpu"), Device("simgpu")
+    assert measure_ways_up([first, second], effort) > 0.75
+    second.up = first.up
+    assert measure_ways_up([first, second], effort) < 0.65
+
+
+def test_ways_up_of_the_cpu_are_copies_of_threads():
+    assert 0 < measure_ways_up([Device("cpu"), Device("cpu")]) <= 1

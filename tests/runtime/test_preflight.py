@@ -174,3 +174,17 @@ def test_a_host_with_room_is_not_warned(monkeypatch, caplog):
 def test_a_small_model_asks_nothing(monkeypatch):
     monkeypatch.setattr(preflight, "host_memory", lambda: pytest.fail("asked"))
     preflight.check_host(partition(models.case("mlp").make()), float32)
+
+
+def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
+    made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
+    with caplog.at_level(logging.WARNING, "sp_lightning"):
+        preflight.check_copies(made, 2)
+        preflight.check_copies(made.to("meta"), 4)
+    assert not caplog.records
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
+    with caplog.at_level(logging.WARNING, "sp_lightning"):
+        preflight.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
+    assert "each of 4 processes makes the model in __init__, with 1.00 GiB of weights" in caplog.text
+    assert "3.00 GiB more, but 2.00 GiB are free" in caplog.text

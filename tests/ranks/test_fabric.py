@@ -1,0 +1,77 @@
+"""Fabric with several devices is Fabric with DDP, to the last bit."""
+
+import os
+import subprocess
+import sys
+import time
+
+import processes
+import pytest
+import ranked_fabric
+from ranked_parity import check
+
+
+@pytest.mark.parametrize(
+    ("loop", "device", "precision", "options"),
+    [
+        ("plainly", "cpu", "32-true", {"window": 2}),
+        ("accumulating", "cpu", "32-true", {"window": 1}),
+        ("gan", "cpu", "bf16-mixed", {"window": "auto"}),
+        ("resuming", "cpu", "32-true", {"window": 2}),
+        pytest.param("gan", "simgpu", "32-true", {"window": 1, "activations": "recompute"}, marks=pytest.mark.simgpu),
+        pytest.param("accumulating", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
+    ],
+)
+def test_two_ranks_are_ddp(loop, device, precision, options):
+    check(ranked_fabric.record, loop, options, device, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("copy", "UnsupportedError: a deep copy of what Fabric set up on several devices is not streamed"),
+        ("optimizer", "UnsupportedError: on several devices an optimizer cannot step modules that were set up one by"),
+    ],
+)
+def test_what_several_devices_cannot_do_is_said(what, said):
+    for error in processes.run(2, ranked_fabric.refused, what):
+        assert error.startswith(said), error
+
+
+SCRIPT = """
+import sp_lightning
+import torch
+from lightning.fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="superpipeline")
+fabric.launch()
+net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for step in range(3):
+    fabric.backward(net(torch.ones(2, 8)).sum())
+    optimizer.step()
+    if fabric.global_rank == 1 and step == FAILS:
+        raise RuntimeError("as it happens")
+"""
+
+
+@pytest.mark.parametrize("fails", [1, None])
+def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("FAILS", str(fails)))
+    place = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
+    path = os.pathsep.join(filter(None, sys.path))
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=os.environ | place | {"LOCAL_RANK": str(rank), "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode != 0 for rank in ranks] == [fails is not None] * 2, said
+    assert ("PeerError: rank 1 failed; its own error says why" in said[0]) == (fails is not None), said[0]
+    assert time.monotonic() - began < 150

@@ -1,0 +1,196 @@
+"""Loops with Fabric on each rank: under DDP, or under the strategy (processes.py, Rule 1)."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from ranked_runs import simulated
+from torch import Tensor, nn
+
+import parity
+import sp_lightning
+
+STEPS = 4
+DATA = 4 * STEPS * 4  # rows: a batch of 4 on each of up to 4 ranks
+Loop = Callable[[Fabric], Iterator[Any]]
+
+
+class Net(nn.Module):
+    """Blocks with a batch norm, dropout and a part that a rank may skip."""
+
+    def __init__(self, width: int = 16, out: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(4)
+        )
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = block(x)
+        return self.head(self.dropout(x))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
+
+
+def batches(fabric: Fabric, shuffle: bool = False) -> Any:
+    """This rank's share, by Fabric's own sampler."""
+    rows = torch.randn(DATA, 16, generator=torch.Generator().manual_seed(7))
+    return fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=shuffle))
+
+
+def ends(*modules: nn.Module) -> list[Any]:
+    parameters = [[p.detach().clone() for p in module.parameters()] for module in modules]
+    return [parameters, [[b.clone() for b in module.buffers()] for module in modules]]
+
+
+def plainly(fabric: Fabric) -> Iterator[Any]:
+    """Skips blocks, evaluates, clips, and writes to gradients and weights."""
+    net = Net()
+    net, optimizer = fabric.setup(net, adamw(net))
+    for step, x in enumerate(batches(fabric, shuffle=True)):
+        loss = net(x, 1 + (fabric.global_rank + step) % 3).square().mean()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        fabric.backward(loss)
+        yield loss, fabric.all_reduce(loss.detach().clone())
+        yield [p.grad for p in net.parameters()]
+        fabric.clip_gradients(net, optimizer, **({"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}))
+        optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            yield net(x)
+            next(net.parameters()).mul_(0.99)
+            if fabric.is_global_zero:  # alone
+                net.module(x)
+        net.train()
+    yield ends(net), optimizer.state_dict()["state"], fabric.all_gather(loss.detach())
+
+
+def accumulating(fabric: Fabric) -> Iterator[Any]:
+    """Accumulates three of four batches without an exchange."""
+    net = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(adamw(net))
+    for step, x in enumerate(batches(fabric)):
+        torch.manual_seed(100 + step)  # of the device, whose generator has drawn other numbers than the CPU's
+        with fabric.no_backward_sync(net, enabled=step % 4 != 3):
+            loss = net(x).square().mean()
+            fabric.backward(loss / 4)
+        yield loss, [p.grad for p in net.parameters()]
+        if step % 4 == 3:
+            fabric.clip_gradients(net, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    yield ends(net), optimizer.state_dict()["state"]
+
+
+def gan(fabric: Fabric) -> Iterator[Any]:
+    """Trains two modules in turn, each with an optimizer of its own."""
+    generator, critic = Net(out=16), Net(out=1)
+    generator, of_generator = fabric.setup(generator, adamw(generator))
+    critic, of_critic = fabric.setup(critic, adamw(critic))
+    for step, x in enumerate(batches(fabric)):
+        torch.manual_seed(100 + step)
+        made = generator(torch.randn_like(x))
+        of_critic.zero_grad()
+        real = critic(x).square().mean()
+        fabric.backward(real)
+        fake = (critic(made.detach()) - 1).square().mean()
+        fabric.backward(fake)
+        yield real, fake, [p.grad for p in critic.parameters()]
+        of_critic.step()
+        of_generator.zero_grad()
+        fooled = critic(made).square().mean()
+        fabric.backward(fooled)
+        yield fooled, [p.grad for p in generator.parameters()], [p.grad for p in critic.parameters()]
+        of_generator.step()
+    yield ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]
+
+
+def resuming(fabric: Fabric) -> Iterator[Any]:
+    """Saves after some steps, goes on, and trains again from there."""
+    net = Net()
+    net, optimizer = fabric.setup(net, adamw(net))
+    folder = fabric.broadcast(tempfile.mkdtemp() if fabric.is_global_zero else None)
+    data = list(batches(fabric))
+    state = {"net": net, "optimizer": optimizer, "step": 0}
+
+    def steps(several: list[Tensor]) -> Iterator[Any]:
+        for x in several:
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            yield loss
+
+    yield from steps(data[:2])
+    fabric.save(os.path.join(folder, "saved.ckpt"), state)
+    yield from steps(data[2:4])
+    fabric.load(os.path.join(folder, "saved.ckpt"), state)
+    yield ends(net), optimizer.state_dict()["state"]
+    torch.manual_seed(3)
+    yield from steps(data[2:])
+    yield ends(net), optimizer.state_dict()["state"]
+
+
+def refused(what: str) -> str:
+    """Do on each rank what is refused; return the error as "type: message"."""
+    strategy = sp_lightning.SuperpipelineFabricStrategy(window=1)
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    first, second = fabric.setup_module(Net()), fabric.setup_module(Net())
+    x = torch.zeros(4, 16)
+    try:
+        if what == "copy":
+            copy.deepcopy(first)(x)
+        elif what == "optimizer":
+            optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+            fabric.backward(first(x).sum() + second(x).sum())
+            optimizer.step()
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.teardown()
+
+
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming)}
+
+
+def record(
+    loop: str, options: dict[str, Any] | None, accelerator: str = "cpu", precision: str = "32-true"
+) -> parity.Record:
+    """Record what a loop yields on this rank: under DDP if there are no options, else with these."""
+    size = int(os.environ["WORLD_SIZE"])
+    strategy: Any = DDPStrategy(find_unused_parameters=True)
+    if options is not None:
+        strategy = sp_lightning.SuperpipelineFabricStrategy(**options)
+    else:
+        accelerator = "cpu"
+    with simulated(accelerator):
+        kind: Any = accelerator
+        if accelerator == "simgpu":
+            kind = importlib.import_module("simgpu.lightning").SimGPUAccelerator()
+        fabric = Fabric(accelerator=kind, devices=size, strategy=strategy, precision=precision)
+        fabric.launch()
+        fabric.seed_everything(5, verbose=False)
+        entries = []
+        for index, value in enumerate(LOOPS[loop](fabric)):
+            entries += [
+                parity.Entry(f"yield {index}", path, parity.keep(leaf)) for path, leaf in parity.leaves(value, "value ")
+            ]
+        if options is not None:
+            strategy.teardown()
+    host = [e._replace(value=e.value.cpu() if isinstance(e.value, Tensor) else e.value) for e in entries]
+    return parity.Record(host)
