@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
+if TYPE_CHECKING:
+    from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
+
 log = logging.getLogger(__name__)
 
 
@@ -66,9 +69,11 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         if ranks is not None:
             check_alike(ranks, units)
+        self.files = files  # in which weights stay
         self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
@@ -106,7 +111,10 @@ class Engine:
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        store = UnitStore(unit, self.device, self.counters, self, self._device_dtype, self._share)
+        if self.files is None:
+            store = UnitStore(unit, self.device, self.counters, self, self._device_dtype, self._share)
+        else:
+            store = self.files.store(unit, self.device, self.counters, self, self._device_dtype)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
         return StreamedUnit(unit, store, own, self.gradients_ready)
 
@@ -530,6 +538,8 @@ class Engine:
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
+            if self.files is not None:
+                self.files.close()
 
 
 def _after_the_end(unit: StreamedUnit) -> UnsupportedError:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
-from ..errors import PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -43,6 +43,9 @@ from .entries import (
 )
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
+
+if TYPE_CHECKING:
+    from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -73,6 +76,9 @@ class Handle:
         ranks: Ranks | None = None,
         group: Any = None,
     ) -> None:
+        if ranks is not None and options.host_budget is not None:
+            allowed = "None with several devices: weights that stay in files are built for one device so far"
+            raise OptionError(argument="host_budget", found=options.host_budget, allowed=allowed)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -116,7 +122,8 @@ class Handle:
             "host_bytes": sum(hosts)
             + engine.gradient_return.host_nbytes
             + engine.offload.host_nbytes
-            + self.device.ring_nbytes,
+            + self.device.ring_nbytes
+            + (0 if engine.files is None else engine.files.ring_nbytes),
         }
 
     def chosen(self) -> dict[str, int]:
@@ -306,11 +313,21 @@ class Handle:
                 )
         self._entries: list[ForwardEntry] = []
         self._units = units
+        self._files: WeightFiles | None = None
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
+            if self.options.host_budget is not None:
+                self._files = self._weights_in_files(units, self.options.host_budget)
             self.engine = Engine(
-                units, self._slots, self.device, self.options, self._counters, self._compute_dtype, self._ranks
+                units,
+                self._slots,
+                self.device,
+                self.options,
+                self._counters,
+                self._compute_dtype,
+                self._ranks,
+                self._files,
             )
             self.engine.window.only_inference = self._only_inference
             self.engine.exchanges = self._by_hand
@@ -355,6 +372,14 @@ class Handle:
         if self._trains:
             preflight.check_host(units, device_dtype)
 
+    def _weights_in_files(self, units: list[Unit], budget: int) -> WeightFiles | None:
+        """Choose the weights that stay in their files."""
+        from ..disk.weight_files import weights_in_files
+
+        options = self.options
+        may_cast = options.wire_dtype == "auto" and self._compute_dtype is None and not options.compile_units
+        return weights_in_files(units, self.device, budget, self._compute_dtype, may_cast, self._only_inference)
+
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
         for child in self.module.modules():
@@ -385,6 +410,8 @@ class Handle:
         self._remove_entries()
         for parameter in self.module.parameters():
             unwatch(parameter)
+        if self._files is not None:
+            self._files.close()
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 
