@@ -73,6 +73,11 @@ class Options:
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
 
+    @property
+    def may_cast(self) -> bool:
+        """Whether weights that are FP32 on the device may come to travel in autocast's type."""
+        return self.wire_dtype == "auto" and not self.compile_units
+
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # a frozen instance may change only while it is made
 

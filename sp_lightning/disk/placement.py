@@ -6,15 +6,22 @@
 3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
-   autocast may cast, and the buffers of the ring. What activations take on the host is not known before a run.
+   autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
+   take on the host is not known before a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..memory.footprint import HostBytes, UnitHostBytes
+import torch
+
+from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..memory.partition import Unit
+from .direct_ring import BUFFERS, PIECE
+from .source_files import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +84,46 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
         whole, weights=whole.weights - weights, wire=whole.wire - wire, ring=whole.ring + bool(chosen) * ring
     )
     return Budgeted(units=chosen, host=host, in_files=sum(units[index].in_files for index in chosen))
+
+
+def choose(
+    units: Sequence[Unit],
+    filed: Mapping[int, int],
+    budget: int,
+    compute_dtype: torch.dtype | None,
+    may_cast: bool,
+    trains: bool,
+) -> Budgeted:
+    """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
+
+    Args:
+        units: All units, the resident rest included.
+        filed: Bytes of the weights that can stay in files, by the ids of parameters.
+        budget: Bytes of host memory.
+        compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
+        may_cast: Weights may come to travel in autocast's type.
+        trains: What requires gradients trains.
+    """
+    travels = functools.partial(_travels_as, compute_dtype, may_cast)
+    placements = []
+    for unit in units:
+        parameters = [parameter for _, parameter in unit.params]
+        placements.append(
+            UnitPlacement(
+                whole=UnitHostBytes.of(parameters, travels),
+                kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
+                in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
+                resident=unit.resident,
+            )
+        )
+    whole = host_bytes([placement.whole for placement in placements], states=STATES["AdamW"], training=trains)
+    largest = max((placement.in_files for placement in placements), default=0)
+    converts = compute_dtype is not None or may_cast  # in a buffer of its own
+    return within(placements, budget, whole, (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK))
+
+
+def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:
+    """Return the narrowest type in which a weight of this type may travel."""
+    if dtype is not torch.float32:
+        return dtype
+    return compute_dtype or (torch.bfloat16 if may_cast else dtype)

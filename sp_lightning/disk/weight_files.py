@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..compat.references import shares_storage
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
-from ..memory.footprint import STATES, UnitHostBytes, host_bytes
 from ..memory.parameters import ParameterOwner
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
-from .direct_ring import BUFFERS, PIECE, DirectRing
+from .direct_ring import DirectRing
 from .file_store import FileUnitStore
-from .placement import Budgeted, UnitPlacement, within
+from .placement import Budgeted, choose
 from .source_files import BLOCK, Found, Place, SourceFile, check_available, filesystem, find, is_network
 
 log = logging.getLogger(__name__)
 DeviceType = Callable[[torch.dtype], torch.dtype]
 
 
+class Choice(NamedTuple):
+    """The weights that stay in files."""
+
+    found: dict[int, Found]  # by the ids of parameters
+    placed: Budgeted
+    adopted: Collection[int]  # weights that are in files, and do not stay there
+
+
 class WeightFiles:
     """The files that weights of a model stay in, and the ring through which they are read."""
 
-    def __init__(self, device: Device, found: dict[int, Found], placed: Budgeted) -> None:
-        """Open the files of these weights, by the ids of the parameters."""
-        self.placed = placed
+    def __init__(self, device: Device, choice: Choice) -> None:
+        """Open the files of the weights that stay there."""
+        self.placed = choice.placed
         self._device = device
         self._files: dict[str, SourceFile] = {}
         self._stores: list[FileUnitStore] = []
         self._ring: DirectRing | None = None
         try:
-            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in found.items()}
+            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in choice.found.items()}
         except BaseException:
             self.close()
             raise
@@ -93,15 +99,15 @@ class WeightFiles:
         return self._ring
 
 
-def weights_in_files(
+def choose_files(
     units: Sequence[Unit],
     device: Device,
     budget: int,
     compute_dtype: torch.dtype | None,
     may_cast: bool,
     only_inference: bool,
-) -> WeightFiles | None:
-    """Choose what stays in files, so that a run keeps to the budget; None if nothing has to (placement.py).
+) -> Choice | None:
+    """Choose what stays in files, so that a run keeps to the budget; None if nothing has to. Opens no file.
 
     Args:
         units: All units, the resident rest included; their weights are as they were loaded.
@@ -113,27 +119,21 @@ def weights_in_files(
     """
     check_available(budget)
     found = _found(units, device, only_inference)
-    travels = functools.partial(_travels_as, compute_dtype, may_cast)
-    placements = [_placement(unit, found, travels) for unit in units]
-    wholes = [placement.whole for placement in placements]
-    whole = host_bytes(wholes, states=STATES["AdamW"], training=not only_inference)
-    largest = max((placement.in_files for placement in placements), default=0)
-    ring = (BUFFERS + (compute_dtype is not None or may_cast)) * min(PIECE, largest + 2 * BLOCK)
-    placed = within(placements, budget, whole, ring)
+    filed = {key: at.nbytes for key, at in found.items()}
+    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference)
     if placed.host.total > budget > 0:
         raise HostMemoryError(_not_met(units, budget, placed, found))
     if not placed.units:
         return None
-    chosen = [units[index] for index in placed.units]
-    ids = {id(parameter) for unit in chosen for _, parameter in unit.params}
+    ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
     log.info(
-        "superpipeline: %s of frozen weights stay in their files, those of %d of %d units; %s on the host with them",
+        "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
         format_bytes(placed.in_files),
-        len(chosen),
+        len(placed.units),
         len(units),
         format_bytes(placed.host.total),
     )
-    return WeightFiles(device, {key: at for key, at in found.items() if key in ids}, placed)
+    return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
 
 
 def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[int, Found]:
@@ -163,23 +163,6 @@ def _filesystem_of(path: str) -> str:
         return filesystem(os.stat(path).st_dev)
     except OSError:
         return ""  # it is gone, which is an error once it is opened
-
-
-def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:
-    """Return the narrowest type in which a weight of this type may travel."""
-    if dtype is not torch.float32:
-        return dtype
-    return compute_dtype or (torch.bfloat16 if may_cast else dtype)
-
-
-def _placement(unit: Unit, found: dict[int, Found], travels: DeviceType) -> UnitPlacement:
-    parameters: list[nn.Parameter] = [parameter for _, parameter in unit.params]
-    return UnitPlacement(
-        whole=UnitHostBytes.of(parameters, travels),
-        kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in found], travels),
-        in_files=sum(found[id(parameter)].nbytes for parameter in parameters if id(parameter) in found),
-        resident=unit.resident,
-    )
 
 
 def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found]) -> str:

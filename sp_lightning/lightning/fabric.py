@@ -132,7 +132,10 @@ class SuperpipelineFabricStrategy(OneDevice, FabricSingleDeviceStrategy):
                     "(nn.ModuleList([first, second])) before any of them"
                 )
             compute_dtype = self.precision.half if isinstance(self.precision, MasterWeights) else None
-            self.handles.append(Handle(module, self.root_device, self.options, compute_dtype, methods=STEPS))
+            autocasts = str(self.precision.precision).endswith("mixed")
+            self.handles.append(
+                Handle(module, self.root_device, self.options, compute_dtype, methods=STEPS, autocasts=autocasts)
+            )
 
     def teardown(self) -> None:
         """Make all modules plain again, then tear down as the base class does."""

@@ -218,6 +218,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 not fits,
                 fits,
                 ranks=self.ranks,
+                autocasts=str(self.precision_plugin.precision).endswith("mixed"),
             )
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits

@@ -189,7 +189,7 @@ class _Planner:
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = machine.device_nbytes
         self.headroom = left
-        self.host_available = machine.host_nbytes - left
+        self.host_available = min(machine.host_nbytes - left, options.host_budget or machine.host_nbytes)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)

@@ -97,9 +97,7 @@ class Engine:
         self.written = Written()
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(device, self.written, offload_arguments)
-        self.autocast_weights = AutocastWeights(
-            options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
-        )
+        self.autocast_weights = AutocastWeights(options.may_cast and compute_dtype is None, self._retype)
         casts = self.autocast_weights.casts
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
         self.window = Window(self.units, device, options, counters)

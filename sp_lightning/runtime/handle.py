@@ -45,7 +45,7 @@ from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 
 if TYPE_CHECKING:
-    from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
+    from ..disk.weight_files import Choice, WeightFiles  # loaded only where weights stay in files
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -75,6 +75,7 @@ class Handle:
         methods: Sequence[str] = (),
         ranks: Ranks | None = None,
         group: Any = None,
+        autocasts: bool = True,
     ) -> None:
         if ranks is not None and options.host_budget is not None:
             allowed = "None with several devices: weights that stay in files are built for one device so far"
@@ -87,6 +88,7 @@ class Handle:
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
+        self._autocasts = autocasts  # whether code may run under autocast, as far as is known
         self._ranks = ranks  # of several devices, each of which has a handle like this one
         self.group = group  # in a loop by hand: every backward exchanges gradients, but for those in `no_sync`
         self._by_hand = group is not None
@@ -303,7 +305,8 @@ class Handle:
 
     def _attach(self) -> None:
         units = partition(self.module, self.options.units)
-        self._check_memory(units)
+        choice = self._choose_files(units)
+        self._check_memory(units, choice)
         materialize(self.module)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
@@ -317,8 +320,8 @@ class Handle:
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
-            if self.options.host_budget is not None:
-                self._files = self._weights_in_files(units, self.options.host_budget)
+            if choice is not None:
+                self._files = self._open_files(choice)
             self.engine = Engine(
                 units,
                 self._slots,
@@ -346,7 +349,7 @@ class Handle:
         self.engine.phases.start()
         self._fingerprint = ModuleFingerprint(self.module)
 
-    def _check_memory(self, units: list[Unit]) -> None:
+    def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
 
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -370,15 +373,23 @@ class Handle:
         sizes = preflight.sizes(units, device_dtype, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains:
-            preflight.check_host(units, device_dtype)
+            in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
+            preflight.check_host(units, device_dtype, in_files, adopted)
 
-    def _weights_in_files(self, units: list[Unit], budget: int) -> WeightFiles | None:
-        """Choose the weights that stay in their files."""
-        from ..disk.weight_files import weights_in_files
+    def _choose_files(self, units: list[Unit]) -> Choice | None:
+        """Choose the weights that stay in their files; None without a budget, or if it holds all."""
+        if self.options.host_budget is None:
+            return None
+        from ..disk.weight_files import choose_files
 
-        options = self.options
-        may_cast = options.wire_dtype == "auto" and self._compute_dtype is None and not options.compile_units
-        return weights_in_files(units, self.device, budget, self._compute_dtype, may_cast, self._only_inference)
+        may_cast = self._autocasts and self.options.may_cast and self._compute_dtype is None
+        budget, dtype = self.options.host_budget, self._compute_dtype
+        return choose_files(units, self.device, budget, dtype, may_cast, self._only_inference)
+
+    def _open_files(self, choice: Choice) -> WeightFiles:
+        from ..disk.weight_files import WeightFiles
+
+        return WeightFiles(self.device, choice)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -232,11 +232,24 @@ def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dty
     ]
 
 
-def check_host(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
-    """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2)."""
-    parameters = [p for unit in units for _, p in unit.params]
-    of_units = [UnitHostBytes.of([p for _, p in unit.params], device_dtype) for unit in units]
-    missing = [UnitHostBytes.of([p for _, p in unit.params if p.is_meta]).weights for unit in units]
+def check_host(
+    units: Sequence[Unit],
+    device_dtype: Callable[[torch.dtype], torch.dtype],
+    in_files: Container[int] = (),
+    adopted: Container[int] = (),
+) -> None:
+    """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
+
+    Args:
+        units: All units, the resident ones included.
+        device_dtype: Returns the type on the device of a weight of this type.
+        in_files: The ids of weights that stay in their files.
+        adopted: The ids of weights that are in files, and will be copied into memory.
+    """
+    held = [[p for _, p in unit.params if id(p) not in in_files] for unit in units]
+    parameters = [p for unit in held for p in unit]
+    of_units = [UnitHostBytes.of(unit, device_dtype) for unit in held]
+    missing = [UnitHostBytes.of([p for p in unit if p.is_meta or id(p) in adopted]).weights for unit in held]
     whole = host_bytes(of_units, states=STATES["AdamW"])
     to_come = replace(whole, weights=sum(missing))
     if to_come.total < WORTH_CHECKING:
