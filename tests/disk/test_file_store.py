@@ -10,6 +10,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 
 import in_files
 import lightning as L
@@ -79,6 +80,21 @@ def test_each_pass_reads_what_comes_up_and_nothing_is_in_memory(nets, device):
         assert sum(sizes.values()) - resident - last <= read <= sum(sizes.values()) - resident
     assert in_files.in_files(net) == sum(p.nbytes for p in net.parameters())
     assert torch.equal(net(batch("cpu")), plain(batch("cpu")))
+
+
+def test_a_recorded_step_waits_for_weights(nets, device, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
+    nets[1][4].requires_grad_(True)
+    with streamed(nets[1], device, window=1) as handle:
+        recorder = handle.record()
+        for _ in range(3):
+            nets[1](batch(device)).sum().backward()
+        handle.stop_recording()
+        causes = recorder.trained()[-1].causes()
+        assert sum(causes.values()) == pytest.approx(recorder.trained()[-1].seconds)
+        assert causes["weights"] > 0.01
+        assert handle.stats()["stall_ms"]["disk"] > 10
 
 
 def test_it_streams_again_from_the_same_files(nets, device):
