@@ -7,8 +7,8 @@ proportional set size of all ranks (``/proc/PID/smaps_rollup``: a page that four
 each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile.
 
 Expected are, in bytes per parameter: 4 for the weights, 4 for the gradients and 8 for the state, once; and in each rank
-what computes there: a window of units, the gradients of a unit, and what is on its way. Where the CPU computes, its
-memory is mapped block by block, as an accelerator's is (host_memory.py).
+what computes there: a window of units, and the gradients of the units that are on their way to their owners. Where the
+CPU computes, its memory is mapped block by block, as an accelerator's is (host_memory.py).
 
 In the table, "made" is N copies: a model that ``__init__`` makes is each rank's own until the run begins. The case
 ``configure_model`` makes it on the meta device in all ranks, and has none.
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("made in __init__", "configure_model", "resumed")
-STEPS = 5  # the first one finds out which units may be summed early, and two more shrink the boxes
+STEPS = 5  # two of them shrink the boxes
 BATCH = 4
 MAPPED = 1 << 22
 
@@ -106,6 +106,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import sp_lightning
     from sp_lightning.core import malloc
+    from sp_lightning.ranks.exchange import AHEAD
 
     (size,) = options.ranks
     malloc.LARGEST = MAPPED
@@ -166,7 +167,7 @@ def measure(options: argparse.Namespace) -> None:
             note("at the start")
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            note("after backward")
+            note("after backward" if trainer.global_step > done else "after the first backward")
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             note("in the run")
@@ -210,12 +211,14 @@ def measure(options: argparse.Namespace) -> None:
     stats = trainer.strategy.handle.stats()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     unit = 4 * parameters // options.blocks
-    each = {"windows of the ranks": size * unit, "gradients on their way": size * unit}
+    on_their_way = size * (AHEAD + 1) * unit if size > 1 else unit
+    each = {"windows of the ranks": size * unit, "gradients on their way": on_their_way}
     weights = {"weights": 4 * parameters}
     gradients = {"gradients": 4 * parameters}
     state = {"state": 8 * parameters}
     expected = {
         "at the start": weights | (state if path else {}),
+        "after the first backward": weights | gradients | (state if path else {}) | each,
         "after backward": weights | gradients | state | each,
         "in the run": weights | gradients | state | each,
     }

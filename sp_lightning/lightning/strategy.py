@@ -398,17 +398,17 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             return
         if self.ranks is not None:
             self.ranks.check()
-        if self.is_distributed and self._syncs_buffers:
-            assert self.lightning_module is not None
-            self.broadcast_buffers(self.lightning_module)
+            if self._syncs_buffers:
+                assert self.lightning_module is not None
+                self.broadcast_buffers(self.lightning_module)
         handle.open_scope(name)
         try:
             with handle.explaining():
                 yield
         finally:
             handle.close_scope()
-            # As DDP decides after its forward. By hand, Lightning has it not synchronise there.
-            self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients and self._automatic
+            if self.ranks is not None:  # As DDP decides after its forward. By hand, Lightning has it not synchronise.
+                self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients and self._automatic
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
@@ -416,7 +416,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if handle is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         with handle.explaining():
-            if not self.is_distributed:
+            if self.ranks is None:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
             return self._backward_of_ranks(handle, closure_loss, optimizer, *args, **kwargs)
 
@@ -430,7 +430,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        with handle.engine.exchanging() if self._syncs_gradients else contextlib.nullcontext():
+        with handle.engine.exchanging(loss) if self._syncs_gradients else contextlib.nullcontext():
             plugin.backward(loss, module, optimizer, *args, **kwargs)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.machine import Machine
 from ..core.simulation import simulate
 from .forecast import Change, Plan, SweepPoint
-from .workloads import Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from .workloads import Workload
 
 __all__ = ["Change", "Plan", "SweepPoint", "plan", "simulate"]
 

@@ -1,9 +1,9 @@
 """Gradients of all ranks, exchanged through host memory and summed by their owners in a fixed order.
 
-1. A rank posts each unit's gradients in its *box*: memory of its own that the other ranks can read. A gradient lies
-   there in the type in which it came down, or, with what ``.grad`` had before, in the parameter's type. At the end of
-   backward a rank posts "none" for each parameter that it did not reach. So skipped blocks and idle experts need no
-   flag: DDP's ``find_unused_parameters=True``.
+1. A rank posts each unit's gradients in its box (box.py). A gradient lies there in the type in which it came down, or,
+   with what ``.grad`` had before, in the parameter's type. At the end of backward a rank posts "none" for each
+   parameter that it did not reach. So skipped blocks and idle experts need no flag, unlike DDP's
+   ``find_unused_parameters=True``.
 2. Of each element the owner takes, once all ranks have posted the unit, ``x * (1 / ranks)`` in the parameter's type for
    each rank, as DDP's reducer does; none counts as zeros. It adds them as a binary tree over ranks: ((0+1)+(2+3))+...
    With two ranks this is the only order there is; with more it is that of `tree_hook`.
@@ -14,19 +14,25 @@
    before the rank posts the unit, it takes pages of its own for the whole face, and later ones get a new face.
 5. What autograd accumulates by itself (for hooks, and past a unit's bridge) is posted from ``.grad`` at the end. It
    accumulates a parameter's gradient after the unit's came, and gets that as well, to be one summand as in a plain run.
-6. A region of a box is free again once all owners have summed what lies there. So gradients exist once, but for those
-   on their way. Owners sum on a thread of their own beside backward, unit by unit: those whose gradients came at once
-   in every exchange before, and were posted by all ranks. The others are summed at the end. A unit whose gradients come
-   again in one backward, though they never did before and were summed, is an error.
+6. Owners sum on a thread of their own beside backward, unit by unit: those that all ranks have posted, and of which
+   nothing more comes. Autograd comes to a parameter's leaf once in a backward, after all parts of its gradient. So a
+   unit is *whole* once it has come to all of its leaves with nothing to accumulate. A nested backward (a reentrant
+   checkpoint) brings parts; what it reaches is summed at the end, as is all else that is not whole. A second backward
+   that brings more of a whole unit in the same exchange is an error, as it is under DDP.
 7. A reentrant backward may bring a unit's gradients several times: each is added to what was posted before.
+8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
+   further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
+   on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Only units
+   that are not whole before the end of backward lie in boxes beyond that.
+9. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
 """
 
 from __future__ import annotations
 
 import functools
-import mmap
-import os
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +44,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compat.references import references, storage_uses
+from ..compat.tensors import graph_task
 from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab
@@ -47,102 +54,19 @@ from ..memory.unit_store import UnitStore
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import Board, Ranks
+from .box import Box
 from .faces import flat, owned
-from .shared_memory import PAGE, SharedSlab, drop_pages, lock_in, mapped, paged
+from .shared_memory import PAGE, SharedSlab, paged
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
 ROOM = 4  # a box has room for this many times the gradients: they are laid out again when types change
-IDLE = 1  # exchanges after which a region that nobody needs is given up
+AHEAD = 2  # units whose gradients a rank may have on their way when it takes room for another one's (Rule 8)
 PAUSE_S = 2e-4  # between two looks for units that all ranks have posted
 PART = 1 << 18  # elements that an owner sums at a time
 
 
 Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of the box, and its tensor there
-
-
-class Box:
-    """Memory of each rank that the others read (Rule 1): files of which only what was written takes memory."""
-
-    def __init__(self, ranks: Ranks, device: Device, nbytes: int) -> None:
-        self._device = device
-        self._nbytes = paged(nbytes)
-        self.of: list[Tensor] = []
-        for rank in range(ranks.size):
-            descriptor = ranks.descriptor(self._nbytes)
-            self.of.append(mapped(descriptor, self._nbytes, mmap.MAP_SHARED)[0])
-            if rank == ranks.rank:
-                self._descriptor = descriptor
-            else:
-                os.close(descriptor)
-        self._end = 0
-        self._holes: list[tuple[int, int]] = []  # bytes of regions that were given up
-        self._starts: dict[int, int] = {}  # of regions, by their address here
-        self._free: list[Tensor] = []
-        self._idle: dict[int, int] = {}  # for how many exchanges nobody took a region, by its address
-
-    def region(self, nbytes: int) -> Tensor:
-        """Take memory of this rank's box, page-locked for its device: free memory, if there is any of about this size.
-
-        It never waits: the box grows."""
-        region = self.free_for(nbytes)
-        if region is None:
-            return self._grow(paged(nbytes))
-        self._free = [other for other in self._free if other is not region]
-        self._idle[region.data_ptr()] = 0
-        return region
-
-    def free_for(self, nbytes: int) -> Tensor | None:
-        """Return the free region that would be taken: always the first one, so that the others may be given up."""
-        fitting = [region for region in self._free if paged(nbytes) <= region.numel() <= 2 * paged(nbytes)]
-        return min(fitting, key=lambda region: (region.numel(), self._starts[region.data_ptr()]), default=None)
-
-    def _grow(self, nbytes: int) -> Tensor:
-        start = next((start for start, room in self._holes if room >= nbytes), self._end)
-        if start + nbytes > self._nbytes:
-            raise UnsupportedError("the gradients of this model change their types too often for several devices")
-        region, before = mapped(self._descriptor, nbytes, mmap.MAP_SHARED, start)
-        lock_in(self._device, region, before)
-        self._starts[region.data_ptr()] = start
-        self._idle[region.data_ptr()] = 0
-        if start == self._end:
-            self._end += nbytes
-        else:
-            self._holes = [
-                (at + nbytes, room - nbytes) if at == start else (at, room)
-                for at, room in self._holes
-                if at != start or room > nbytes
-            ]
-        return region
-
-    def give_back(self, region: Tensor) -> None:
-        """Let a region be taken again."""
-        self._free.append(region)
-
-    def trim(self) -> list[Tensor]:
-        """Give up the regions that nobody took for `IDLE` exchanges; return them, for their last references."""
-        left: list[Tensor] = []
-        for region in self._free:
-            address = region.data_ptr()
-            self._idle[address] += 1
-            if self._idle[address] > IDLE:
-                start = self._starts.pop(address)
-                del self._idle[address]
-                drop_pages(self._descriptor, start, region.numel())
-                self._holes.append((start, region.numel()))
-                left.append(region)
-        self._free = [region for region in self._free if region.data_ptr() in self._starts]
-        return left
-
-    def place(self, region: Tensor, tensor: Tensor) -> int | None:
-        """Return where in the box a tensor begins; None if it is not in this region, or that is not of the box."""
-        start = self._starts.get(region.data_ptr())
-        offset = tensor.data_ptr() - region.data_ptr()
-        return start + offset if start is not None and 0 <= offset < region.numel() else None
-
-    def close(self) -> None:
-        """Make no more regions."""
-        os.close(self._descriptor)
 
 
 @dataclass(eq=False)
@@ -151,6 +75,26 @@ class _Sums:
 
     slab: SharedSlab
     views: list[Tensor]
+
+
+class _Backward:
+    """One backward whose gradients are exchanged, until the exchange is over."""
+
+    def __init__(self, task: int | None) -> None:
+        self.task = task  # autograd's number of it, if it is known: nested ones have others (Rule 6)
+        self.has_any = False  # whether it made gradients
+        self.under_way: list[tuple[UnitStore, Arriving, Sequence[Place]]] = []
+        # By a parameter's id, what ``.grad`` was, and what came; None once the unit is whole.
+        self.posted: dict[int, tuple[Tensor | None, Tensor] | None] = {}
+        self.came: defaultdict[UnitStore, set[int]] = defaultdict(set)  # indices of the parameters that were posted
+        self.passed: defaultdict[UnitStore, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
+        self.whole: dict[UnitStore, None] = {}  # units that may be summed beside backward (Rule 6)
+        self.shown: dict[UnitStore, list[int]] = {}  # units that were, with the parameters that any rank reached
+        self.lent: list[tuple[UnitStore, Tensor]] = []  # regions that owners have not summed
+        self.single: dict[tuple[UnitStore, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
+        self.kept: set[UnitStore] = set()  # units of which old gradients were looked for (Rule 4)
+        self.job: Future[None] | None = None  # that sums
+        self.all_posted = False
 
 
 class Exchange:
@@ -167,35 +111,23 @@ class Exchange:
             count += len(store.params)
         self._units = {store: count + number for number, store in enumerate(self.stores)}
         self._done = {store: number + len(self.stores) for store, number in self._units.items()}
-        self.board = Board(ranks, count + 2 * len(self.stores))
+        self._stands = count + 2 * len(self.stores)  # the number that says whether this rank goes on (Rule 8)
+        self.board = Board(ranks, self._stands + 1)
         nbytes = sum(paged(2 * store.host_layout.nbytes) for store in self.stores)
         self.box = Box(ranks, device, ROOM * (nbytes + PAGE * count))
         self._sums = {store: self._sums_of(store) for store in self.stores}
-        self._single: dict[tuple[UnitStore, int], Tensor] = {}  # regions for gradients that came otherwise (Rule 5)
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
-        # In this backward: what ``.grad`` was, and what came; None once the unit may be summed.
-        self._posted: dict[int, tuple[Tensor | None, Tensor] | None] = {}
-        self._summed: set[UnitStore] = set()
-        self._count = 0  # of exchanges
         self._slabs: dict[UnitStore, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
-        self._lent: list[tuple[UnitStore, Tensor]] = []  # regions with gradients that owners have not summed
-        self._visits: dict[UnitStore, int] = {}  # how often a unit's gradients came in this backward
-        self._at_once: set[UnitStore] = set()  # units whose gradients came at once in the last exchange (Rule 6)
-        self._again: set[UnitStore] = set()  # units whose gradients did not, at least once
-        self._early: dict[UnitStore, None] = {}  # units that may be summed beside this backward
-        self._shown: dict[UnitStore, list[int]] = {}  # parameters of units that were
-        self._all_posted = False
+        self._count = 0  # of exchanges
+        self._backward: _Backward | None = None  # that runs, or whose exchange does
+        self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 9)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
-        self._job: Future[None] | None = None
-        self._under_way: list[tuple[UnitStore, Arriving, Sequence[Place]]] = []
-        self.has_any = False  # whether this backward made gradients
         self.is_own: Callable[[UnitStore, int], bool] = lambda store, index: True  # whether no user code has a gradient
-        self.active = False  # whether a backward runs whose gradients are exchanged
         self._leaves: list[Any] = []  # a hook on the parameter itself would be one that reads its gradient
         self._hooks = [
-            self._leaf(parameter).register_prehook(functools.partial(self._accumulating, store, parameter))
+            self._leaf(parameter).register_prehook(functools.partial(self._at_leaf, store, index))
             for store in self.stores
-            for parameter in store.params
+            for index, parameter in enumerate(store.params)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
 
@@ -215,37 +147,41 @@ class Exchange:
         self._leaves.append(leaf)
         return leaf
 
-    def _accumulating(
-        self, store: UnitStore, parameter: Tensor, grads: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, ...] | None:
-        """Note what autograd is about to accumulate; add what came from the unit in this backward (Rule 5)."""
-        grad = grads[0]
-        if grad is None:
+    def _at_leaf(self, store: UnitStore, index: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+        """Note that nothing more comes of a parameter's gradient, or what autograd accumulates now (Rules 5 and 6).
+
+        That is given what came from the unit in this backward.
+        """
+        parameter, grad, backward = store.params[index], grads[0], self._backward
+        if grad is not None:
+            self._used.add(id(parameter))
+        if backward is None:
             return None
-        self._used.add(id(parameter))
-        if not self.active:
-            return None
-        self.has_any = True
-        while any(
-            store.params[index] is parameter for of, _, places in self._under_way if of is store for index, *_ in places
-        ):
-            self._post_next()
-        if id(parameter) not in self._posted:
-            return None
-        self._comes_again(store)
-        posted = self._posted.pop(id(parameter))
-        assert posted is not None
-        before, came = posted
-        if before is not None and before is not true_grad(parameter):
-            set_true_grad(parameter, before)
-        return (came.to(grad.dtype) + grad,)
+        with self._lock:
+            if grad is None:
+                if backward.task is not None and graph_task() == backward.task:
+                    backward.passed[store].add(index)
+                    self._look_whether_whole(backward, store)
+                return None
+            backward.has_any = True
+            while any(of is store and index in [at for at, *_ in places] for of, _, places in backward.under_way):
+                self._post_next(backward)
+            if id(parameter) not in backward.posted:
+                return None
+            self._check_not_whole(backward, store)
+            posted = backward.posted.pop(id(parameter))
+            assert posted is not None
+            before, came = posted
+            if before is not None and before is not true_grad(parameter):
+                set_true_grad(parameter, before)
+            return (came.to(grad.dtype) + grad,)
 
     def close(self) -> None:
         """Leave the gradients that users have to them. Safe twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._leaves = [], []
-        self._end_job()
+        self._abandon()
         self._thread.shutdown()
         self.box.close()
         for sums in self._sums.values():
@@ -253,137 +189,193 @@ class Exchange:
 
     # ---- one backward
 
-    def begin(self) -> None:
-        """Begin a backward whose gradients are exchanged."""
-        self._end_job()
+    @property
+    def active(self) -> bool:
+        """Whether a backward runs whose gradients are exchanged."""
+        return self._backward is not None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether this backward made gradients."""
+        return self._backward is not None and self._backward.has_any
+
+    def begin(self, task: int | None) -> None:
+        """Begin a backward whose gradients are exchanged, with autograd's number of it if it is known."""
+        self._abandon()
         self._count += 1
-        self._all_posted = False
-        self._visits.clear()
-        self._early.clear()
-        self._shown.clear()
-        self._lent.clear()
-        self.active, self.has_any = True, False
-        self._under_way.clear()
-        self._posted.clear()
-        self._summed.clear()
+        self._backward = _Backward(task)
+
+    def runs_as(self, task: int) -> None:
+        """Take autograd's number of the backward, once it runs (Rule 6)."""
+        if self._backward is not None and self._backward.task is None:
+            self._backward.task = task
 
     def cancel(self) -> None:
         """End a backward that made no gradients: the other ranks may know nothing of it."""
         self._count -= 1
-        self.active = False
+        self._backward = None
+
+    def _abandon(self) -> None:
+        """Forget a backward that failed, but for the thread's work."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            self._end_job(backward)
 
     def reached(self, parameters: Iterable[Tensor]) -> None:
         """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
         self._used.update(map(id, parameters))
 
     def slab_for(self, store: UnitStore) -> GradientSlab:
-        """Return slots for a unit's gradients in this rank's box."""
-        self._reclaim()
+        """Return slots for a unit's gradients in this rank's box, once the rank is not too far ahead (Rule 8)."""
+        backward = self._backward
+        assert backward is not None
+        self._stay_near(backward)
         known = self._slabs.setdefault(store, [])
         known[:] = [(region, slab) for region, slab in known if slab.fits(store)]
         free = self.box.free_for(known[0][1].nbytes) if known else None
         for region, slab in known:
             if region is free:
-                self._lend(store, slab.nbytes)
+                self._lend(backward, store, slab.nbytes)
                 return slab
-        slab = GradientSlab(store, self._device, lambda nbytes: self._lend(store, nbytes))
-        known.append((self._lent[-1][1], slab))
+        slab = GradientSlab(store, self._device, lambda nbytes: self._lend(backward, store, nbytes))
+        known.append((backward.lent[-1][1], slab))
         return slab
 
-    def _lend(self, store: UnitStore, nbytes: int) -> Tensor:
+    def _lend(self, backward: _Backward, store: UnitStore, nbytes: int) -> Tensor:
         region = self.box.region(nbytes)
-        self._lent.append((store, region))
+        backward.lent.append((store, region))
         return region
 
-    def _reclaim(self) -> None:
-        """Give back the regions of units that all owners have summed (Rule 6)."""
-        for lent in [lent for lent in self._lent if lent[0] in self._early and self._all_at(self._done[lent[0]])]:
-            self._lent = [other for other in self._lent if other is not lent]
-            self.box.give_back(lent[1])
+    def _stay_near(self, backward: _Backward) -> None:
+        """Wait until at most `AHEAD` units' gradients are on their way to their owners (Rule 8)."""
+        with self._lock:
+            while len(backward.under_way) > AHEAD:
+                self._post_next(backward)
+        if self._waiting_for(backward):
+            self.board.post(self._stands, self._count)
+            self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
+            self.board.post(self._stands, 0)
 
-    def _all_at(self, index: int) -> bool:
+    def _waiting_for(self, backward: _Backward) -> list[int]:
+        """List the ranks that a rank which is too far ahead waits for; give back what owners have summed (Rule 8)."""
+        if backward.job is not None and backward.job.done():
+            backward.job.result()  # raises what ended it
+        held = self._reclaim(backward)
+        if len(held) + len(backward.under_way) <= AHEAD:
+            return []
+        ranks = range(self._ranks.size)
+        for store in held:
+            if self._all_at(self._units[store]):
+                return [rank for rank in ranks if self.board.read(rank, self._done[store]) != self._count]
+        return [rank for rank in ranks if rank != self._ranks.rank and self._goes_on(rank, held)]
+
+    def _goes_on(self, rank: int, held: Sequence[UnitStore]) -> bool:
+        """Whether a rank has not posted one of these units, and may do so before this rank goes on."""
+        missing = any(self.board.read(rank, self._units[store]) != self._count for store in held)
+        return missing and self.board.read(rank, self._stands) != self._count
+
+    def _reclaim(self, backward: _Backward) -> list[UnitStore]:
+        """Give back the regions of units that all owners have summed; return the whole units that they have not."""
+        held: list[UnitStore] = []
+        kept: list[tuple[UnitStore, Tensor]] = []
+        for store, region in backward.lent:
+            if store in backward.whole and self._all_at(self._done[store]):
+                self.box.give_back(region)
+                continue
+            kept.append((store, region))
+            if store in backward.whole:
+                held.append(store)
+        backward.lent = kept
+        return held
+
+    def _all_at(self, number: int) -> bool:
         """Whether all ranks posted the number of this exchange."""
-        return all(self.board.read(rank, index) == self._count for rank in range(self._ranks.size))
+        return all(self.board.read(rank, number) == self._count for rank in range(self._ranks.size))
 
-    def _comes_again(self, store: UnitStore) -> None:
-        """Note that gradients of a unit came again in one backward (Rule 6)."""
-        if store in self._early:
+    def _check_not_whole(self, backward: _Backward, store: UnitStore) -> None:
+        """Raise ExactnessError if gradients of a whole unit came again (Rule 6)."""
+        if store in backward.whole:
             raise ExactnessError(
-                f"gradients of {store.unit.name} came again in one backward, which they never did before: the ranks "
-                "may have summed the first ones; read its weights inside one step, or set optimizer_overlap=False"
+                f"gradients of {store.unit.name} came again after autograd was done with its weights: the ranks may "
+                "have summed the first ones; run one backward for each exchange, or set optimizer_overlap=False"
             )
-        self._again.add(store)
 
     def submit(self, store: UnitStore, arriving: Arriving, places: Sequence[Place]) -> None:
         """Have a unit's gradients posted when they have arrived in these places of the box."""
-        self.has_any = True
-        self._under_way.append((store, arriving, places))
-        while self._under_way and self._under_way[0][1].has_arrived():
-            self._post_next()
+        backward = self._backward
+        assert backward is not None
+        with self._lock:
+            backward.has_any = True
+            backward.under_way.append((store, arriving, places))
+            while backward.under_way and backward.under_way[0][1].has_arrived():
+                self._post_next(backward)
 
-    def _post_next(self) -> None:
+    def _post_next(self, backward: _Backward) -> None:
         """Post the gradients that have been under way longest (Rule 1)."""
-        store, arriving, arrived = self._under_way.pop(0)
-        self._visits[store] = self._visits.get(store, 0) + 1
-        if self._visits[store] > 1:
-            self._comes_again(store)
+        store, arriving, arrived = backward.under_way.pop(0)
+        self._check_not_whole(backward, store)
         arriving.wait()
-        self._keep_old(store)
+        self._keep_old(backward, store)
         for index, region, grad in arrived:
             parameter = store.params[index]
             before = true_grad(parameter)
-            if (posted := self._posted.get(id(parameter))) is not None:
+            if (posted := backward.posted.get(id(parameter))) is not None:
                 before = _sum_of(*posted).to(true_dtype(parameter))
-            self._posted[id(parameter)] = before, grad
-            self._post(store, index, region, _sum_of(before, grad))
-        if self.overlaps and store in self._at_once and store not in self._again and self._came_whole(store, arrived):
-            for index, *_ in arrived:
-                self._posted[id(store.params[index])] = None  # a reference to a slot would keep it from further use
-            self.board.post(self._units[store], self._count)
-            self._early[store] = None
-            if self._job is None:
-                self._job = self._thread.submit(self._sum_beside)
+            backward.posted[id(parameter)] = before, grad
+            self._post(backward, store, index, region, _sum_of(before, grad))
+            backward.came[store].add(index)
+        self._look_whether_whole(backward, store)
 
-    def _came_whole(self, store: UnitStore, arrived: Sequence[Place]) -> bool:
-        """Whether nothing else of this unit is to be posted at the end; if so, post "none" for its frozen weights."""
-        came = {index for index, *_ in arrived}
-        rest = [(index, parameter) for index, parameter in enumerate(store.params) if index not in came]
-        if any(p.requires_grad or id(p) in self._used or true_grad(p) is not None for _, p in rest):
-            return False
-        for index, _ in rest:
+    def _look_whether_whole(self, backward: _Backward, store: UnitStore) -> None:
+        """Have a unit summed beside backward if nothing more comes of it on this rank (Rule 6)."""
+        came, passed = backward.came.get(store), backward.passed[store]
+        if came is None or store in backward.whole or not self.overlaps:
+            return
+        trained = {index for index, parameter in enumerate(store.params) if parameter.requires_grad}
+        rest = [index for index in range(len(store.params)) if index not in came]
+        if not (came | trained) <= passed or any(at is store for at, *_ in backward.under_way):
+            return
+        if any(id(store.params[index]) in self._used or true_grad(store.params[index]) is not None for index in rest):
+            return
+        for index in rest:
             self.board.post(self._firsts[store] + index, NONE)
-        return True
+        for index in came:
+            backward.posted[id(store.params[index])] = None  # a reference to a slot would keep it from further use
+        self.board.post(self._units[store], self._count)
+        backward.whole[store] = None
+        if backward.job is None:
+            backward.job = self._thread.submit(self._sum_beside, backward)
 
-    def _sum_beside(self) -> None:
+    def _sum_beside(self, backward: _Backward) -> None:
         """Sum units that all ranks have posted, on the thread (Rule 6)."""
         while True:
-            is_last = self._all_posted
-            found = [s for s in list(self._early) if s not in self._shown and self._all_at(self._units[s])]
+            is_last = backward.all_posted
+            found = [s for s in list(backward.whole) if s not in backward.shown and self._all_at(self._units[s])]
             for store in found:
-                self._shown[store] = self._sum(store)
+                backward.shown[store] = self._sum(store)
                 self.board.post(self._done[store], self._count)
             if is_last:
                 return
             if not found:
                 time.sleep(PAUSE_S)
 
-    def _end_job(self) -> None:
+    def _end_job(self, backward: _Backward) -> None:
         """Wait for the thread, which sums what all ranks have posted by now."""
-        self._all_posted = True
-        job, self._job = self._job, None
+        backward.all_posted = True
+        job, backward.job = backward.job, None
         if job is not None:
             job.result()
 
-    def _post(self, store: UnitStore, index: int, region: Tensor | None, grad: Tensor) -> None:
+    def _post(self, backward: _Backward, store: UnitStore, index: int, region: Tensor | None, grad: Tensor) -> None:
         parameter = store.params[index]
         if grad.layout is not torch.strided:
             raise UnsupportedError(f"{store.names[index]} has a sparse gradient, which several devices cannot sum")
         field = store.host_layout.fields[index]
         place = None if region is None else self.box.place(region, grad)
         if place is None or grad.dtype not in TYPES or grad.stride() != field.stride:
-            if (store, index) not in self._single:
-                self._single[store, index] = self._lend(store, field.nbytes)
-            region = self._single[store, index]
+            if (store, index) not in backward.single:
+                backward.single[store, index] = self._lend(backward, store, field.nbytes)
+            region = backward.single[store, index]
             copy = torch.empty(0, dtype=field.dtype).set_(region.untyped_storage(), 0, field.shape, field.stride)
             grad = copy.copy_(grad)
             place = self.box.place(region, grad)
@@ -391,37 +383,42 @@ class Exchange:
         used = USED if id(parameter) in self._used else 0
         self.board.post(self._firsts[store] + index, (place * len(TYPES) + TYPES.index(grad.dtype)) * 4 + AT + used)
 
+    def end_backward(self) -> None:
+        """Note that this rank's backward has ended: others wait for its gradients no longer (Rule 8)."""
+        self.board.post(self._stands, self._count)
+
     def finish(self) -> None:
         """Exchange what this backward made. Every rank comes here (Rules 1 to 3)."""
-        while self._under_way:
-            self._post_next()
+        backward = self._backward
+        assert backward is not None
+        while backward.under_way:
+            self._post_next(backward)
         for store in self.stores:
-            self._keep_old(store)
+            self._keep_old(backward, store)
             for index, parameter in enumerate(store.params):
-                if id(parameter) not in self._posted:
+                if store not in backward.whole and id(parameter) not in backward.posted:
                     grad = true_grad(parameter)
                     if grad is None:
                         used = USED if id(parameter) in self._used else NONE
                         self.board.post(self._firsts[store] + index, used)
                     else:
-                        self._post(store, index, None, grad)
+                        self._post(backward, store, index, None, grad)
         self.board.meet()
-        self._end_job()
-        shown = [(store, self._shown[store] if store in self._shown else self._sum(store)) for store in self.stores]
+        self._end_job(backward)
+        shown = [
+            (store, backward.shown[store] if store in backward.shown else self._sum(store)) for store in self.stores
+        ]
         self.board.meet()
-        self._at_once = {store for store, visits in self._visits.items() if visits == 1}
-        self._single.clear()
-        for _, region in self._lent:
+        self._backward = None
+        for _, region in backward.lent:
             self.box.give_back(region)
-        self._lent.clear()
         given_up = self.box.trim()
         for known in self._slabs.values():
             known[:] = [entry for entry in known if not any(entry[0] is region for region in given_up)]
-        self._posted.clear()  # what refers to gradients here is not user code
+        del backward  # what refers to gradients here is not user code
         for store, indices in shown:
             self._show(store, indices)
         self._used.clear()
-        self.active = False
 
     def check_exchanged(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients of this rank alone: owners would step with gradients of different ranks."""
@@ -434,11 +431,11 @@ class Exchange:
                         "outside of no_sync"
                     )
 
-    def _keep_old(self, store: UnitStore) -> None:
+    def _keep_old(self, backward: _Backward, store: UnitStore) -> None:
         """Keep the bytes of gradients that user code still refers to (Rule 4)."""
-        if store in self._summed:
+        if store in backward.kept:
             return
-        self._summed.add(store)
+        backward.kept.add(store)
         sums = self._sums[store]
         left = [view for p, view in zip(store.params, sums.views, strict=True) if true_grad(p) is not view]
         if any(traces != _own_traces() for traces in _traces(left)):

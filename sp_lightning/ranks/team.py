@@ -35,6 +35,7 @@ class Team:
 
     def exchange_gradients(self) -> None:
         """Exchange the gradients of the backward that ended, and settle what users wrote. Every rank comes here."""
+        self.exchange.end_backward()
         self.faces.settle()
         self.exchange.finish()
 

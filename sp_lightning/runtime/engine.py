@@ -36,23 +36,23 @@ from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
-from ..compat.tensors import admits_hooks, in_transform, storage_id
+from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import UnitStore
+from ..memory.unit_store import SharedMemory, UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
-from ..ranks.board import Ranks
-from ..ranks.team import Team, check_alike, shared_slab
 from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
 if TYPE_CHECKING:
     from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
+    from ..ranks.board import Ranks
+    from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,13 @@ class Engine:
         ranks: Ranks | None = None,
         files: WeightFiles | None = None,
     ) -> None:
+        self._share: Callable[[int], SharedMemory] | None = None
         if ranks is not None:
-            check_alike(ranks, units)
+            from ..ranks import team  # on one device nothing needs it
+
+            team.check_alike(ranks, units)
+            self._share = functools.partial(team.shared_slab, ranks, device)
         self.files = files  # in which weights stay
-        self._share = None if ranks is None else functools.partial(shared_slab, ranks, device)
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -87,7 +90,7 @@ class Engine:
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         if ranks is not None:
-            self.team = Team(ranks, device, [unit.store for unit in self.units])
+            self.team = team.Team(ranks, device, [unit.store for unit in self.units])
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own
@@ -406,11 +409,17 @@ class Engine:
             self.exchanges = before
 
     @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Exchange the gradients of one backward, in this context, with the other ranks."""
+    def exchanging(self, loss: Tensor) -> Iterator[None]:
+        """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         assert self.team is not None
-        self.team.exchange.begin()
-        yield
+        exchange = self.team.exchange
+        exchange.begin(None)
+        if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
+            hook = loss.register_hook(lambda _: exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
+            yield
+            hook.remove()
+        else:
+            yield
         self.land()
         with quietly():
             self.team.exchange_gradients()
@@ -430,7 +439,7 @@ class Engine:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done, self.phases.in_scope)
         if self.team is not None and self.exchanges:
-            self.team.exchange.begin()
+            self.team.exchange.begin(graph_task())
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.current_step.finish()

@@ -3,8 +3,10 @@
 import loops
 import processes
 import pytest
+import torch
 
 import parity
+from sp_lightning.ranks.exchange import AHEAD
 
 
 def check(size, device, **settings):
@@ -46,3 +48,32 @@ def test_a_block_may_begin_to_run_twice():
 @pytest.mark.parametrize("optimizer", loops.OPTIMIZERS)
 def test_more_ranks_are_ddp_with_the_hook(size, optimizer):
     check(size, "cpu", optimizer=optimizer, edits=True, accumulate=2, clip=True)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_rank_that_is_ahead_holds_few_gradients(shares):
+    """From the first step on; what cannot be summed beside backward lies in the boxes whole."""
+    near = processes.run(2, loops.straggle, 1, True, shares)
+    far = processes.run(2, loops.straggle, 1, False, shares)
+    at_once = AHEAD + 2  # those on their way, the unit's own, and one that is given up at the end of the next exchange
+    for (regions, gradients), (all_regions, expected) in zip(near, far, strict=True):
+        assert max(regions) <= at_once < 12 <= max(all_regions)
+        for one, other in zip(expected, gradients, strict=True):
+            assert {name: parity.difference(grad, other[name]) for name, grad in one.items()} == dict.fromkeys(one)
+
+
+def test_gradients_that_come_again_after_they_may_have_been_summed_are_an_error():
+    with pytest.raises(processes.RankFailed, match="came again after autograd was done with its weights"):
+        processes.run(2, loops.unusual, "again", True)
+    first, second = processes.run(2, loops.unusual, "again", False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_nested_backward_brings_parts():
+    """Of a block's gradients twice, and of all units the whole on every rank."""
+    for nested, plain in zip(
+        *[processes.run(2, loops.unusual, how, True) for how in ("nested", "plainly")], strict=True
+    ):
+        assert all(torch.equal(nested[name], plain[name]) for name in plain)
+    one, other = [processes.run(2, loops.unusual, "nested", overlap)[0] for overlap in (False, True)]
+    assert all(torch.equal(one[name], other[name]) for name in one)

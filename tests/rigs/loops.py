@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sp_lightning
 
@@ -147,3 +150,80 @@ def edit(net: Net, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state["exp_avg"].mul_(0.99)
+
+
+def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
+    """Run backwards in which one rank is slow; return the regions of this rank's box, and the gradients, by step.
+
+    ``shares``: two blocks run twice, and the first step accumulates.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(32) for _ in range(12)))
+
+    def late(gradient: Tensor) -> None:
+        if rank == slow:
+            time.sleep(0.5)
+
+    options = {"window": 1, "units": ["Block"], "optimizer_overlap": overlap}
+    regions, gradients = [], []
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
+        box = handle.engine.team.exchange.box
+        for step in range(3):
+            net.zero_grad()
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(size * step + rank))
+            with handle.no_sync() if shares and step == 0 else contextlib.nullcontext():
+                for index, block in enumerate(net):
+                    x = block(x)
+                    if shares and index in (3, 7):
+                        x = block(x)
+                x.register_hook(late)
+                x.square().mean().backward()
+            regions.append(len(box._starts))
+            gradients.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    return regions, gradients
+
+
+class Unusual(L.LightningModule):
+    """A module whose gradients come in an unusual way.
+
+    "again": its own backward goes twice through the graph, which is an error under DDP as well. "nested": a block runs
+    in two reentrant checkpoints, whose backwards bring a part of its gradients each, which DDP refuses. "plainly": the
+    same without checkpoints.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.Sequential(Block(32), Block(32))
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(block, x.requires_grad_(), use_reentrant=True) if self.how == "nested" else block(x)
+        return x.square().mean()
+
+    def backward(self, loss: Tensor) -> None:
+        if self.how == "again":
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def unusual(how: str, overlap: bool) -> dict[str, Tensor]:
+    """Train three steps of `Unusual`; return its weights."""
+    torch.manual_seed(0)
+    module = Unusual(how)
+    size = int(os.environ["WORLD_SIZE"])
+    L.Trainer(
+        strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Block"], optimizer_overlap=overlap),
+        accelerator="cpu",
+        devices=size,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    ).fit(module, torch.utils.data.DataLoader([torch.randn(4, 32) for _ in range(3 * size)], batch_size=None))
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
