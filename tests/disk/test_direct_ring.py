@@ -163,3 +163,39 @@ def test_a_weight_is_converted_wherever_in_the_file_it_begins(shift, device, tmp
     assert torch.equal(flat.cpu().view(torch.bfloat16), values.bfloat16())
     ring.close()
     file.close()
+
+
+@pytest.mark.simgpu
+def test_a_buffer_is_read_into_again_only_after_the_device_has_read_it(filed):
+    import simgpu
+
+    file, content = filed
+    found = Device("simgpu")
+    ring = DirectRing(found, 2 * BLOCK)
+    flats = [torch.zeros(50000, dtype=torch.uint8, device=found.torch_device) for _ in range(3)]
+    found.synchronize()
+    with simgpu.hold(found.up):
+        fills = [ring.fill(Counters(), [], jobs_of(file, flat), contextlib.nullcontext(), [file]) for flat in flats]
+        time.sleep(0.3)  # all that does not wait for the device is done by then
+    for fill, flat in zip(fills, flats, strict=True):
+        fill.wait(found.compute)
+        assert bytes(flat.cpu().numpy()) == content[1001:51001]
+    ring.close()
+
+
+@pytest.mark.simgpu
+def test_host_memory_may_be_written_only_after_the_device_has_read_it():
+    import simgpu
+
+    found = Device("simgpu")
+    ring, source = DirectRing(found, BLOCK), found.slab(4096)
+    flat = torch.zeros(4096, dtype=torch.uint8, device=found.torch_device)
+    found.synchronize()
+    with simgpu.hold(found.up):
+        fill = ring.fill(Counters(), [(flat, source)], [], contextlib.nullcontext(), [])
+        time.sleep(0.2)
+        assert not fill.query()
+    fill.synchronize()
+    fill.wait(found.compute)
+    found.synchronize()
+    ring.close()
