@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import os
 from typing import Any
 
 
@@ -35,6 +36,24 @@ class MemoryBudgetError(SuperpipelineError, RuntimeError):
 
 class HostMemoryError(SuperpipelineError, RuntimeError):
     """Host memory cannot be allocated, or cannot be page-locked as the options require."""
+
+
+class DiskError(SuperpipelineError, RuntimeError):
+    """A read of a file failed: which file, where in it, and the system's number for why."""
+
+    def __init__(self, *, path: str, offset: int, errno: int) -> None:
+        self.path, self.offset, self.errno = path, offset, errno
+        super().__init__(
+            f"{path} could not be read at byte {offset}: {os.strerror(errno)} (errno {errno}). Weights on the host are "
+            "as they were; check the disk, or load the model from another copy of the file"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class SourceFileError(SuperpipelineError, RuntimeError):
+    """A file that weights are read from is not the file that it was when they were loaded."""
 
 
 class UnsupportedError(SuperpipelineError, RuntimeError):

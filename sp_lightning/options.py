@@ -46,6 +46,7 @@ class Options:
     master_weights: bool = False
     host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
     compile_units: bool = False
+    host_budget: int | None = None  # host bytes, beyond which frozen weights stay in their files
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
@@ -61,7 +62,8 @@ class Options:
         self._normalise("transfer", _count("transfer", self.transfer))
         if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
-        self._normalise("memory_budget", _memory_budget(self.memory_budget))
+        self._normalise("memory_budget", _budget("memory_budget", self.memory_budget, "> 0"))
+        self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
         self._normalise("units", _units(self.units))
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("host_memory", self.host_memory, HOST_MEMORY)
@@ -70,6 +72,11 @@ class Options:
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
+
+    @property
+    def may_cast(self) -> bool:
+        """Whether weights that are FP32 on the device may come to travel in autocast's type."""
+        return self.wire_dtype == "auto" and not self.compile_units
 
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # a frozen instance may change only while it is made
@@ -125,14 +132,14 @@ def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> Non
         raise OptionError(argument=argument, found=value, allowed="one of " + ", ".join(map(repr, choices)))
 
 
-def _memory_budget(value: object) -> int | None:
+def _budget(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int | None:
     if value is None:
         return None
-    nbytes = parse_bytes(value, "memory_budget") if isinstance(value, str) else value
-    if isinstance(nbytes, int) and is_int(nbytes) and nbytes > 0:
+    nbytes = parse_bytes(value, argument) if isinstance(value, str) else value
+    if isinstance(nbytes, int) and is_int(nbytes) and nbytes >= (bound == "> 0"):
         return nbytes
-    allowed = 'None or bytes > 0, an int or text such as "10GiB" or "10 GB"'
-    raise OptionError(argument="memory_budget", found=value, allowed=allowed)
+    allowed = f'None or bytes {bound}, an int or text such as "10GiB" or "10 GB"'
+    raise OptionError(argument=argument, found=value, allowed=allowed)
 
 
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:

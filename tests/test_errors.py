@@ -35,6 +35,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
         (DeviceMemoryError, torch.OutOfMemoryError),
         (errors.UnsupportedError, RuntimeError),
         (errors.ExactnessError, RuntimeError),
+        (errors.SourceFileError, RuntimeError),
         (errors.TraceError, ValueError),
     ],
 )

@@ -33,6 +33,7 @@ def test_the_defaults_are_valid_and_normal():
         "host_memory": "auto",
         "compile_units": False,
         "wire_dtype": "auto",
+        "host_budget": None,
     }
 
 
@@ -86,6 +87,16 @@ def test_a_memory_budget_is_bytes(value, expected):
 @pytest.mark.parametrize("value", [0, -5, True, 1.5, "0", "0GiB", "0.1B", b"10GiB"])
 def test_a_budget_without_bytes_is_refused(value):
     refused("memory_budget must be None or bytes > 0" + ".*, got " + re.escape(repr(value)), memory_budget=value)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (0, 0), ("0B", 0), ("0", 0), ("48GiB", 48 * 2**30)])
+def test_a_host_budget_is_bytes_and_may_be_none(value, expected):
+    assert Options.parse(host_budget=value).host_budget == expected
+
+
+@pytest.mark.parametrize("value", [-1, True, False, 1.5, b"10GiB"])
+def test_a_host_budget_that_is_no_number_of_bytes_is_refused(value):
+    refused("host_budget must be None or bytes >= 0.*, got " + re.escape(repr(value)), host_budget=value)
 
 
 def test_a_budget_that_is_no_size_is_refused():

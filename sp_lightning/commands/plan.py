@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .fit_config import Run
 
 WIDTH = 120  # of tables that no terminal shows
-OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations"
+OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate", "devices"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", help="units on the device at once (default: auto)")
     parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
+    parser.add_argument("--host-budget", help="host bytes beyond which frozen weights stay in files, such as 24GiB")
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
@@ -294,6 +295,10 @@ def _time_table(plan: Plan) -> Any:
     table = _table("Time of a step", "", unit)
     table.add_row("predicted", time(plan.step_s))
     table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
+    if plan.disk_nbytes:
+        from ..options import format_bytes
+
+        table.add_row(f"reading {format_bytes(plan.disk_nbytes)} from files", time(plan.disk_s))
     table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))

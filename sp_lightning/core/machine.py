@@ -22,6 +22,8 @@ SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix p
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
+DISK = 7e9  # bytes/s that a local drive on four lanes of PCIe 4 reads in large pieces
+
 CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
 
 # Page-locked copies over 16 lanes, of 15.8, 31.5 and 63.0 GB/s per direction on the wire (8 to 32 GT/s, 128b/130b).
@@ -52,6 +54,7 @@ class Machine:
     # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
     optimizer_bytes_per_parameter: float = 28
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
+    disk_bytes_per_s: float = DISK  # of weights that stay in their files
 
 
 def headroom(host_nbytes: int) -> int:

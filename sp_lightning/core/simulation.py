@@ -62,6 +62,11 @@ class UnitCost:
     activation_nbytes: int = 0  # saved by autograd in its forward
     input_nbytes: int = 0  # the part of that which "recompute" saves
     resident: bool = False  # stays on the device, outside the window
+    disk_nbytes: int = 0  # of each load, that are read from files
+
+    def up_s(self, machine: Machine) -> float:
+        """Return the seconds of a load: files are read while what was read goes up."""
+        return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
 
     @property
     def trained(self) -> bool:
@@ -98,6 +103,7 @@ class LowerBound:
     first_down: float
     first_step: float
     first_up: float
+    disk: float  # of up_forward and up_backward, what loads take longer because of the disk
     duplex: float
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
     host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
@@ -139,13 +145,15 @@ class LowerBound:
 
     @property
     def binds(self) -> str:
-        """What decides the lower bound: "compute", "link", "optimizer" or, with several ranks, "host memory"."""
+        """What sets the lower bound: "compute", "link", "disk", "optimizer" or, of several ranks, "host memory"."""
         if self.host > self._of_one:
             return "host memory"
         if self.optimizer > self.forward + self.backward:
             return "optimizer"
         compute = (self.compute_forward, self.compute_backward)
-        return "compute" if compute == (self.forward, self.backward) else "link"
+        if compute == (self.forward, self.backward):
+            return "compute"
+        return "disk" if self.disk else "link"
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,7 @@ class Simulation:
     timeline: list[Span]  # from the first forward's begin; starts are negative for work under way by then
     waits: list[Span]  # of compute
     floor: LowerBound
+    disk_nbytes: int = 0  # read from files
 
     @property
     def merit(self) -> float:
@@ -196,7 +205,10 @@ def simulate(
         raise OptionError(argument="activations", found=activations, allowed="'keep' or 'recompute'")
     recompute = activations == "recompute"
     host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works)
-    starts = [host.step() for _ in range(STEPS)]
+    starts, read = [], [0]
+    for _ in range(STEPS):
+        starts.append(host.step())
+        read.append(host.disk_nbytes)
     run(host.lanes, _rates(machine, ranks))
     begin, end = starts[-2].start, starts[-1].start
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
@@ -208,6 +220,7 @@ def simulate(
         timeline=_timeline(host.tasks, units, begin, end),
         waits=waits,
         floor=floor(units, schedule.window, machine, recompute, ranks),
+        disk_nbytes=read[-1] - read[-2],
     )
 
 
@@ -243,17 +256,24 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     return LowerBound(
         compute_forward=forward / machine.flops_per_s,
         compute_backward=backward / machine.flops_per_s,
-        up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s,
-        up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s,
+        up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s + _disk_s(come, machine),
+        up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s + _disk_s(again, machine),
         down=sum(unit.down_nbytes for unit in rest) / machine.down_bytes_per_s,
         optimizer=math.fsum(_step_s(unit, machine) for unit in rest),
         first_down=first.down_nbytes / machine.down_bytes_per_s,
         first_step=_step_s(first, machine),
-        first_up=first.trained * first.up_nbytes / machine.up_bytes_per_s,
+        first_up=first.trained * first.up_s(machine),
+        disk=_disk_s((*come, *again), machine),
         duplex=machine.duplex,
         chain=_chain(units, machine, recompute),
         host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
+
+
+def _disk_s(units: Sequence[UnitCost], machine: Machine) -> float:
+    """Return the seconds that loads of these units take longer because of the disk."""
+    filed = (unit for unit in units if unit.disk_nbytes)
+    return math.fsum(unit.up_s(machine) - unit.up_nbytes / machine.up_bytes_per_s for unit in filed)
 
 
 def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> float:
@@ -268,7 +288,7 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
     for unit, own in zip(units, flops, strict=True):
         if unit.trained:
             steps += _step_s(unit, machine)
-            up = min(up, unit.up_nbytes / machine.up_bytes_per_s)
+            up = min(up, unit.up_s(machine))
             longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
         left -= own / machine.flops_per_s
     return longest
@@ -320,6 +340,7 @@ class _Host:
         self._saved_nbytes = 0
         self._packed_nbytes = 0
         self.peak = 0
+        self.disk_nbytes = 0  # read so far
         schedule.invalidate()
 
     def step(self) -> Task:
@@ -413,7 +434,8 @@ class _Host:
 
     def _load(self, index: int) -> None:
         stepped = self._stepped.get(index) if self._into_forward else None
-        work = self._units[index].up_nbytes / self._machine.up_bytes_per_s
+        work = self._units[index].up_s(self._machine)
+        self.disk_nbytes += self._units[index].disk_nbytes
         self._ready[index] = self._issue("up", index, work, [self._begin, self._reader, stepped])
 
     def _compute(self, index: int, flops: float, back: Task | None = None) -> Task:

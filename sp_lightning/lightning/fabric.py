@@ -199,6 +199,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                     methods=STEPS,
                     ranks=self.ranks,
                     exchanges=self.is_distributed,
+                    autocasts=str(self.precision.precision).endswith("mixed"),
                 )
             )
             self.broadcast_buffers(module)

@@ -82,6 +82,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             raises an error; "pageable" uses ordinary memory, which one thread per direction copies through a small
             page-locked ring; "auto" uses pinned memory as far as the system allows it. Ignored where the CPU computes.
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
+        host_budget: Bytes of host memory for weights, gradients and optimizer state, such as "24GiB". What does not fit
+            stays in the files that it was loaded from, as far as it is frozen, and is read from there for each visit
+            (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory.
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -104,6 +107,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         master_weights: bool = False,
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
+        host_budget: int | str | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -124,6 +128,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             master_weights=master_weights,
             host_memory=host_memory,
             compile_units=compile_units,
+            host_budget=host_budget,
         )
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._device_given = device is not None
@@ -216,6 +221,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 fits,
                 ranks=self.ranks,
                 own_gradients=self.writes_gradients,
+                autocasts=str(self.precision_plugin.precision).endswith("mixed"),
             )
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits

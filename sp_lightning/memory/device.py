@@ -305,7 +305,7 @@ class Device:
         """Return the staging rings, which are made, and logged, when a copy first needs them (Rule 3)."""
         if self._rings is None:
             nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
-            buffers = [self._staging(nbytes) for _ in range(2 * STAGING_COUNT)]
+            buffers = [self.staging(nbytes) for _ in range(2 * STAGING_COUNT)]
             up = StagingRing(self.up, buffers[:STAGING_COUNT], "up")
             down = StagingRing(self.down, buffers[STAGING_COUNT:], "down")
             self._rings = _Rings(up, down, sum(buffer.nbytes for buffer in buffers))
@@ -320,7 +320,7 @@ class Device:
             )
         return self._rings
 
-    def _staging(self, nbytes: int) -> Tensor:
+    def staging(self, nbytes: int) -> Tensor:
         try:
             return self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
         except (RuntimeError, OSError):  # slower still, but correct: the ring's thread waits for the device's copies

@@ -56,7 +56,7 @@ class PackedGradients:
         self._flat = device.device_bytes(self._size)
         self._storage = self._flat.untyped_storage()
         self._views: list[Tensor] = []
-        self._runs = list(as_few_runs(((slot.flat, slot.offset) for slot in gradient_slots), layout))
+        self._runs = list(as_few_runs(((slot.flat, slot.offset) for slot in gradient_slots), layout.fields))
         self.copies: Copies = ()  # to the slots on the host, as few as possible
         self._parts = list(_parts_of_one_type([field.dtype for field in layout.fields]))
 

@@ -76,13 +76,15 @@ class Layout:
         return _tensor_over(part, field, 0)
 
 
-def as_few_runs(places: Iterable[tuple[Tensor, int]], layout: Layout) -> Iterator[tuple[Tensor, int, int, int]]:
-    """Merge the copies between a layout's fields and their places, each a first byte in some flat buffer.
+def as_few_runs(
+    places: Iterable[tuple[Tensor, int]], fields: Iterable[Field]
+) -> Iterator[tuple[Tensor, int, int, int]]:
+    """Merge the copies between fields of a layout and their places, each a first byte in some flat buffer.
 
     Yields runs: (buffer, first byte there, first byte in the layout's buffer, bytes).
     """
     run: tuple[Tensor, int, int, int] | None = None
-    for (buffer, there), field in zip(places, layout.fields, strict=True):
+    for (buffer, there), field in zip(places, fields, strict=True):
         if run is not None and run[0] is buffer and there - field.offset == run[1] - run[2]:
             run = (*run[:3], field.offset + field.nbytes - run[2])
             continue
@@ -101,12 +103,12 @@ def _tensor_over(storage: torch.UntypedStorage, field: Field, offset: int) -> Te
 
 
 def _stride_in_buffer(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.numel() == 0 or _is_dense(tensor):
+    if tensor.numel() == 0 or is_dense(tensor):
         return tensor.stride()
     return tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory, each its own place; dimensions of size 1 may have any stride."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

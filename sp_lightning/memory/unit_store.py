@@ -58,6 +58,7 @@ from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
+from .staging import Copies
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
 
@@ -95,10 +96,11 @@ class UnitStore:
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
         self.names = [name for name, _ in unit.params]
         self.owner = owner
-        self.host_layout = Layout.of([(name, true_data(parameter)) for name, parameter in unit.params])
+        self.host_layout = self._lay_out_slab()
         nbytes = max(self.host_layout.nbytes, ALIGNMENT)
         self.shared: Any = None if share is None else share(nbytes)  # by several ranks (Rule 11)
         self.slab = device.slab(nbytes) if self.shared is None else self.shared.truth
+        self._send_up = device.send_up
         self._settled: Stamp | None = None  # of the host bytes when they were last true for all ranks
         self.is_loaded = False  # whether the bytes are on the device, or on the way up until ``ready`` has happened
         self.ready: Any = None  # dropped early, a reader would see the bytes of the memory's previous user
@@ -129,7 +131,7 @@ class UnitStore:
         self.wire = lay_out_wire(self.weights, self.device)
         self._wire_stamp: Stamp | None = None
         # Of a fill; else made at the first one, because slices of the device buffer need its memory.
-        self._copies = [] if self.narrow else [(self.flat, self.slab[: self.nbytes])]
+        self._copies: Copies = [] if self.narrow else [(self.flat, self.slab[: self.nbytes])]
         self.memory = object()  # counts the references of graphs (Rule 8)
         self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
 
@@ -161,6 +163,10 @@ class UnitStore:
 
     # ---- the host side
 
+    def _lay_out_slab(self) -> Layout:
+        """Lay out the parameters in the slab."""
+        return Layout.of([(name, true_data(parameter)) for name, parameter in self.unit.params])
+
     def _adopt(self, shares_bytes: Callable[[Tensor], bool]) -> list[Weight]:
         """Move the parameters' bytes into the slab, but for those of Rule 9, and begin to manage them."""
         weights = [
@@ -171,14 +177,18 @@ class UnitStore:
             return self._adopt_shared(weights)
         for weight in weights:
             if not weight.outside:
-                with torch.inference_mode(False), torch.no_grad():
-                    view = self.host_layout.own_view(self.slab.untyped_storage(), weight.host)
-                    view.copy_(true_data(weight.parameter))
-                set_true_data(weight.parameter, view)
-                weight.storage = view.untyped_storage()
+                data = self._place(weight)
+                set_true_data(weight.parameter, data)
+                weight.storage = data.untyped_storage()
             watch(weight.parameter, self)
         malloc.freed(self.slab.numel())
         return weights
+
+    def _place(self, weight: Weight) -> Tensor:
+        """Copy a weight's bytes into the slab and return the tensor over them."""
+        with torch.inference_mode(False), torch.no_grad():
+            view = self.host_layout.own_view(self.slab.untyped_storage(), weight.host)
+            return view.copy_(true_data(weight.parameter))
 
     def _adopt_shared(self, weights: list[Weight]) -> list[Weight]:
         """Place the parameters over the face of the slab (Rule 11)."""
@@ -367,15 +377,19 @@ class UnitStore:
             with self.device.up:
                 self.device.grow(self.storage, self.nbytes)
         if not self._copies:
-            runs = as_few_runs(self._sources(), self.layout)
-            self._copies = [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
+            self._copies = self._cut()
         under_way = self.counters.listener.work("up", self.unit.name, "weights", self.nbytes)
-        self.ready = self.device.send_up(self._copies, under_way, self._uncut(stamp))
+        self.ready = self._send_up(self._copies, under_way, self._uncut(stamp))
         self._ordered = []
         self._device_stamp = stamp
         self.is_loaded = True
         self.counters.fetches += 1
         self.counters.bytes_up += self.nbytes
+
+    def _cut(self) -> Copies:
+        """List the copies that fill the device buffer, as few as possible; it has its memory."""
+        runs = as_few_runs(self._sources(), self.layout.fields)
+        return [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
 
     @property
     def is_there(self) -> bool:

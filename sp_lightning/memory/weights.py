@@ -51,6 +51,7 @@ class Weight:
     saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (unit_store.py, Rule 8)
     parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 10)
     saved_again: bool = False  # whether create_graph saved it past our hooks
+    in_file: bool = False  # whether it goes up from the file that its bytes are in (file_store.py)
 
     @property
     def is_narrow(self) -> bool:
@@ -92,6 +93,7 @@ class Conversion:
 
 def lay_out_wire(weights: Sequence[Weight], device: Device) -> Tensor:
     """Allocate a unit's wire copies in one buffer, empty if all go up from the slab (unit_store.py, Rule 7)."""
+    weights = [weight for weight in weights if not weight.in_file]
     if not any(weight.is_narrow for weight in weights):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     copied = [weight for weight in weights if weight.is_narrow or weight.field.nbytes < BY_ITSELF]

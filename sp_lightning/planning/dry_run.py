@@ -79,12 +79,16 @@ def dry_run(
             sizes = tuple(unit.sizes() for unit in engine.units)
             _perform(handle, batch, run)
             handle.open_scope("train")  # Rule 4
-            converted = (unit.store.layout.fields[index] for unit in engine.units for index in unit.store.narrow)
+            wires = [
+                [(aligned(store.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
+                for store in (unit.store for unit in engine.units)
+            ]
             return StepTrace(
                 units=tuple(handle.units),
                 sizes=sizes,
                 wire=tuple(unit.sizes() for unit in engine.units),
-                wire_nbytes=sum(aligned(field.nbytes) for field in converted),
+                wire_nbytes=tuple(sum(nbytes for nbytes, _ in unit) for unit in wires),
+                frozen_wire_nbytes=tuple(sum(nbytes for nbytes, p in unit if not p.requires_grad) for unit in wires),
                 visits=tuple(tracker.visits),
             )
     finally:
@@ -94,7 +98,7 @@ def dry_run(
 def _with_all_units(options: Options) -> Options:
     """Return the options of a run whose window takes all units (Rule 2), and whose units are not compiled."""
     wire_dtype = "as-is" if options.compile_units else options.wire_dtype
-    whole = replace(options, window=sys.maxsize, transfer=1, memory_budget=None)
+    whole = replace(options, window=sys.maxsize, transfer=1, memory_budget=None, host_budget=None)
     return replace(whole, wire_dtype=wire_dtype, compile_units=False)
 
 

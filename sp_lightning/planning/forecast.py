@@ -88,6 +88,16 @@ class Plan:
         return sum(self.device_terms.values())
 
     @property
+    def disk_nbytes(self) -> int:
+        """Bytes of weights that a step reads from their files."""
+        return self.simulation.disk_nbytes
+
+    @property
+    def disk_s(self) -> float:
+        """Seconds in which the disk reads these bytes."""
+        return self.disk_nbytes / self.machine.disk_bytes_per_s
+
+    @property
     def chosen(self) -> dict[str, int]:
         """Sizes for `Handle.resume`, from which a run with automatic sizes starts."""
         others = self.device_nbytes - self.device_terms.get("window", 0) - self.device_terms.get("reserve", 0)
@@ -109,13 +119,14 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Part that sets the lower bound: "compute", "link", "optimizer" or, of several devices, "host memory"."""
+        """What sets the lower bound: "compute", "link", "disk", "optimizer" or, of several devices, "host memory"."""
         return self.simulation.floor.binds
 
     @property
     def host_available(self) -> int:
-        """Bytes of host memory for the run: all but the system's share."""
-        return self.machine.host_nbytes - self.headroom
+        """Bytes of host memory for the run: all but the system's share, and no more than ``host_budget``."""
+        nbytes = self.machine.host_nbytes - self.headroom
+        return min(nbytes, self.options.host_budget or nbytes)  # "0B" is as little as can be had, no limit
 
     @property
     def fits_host(self) -> bool:
@@ -144,6 +155,8 @@ class Plan:
 
     def host_memory(self) -> str:
         """Describe the host memory that there is, and what of it is left to the system."""
+        if self.host_available == self.options.host_budget:
+            return f"a host budget of {format_bytes(self.host_available)}"
         if not self.headroom:
             return format_bytes(self.machine.host_nbytes)
         whole, headroom = format_bytes(self.machine.host_nbytes), format_bytes(self.headroom)
@@ -189,6 +202,7 @@ class Plan:
         lanes = {
             "compute": floor.compute_forward + floor.compute_backward,
             "link": max(floor.up_forward + floor.up_backward, floor.down),
+            "disk": floor.up_forward + floor.up_backward,
             "optimizer": floor.optimizer,
             "host memory": floor.host,
         }
@@ -213,6 +227,7 @@ class Plan:
             "binds": self.binds,
             "fits": self.fits,
             "host_available": self.host_available,
+            "disk_nbytes": self.disk_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],

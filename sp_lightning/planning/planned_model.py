@@ -8,6 +8,8 @@
    cross entropy of what its head, one linear layer, makes of what its base model returns.
 4. Listed numbers agree with a dry run of the same model within a tenth, by a test: in half precision and under
    autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
+5. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
+   those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..memory.partition import Unit
 from ..options import Options, format_bytes
 from .dry_run import RealTensors, Runner, dry_run
 from .fake_tensors import FakeTensors, Unknown
@@ -158,17 +161,63 @@ class TracedModel(PlannedModel):
             return None
         return (one, two) if one.is_like(two) else None
 
-    @staticmethod
-    def _needs(trace: StepTrace, options: Options, machine: Machine) -> Requirements:
+    def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
+        in_files, _ = self._in_files(trace, options)
+        read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
         costs, works = _costs(trace, options, machine)
+        costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
         return Requirements(costs, works, trace.peak, trace.sizes, trace)
+
+    def _in_files(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], int]:
+        """Return the bytes of weights that stay in files, and those of the ring that reads them (Rule 5).
+
+        The former are by the indices of units and the ids of parameters.
+        """
+        if options.host_budget is None:
+            return {}, 0
+        from ..disk.placement import choose
+
+        filed = [self._filed(unit) for unit in trace.units]
+        everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
+        dtype = self._half() if options.master_weights else None
+        may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
+        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=True)
+        if placed.units:
+            taken = (
+                ""
+                if self._names_in_files is not None
+                else "frozen weights are taken to be in local files as they are; "
+            )
+            self.notes.append(f"{taken}the speed at which files are read is assumed, not measured")
+        return {index: filed[index] for index in placed.units}, placed.host.ring
+
+    def _filed(self, unit: Unit) -> dict[int, int]:
+        """Return the bytes of a unit's weights that can stay in files, by the ids of parameters (Rule 5)."""
+        names = self._names_in_files
+        frozen = ((name, p) for name, p in unit.params if not p.requires_grad)
+        return {id(p): p.nbytes for name, p in frozen if names is None or name in names}
+
+    @functools.cached_property
+    def _names_in_files(self) -> set[str] | None:
+        """The names of the weights that are in files; None if there is no telling."""
+        if not isinstance(self._module, nn.Module) or any(p.is_meta for p in self._module.parameters()):
+            return None
+        from ..disk.source_files import find
+
+        found = find(self._module.parameters())
+        return {name for name, parameter in self._module.named_parameters() if id(parameter) in found}
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None
-        units = [UnitHostBytes.of([p for _, p in unit.params]) for unit in needs.trace.units]
-        units.append(UnitHostBytes(weights=0, wire=needs.trace.wire_nbytes))
+        trace = needs.trace
+        in_files, ring = self._in_files(trace, options)
+        units = []
+        for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
+            filed = in_files.get(unit.index, {})
+            kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
+            units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         stowed = sum(work.stowed_nbytes for work in needs.works)
-        return host_bytes(units, states=self.states(), activations=stowed)
+        return host_bytes(units, states=self.states(), activations=stowed, ring=ring)
 
     def states(self) -> float:
         assert self._states is not None

@@ -212,7 +212,7 @@ class _Planner:
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = machine.device_nbytes
         self.headroom = left
-        self.host_available = machine.host_nbytes - left
+        self.host_available = min(machine.host_nbytes - left, options.host_budget or machine.host_nbytes)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer)

@@ -66,7 +66,8 @@ class StepTrace:
     units: tuple[Unit, ...]
     sizes: tuple[UnitBytes, ...]  # of all units, resident ones included, in the first step
     wire: tuple[UnitBytes, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
-    wire_nbytes: int  # of the copies of weights that travel in another type than they have on the host
+    wire_nbytes: tuple[int, ...]  # by unit, of the copies of weights that travel in another type than on the host
+    frozen_wire_nbytes: tuple[int, ...]  # of those, the copies of frozen weights
     visits: tuple[Visit, ...]
 
     def between(self, other: StepTrace, share: float) -> StepTrace:

@@ -51,6 +51,7 @@ from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
 if TYPE_CHECKING:
+    from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
     from ..ranks.board import Ranks
     from ..ranks.team import Team
 
@@ -69,6 +70,7 @@ class Engine:
         counters: Counters,
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         self._share: Callable[[int], SharedMemory] | None = None
         self._shares_bytes: Callable[[Tensor], bool] = shares_storage
@@ -78,6 +80,7 @@ class Engine:
             self._share = functools.partial(team.shared_slab, ranks, device)
             sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
             self._shares_bytes = lambda parameter: id(parameter) in sharing
+        self.files = files  # in which weights stay
         self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
         self.phases = Phases(lambda: self.current_step.is_deferred)
@@ -101,9 +104,7 @@ class Engine:
         self.written = Written()
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
         self.recompute = Recompute(device, self.written, offload_arguments)
-        self.autocast_weights = AutocastWeights(
-            options.wire_dtype == "auto" and compute_dtype is None and not options.compile_units, self._retype
-        )
+        self.autocast_weights = AutocastWeights(options.may_cast and compute_dtype is None, self._retype)
         casts = self.autocast_weights.casts
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
         self.window = Window(self.units, device, options, counters)
@@ -116,7 +117,10 @@ class Engine:
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
         device_dtype, share, shares_bytes = self._device_dtype, self._share, self._shares_bytes
-        store = UnitStore(unit, self.device, self.counters, self, device_dtype, share, shares_bytes)
+        if self.files is None:
+            store = UnitStore(unit, self.device, self.counters, self, device_dtype, share, shares_bytes)
+        else:
+            store = self.files.store(unit, self.device, self.counters, self, device_dtype)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
         return StreamedUnit(unit, store, own, self.gradients_ready)
 
@@ -552,6 +556,8 @@ class Engine:
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
+            if self.files is not None:
+                self.files.close()
 
 
 def _after_the_end(unit: StreamedUnit) -> UnsupportedError:

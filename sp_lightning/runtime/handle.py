@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
-from ..errors import PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -44,6 +44,9 @@ from .entries import (
 )
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
+
+if TYPE_CHECKING:
+    from ..disk.weight_files import Choice, WeightFiles  # loaded only where weights stay in files
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -75,7 +78,11 @@ class Handle:
         group: Any = None,
         own_gradients: bool = False,
         exchanges: bool = False,
+        autocasts: bool = True,
     ) -> None:
+        if ranks is not None and options.host_budget is not None:
+            allowed = "None with several devices: weights that stay in files are built for one device so far"
+            raise OptionError(argument="host_budget", found=options.host_budget, allowed=allowed)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -84,6 +91,7 @@ class Handle:
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
+        self._autocasts = autocasts  # whether code may run under autocast, as far as is known
         self._ranks = ranks  # of several devices, each of which has a handle like this one
         self._own_gradients = own_gradients  # whether each certainly has gradients of its own (footprint.py, Rule 5)
         self.group = group  # in a loop by hand
@@ -126,7 +134,8 @@ class Handle:
             "host_bytes": sum(hosts)
             + engine.gradient_return.host_nbytes
             + engine.offload.host_nbytes
-            + self.device.ring_nbytes,
+            + self.device.ring_nbytes
+            + (0 if engine.files is None else engine.files.ring_nbytes),
         }
 
     def chosen(self) -> dict[str, int]:
@@ -310,7 +319,8 @@ class Handle:
             from ..ranks.team import check_alike  # on one device nothing needs it
 
             check_alike(self._ranks, units)
-        self._check_memory(units)
+        choice = self._choose_files(units)
+        self._check_memory(units, choice)
         materialize(self.module, self._ranks is None or self._ranks.rank == 0)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
@@ -320,11 +330,21 @@ class Handle:
                 )
         self._entries: list[ForwardEntry] = []
         self._units = units
+        self._files: WeightFiles | None = None
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
+            if choice is not None:
+                self._files = self._open_files(choice)
             self.engine = Engine(
-                units, self._slots, self.device, self.options, self._counters, self._compute_dtype, self._ranks
+                units,
+                self._slots,
+                self.device,
+                self.options,
+                self._counters,
+                self._compute_dtype,
+                self._ranks,
+                self._files,
             )
             self.engine.window.only_inference = self._only_inference
             self.engine.exchanges = self._exchanges
@@ -343,7 +363,7 @@ class Handle:
         self.engine.phases.start()
         self._fingerprint = ModuleFingerprint(self.module)
 
-    def _check_memory(self, units: list[Unit]) -> None:
+    def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
 
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -367,7 +387,24 @@ class Handle:
         sizes = preflight.sizes(units, device_dtype, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains or self._ranks is not None:
-            preflight.check_host(units, device_dtype, self._ranks, self._trains, self._own_gradients)
+            in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
+            own_gradients = self._own_gradients
+            preflight.check_host(units, device_dtype, self._ranks, self._trains, own_gradients, in_files, adopted)
+
+    def _choose_files(self, units: list[Unit]) -> Choice | None:
+        """Choose the weights that stay in their files; None without a budget, or if it holds all."""
+        if self.options.host_budget is None:
+            return None
+        from ..disk.weight_files import choose_files
+
+        may_cast = self._autocasts and self.options.may_cast and self._compute_dtype is None
+        budget, dtype = self.options.host_budget, self._compute_dtype
+        return choose_files(units, self.device, budget, dtype, may_cast, self._only_inference)
+
+    def _open_files(self, choice: Choice) -> WeightFiles:
+        from ..disk.weight_files import WeightFiles
+
+        return WeightFiles(self.device, choice)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
@@ -399,6 +436,8 @@ class Handle:
         self._remove_entries()
         for parameter in self.module.parameters():
             unwatch(parameter)
+        if self._files is not None:
+            self._files.close()
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -241,6 +241,8 @@ def check_host(
     ranks: Ranks | None = None,
     training: bool = True,
     own_gradients: bool = False,
+    in_files: Container[int] = (),
+    adopted: Container[int] = (),
 ) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
 
@@ -250,25 +252,29 @@ def check_host(
         ranks: All ranks of this machine, which come here together.
         training: Whether there are gradients and an optimizer at all.
         own_gradients: Whether each rank has gradients of its own (footprint.py, Rule 5).
+        in_files: The ids of weights that stay in their files.
+        adopted: The ids of weights that are in files, and will be copied into memory.
     """
-    of_units = [UnitHostBytes.of([p for _, p in unit.params], device_dtype) for unit in units]
+    held = [[p for _, p in unit.params if id(p) not in in_files] for unit in units]
+    parameters = [p for unit in held for p in unit]
+    of_units = [UnitHostBytes.of(unit, device_dtype) for unit in held]
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
-    missing = UnitHostBytes.of([p for unit in units for _, p in unit.params if p.is_meta]).weights
+    missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in adopted]).weights
     if ranks is None:
         to_come = replace(whole, weights=missing)
         if to_come.total >= WORTH_CHECKING:
             free = host_memory().free
             if to_come.total > free:
-                log.warning("superpipeline: training will take %s", _short_of(units, whole, to_come, free, 1))
+                log.warning("superpipeline: training will take %s", _short_of(parameters, whole, to_come, free, 1))
     elif whole.total >= WORTH_CHECKING:
         from ..ranks.exchange import AHEAD  # on one device nothing needs it
 
         under_way = (AHEAD + 1) * max(unit.trained for unit in of_units) if training else 0
         whole = whole.of_ranks(ranks.size, under_way, own_gradients)
-        _check_ranks(units, whole, whole.weights - missing, ranks)
+        _check_ranks(parameters, whole, whole.weights - missing, ranks)
 
 
-def _check_ranks(units: Sequence[Unit], whole: HostBytes, here: int, ranks: Ranks) -> None:
+def _check_ranks(parameters: Sequence[nn.Parameter], whole: HostBytes, here: int, ranks: Ranks) -> None:
     """Check the host memory of all ranks, of which this one has so many bytes of the weights."""
     board = Board(ranks, 0)
     present = board.exchange(here)
@@ -287,7 +293,7 @@ def _check_ranks(units: Sequence[Unit], whole: HostBytes, here: int, ranks: Rank
         log.warning(
             "superpipeline: training on %d devices will take %s%s",
             ranks.size,
-            _short_of(units, whole, to_come, free + max(0, spared), ranks.size),
+            _short_of(parameters, whole, to_come, free + max(0, spared), ranks.size),
             f". The ranks made {format_bytes(sum(present))} of weights, which are {format_bytes(whole.weights)} once "
             "shared: make them in configure_model, under torch.device('meta'), and they are never more"
             if spared > 0
@@ -300,9 +306,8 @@ def _terms(nbytes: HostBytes) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in named.items())
 
 
-def _short_of(units: Sequence[Unit], whole: HostBytes, to_come: HostBytes, free: int, ranks: int) -> str:
+def _short_of(parameters: Sequence[nn.Parameter], whole: HostBytes, to_come: HostBytes, free: int, ranks: int) -> str:
     """Describe what will be missing on the host, and what would fit."""
-    parameters = [p for unit in units for _, p in unit.params]
     half = all(p.dtype.itemsize <= 2 for p in parameters if p.is_floating_point())
     listed = remedies.host(half=half, wires=whole.wire > 0, activations="keep", optimizer="AdamW")
     present = whole.weights - to_come.weights

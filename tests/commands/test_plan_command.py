@@ -222,6 +222,7 @@ VALUES = {
     "window": ["3"],
     "transfer": ["2", "--window", "3"],
     "memory_budget": ["{budget}"],  # less than the model
+    "host_budget": ["1KiB"],
     "units": ["Linear"],
     "activations": ["recompute+offload"],
     "master_weights": ["--precision", "bf16-true"],
@@ -271,6 +272,7 @@ NONSENSE = {
     "window": "Foo",
     "transfer": "Foo",
     "memory_budget": "Foo",
+    "host_budget": "Foo",
     "units": "Foo",
     "activations": "Foo",
 }

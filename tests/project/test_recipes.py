@@ -840,6 +840,14 @@ def test_of_a_frozen_base_nothing_travels_down(tiny_llm):
     assert Moved.stats["bytes_down"] == batches * sum(tensor.nbytes for tensor in adapters.values())
 
 
+def test_adapters_train_beside_a_base_that_stays_in_its_checkpoint(tiny_llm):
+    base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
+    filed = fit("lora_llm", base, moved, "--model.dtype=auto", "--trainer.strategy.host_budget=0B", folder="filed")
+    assert Moved.stats["disk_read"] > 0.9 * sum(path.stat().st_size for path in tiny_llm.glob("*.safetensors"))
+    plain = fit("lora_llm", base, PLAIN, "--model.dtype=auto", folder="plain")
+    parity.compare(left(plain), left(filed))
+
+
 def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monkeypatch):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,189 @@
+"""One unit's bytes where some of its weights stay in their files.
+
+It follows the rules of a unit (unit_store.py), but for these:
+
+1. Weights that stay in a file are not in the slab. Their data is a view of the file's mapping, right for any reader,
+   and the device buffer is filled from the file past that mapping (direct_ring.py).
+2. Before each fill the kernel is asked whether a page of a weight was written (source_files.py, Rule 3). A weight that
+   was, or that has other data by now, has left its file for good: it goes up from its memory, as a weight outside of
+   the slab does. Its wire copy, if it needs one, begins with the file's bytes: a graph may need them (unit_store.py,
+   Rule 8).
+3. A weight in a file has no wire copy: it is converted on its way up.
+4. A fill that failed leaves the device's bytes stale, whatever they were: the next visit fills them again. The error is
+   raised in whoever waits for the bytes; an eviction, which needs none, does not raise it.
+5. Every fill checks the unit's files, also for weights that left them: unwritten pages are still the file's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.telemetry import Counters
+from ..errors import SuperpipelineError
+from ..memory.device import Device
+from ..memory.layout import Layout, aligned, as_few_runs
+from ..memory.parameters import ParameterOwner, true_data
+from ..memory.partition import Unit
+from ..memory.staging import Around, Arrival, Copies
+from ..memory.unit_store import UnitStore
+from ..memory.weights import Weight
+from .direct_ring import DirectRing, Job, Piece, Target, pieces
+from .source_files import Place, written
+
+
+class FileUnitStore(UnitStore):
+    """Slab, files and device buffer of one unit."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: Device,
+        counters: Counters,
+        owner: ParameterOwner,
+        device_dtype: Callable[[torch.dtype], torch.dtype],
+        places: Mapping[int, Place],
+        ring: Callable[[], DirectRing],
+    ) -> None:
+        """Adopt the unit's parameters, but for those of which `places` has the place in a file, by index."""
+        self._places = dict(places)
+        self._files = list(dict.fromkeys(place.file for place in places.values()))
+        self._ring = ring
+        self._own_wires: dict[int, Tensor] = {}  # of weights that left their files
+        self._jobs: list[Job] | None = None  # None: to be made
+        super().__init__(unit, device, counters, owner, device_dtype)
+        self._send_up = self._fill
+
+    # ---- the host side
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        return (self.slab, *(file.flat for file in self._files))
+
+    def _lay_out_slab(self) -> Layout:
+        """Lay out the parameters in the slab, but for those in files, which take no bytes there."""
+        parameters = list(enumerate(self.unit.params))
+        kept = Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index not in self._places])
+        fields = iter(kept.fields)
+        filed = iter(
+            Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index in self._places]).fields
+        )
+        end = kept.nbytes
+        return Layout(
+            tuple(
+                replace(next(filed), offset=end) if index in self._places else next(fields) for index, _ in parameters
+            ),
+            end,
+        )
+
+    def _place(self, weight: Weight) -> Tensor:
+        place = self._places.get(self.index_of[id(weight.parameter)])
+        if place is None:
+            return super()._place(weight)
+        weight.in_file = True
+        return Layout.own_view(place.file.flat.untyped_storage(), replace(weight.host, offset=place.offset))
+
+    def in_place(self, index: int) -> bool:
+        return index not in self._places and super().in_place(index)
+
+    def _leave_files(self) -> None:
+        """Note which weights left their files (Rule 2)."""
+        moved = {index for index in self._places if self.params[index].data_ptr() != self._homes[index]}
+        stayed = [(index, place) for index, place in self._places.items() if index not in moved]
+        found = written([(place.address, place.nbytes) for _, place in stayed])
+        for index in moved.union(stayed[number][0] for number in found):
+            self._leave_file(index)
+
+    def _leave_file(self, index: int) -> None:
+        place, weight = self._places.pop(index), self.weights[index]
+        weight.in_file, weight.outside = False, True
+        self._copies, self._jobs = [], None
+        if weight.is_narrow:
+            self._make_wire(index)
+            with torch.no_grad():
+                before = place.file.bytes_of(place.offset, place.nbytes)
+                wire = self._own_wires[index][: weight.field.nbytes].view(weight.field.dtype)
+                wire.copy_(before.clone().view(weight.host.dtype))
+            self._wire_stamp = None
+
+    def _make_wire(self, index: int) -> None:
+        """Make the wire copy of a weight that left its file."""
+        weight = self.weights[index]
+        self._own_wires[index] = buffer = self.device.slab(aligned(weight.field.nbytes))
+        weight.wire = Layout.view(buffer.untyped_storage(), replace(weight.field, offset=0))
+
+    # ---- the device side
+
+    def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
+        super().retype(autocast)
+        self._own_wires = {}
+        self._copies, self._jobs = [], None
+
+    def load(self) -> None:
+        self.wait_step()
+        if self._places:
+            self._leave_files()
+        super().load()
+        self.counters.disk_read += sum(place.nbytes for place in self._places.values())
+
+    def _cut(self) -> Copies:
+        """List the copies from memory, and the pieces to read from files with what is done with them."""
+        if self._jobs is None:
+            self._jobs = [(piece, list(self._targets(piece))) for piece in self.pieces()]
+        listed = [
+            (self.layout.fields[index], source)
+            for index, (weight, source) in enumerate(zip(self.weights, self._sources(), strict=True))
+            if not weight.in_file and (weight.wire is not None or not weight.outside)
+        ]
+        runs = as_few_runs([source for _, source in listed], [field for field, _ in listed])
+        return [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
+
+    def _sources(self) -> Iterator[tuple[Tensor, int]]:
+        for index, source in enumerate(super()._sources()):
+            yield (self._own_wires[index], 0) if index in self._own_wires else source
+
+    def pieces(self) -> list[Piece]:
+        """List the ranges of files that a fill reads."""
+        return pieces((index, place, self.weights[index].host.dtype.itemsize) for index, place in self._places.items())
+
+    def _targets(self, piece: Piece) -> Iterator[Target]:
+        for index, at, within, nbytes in piece.parts:
+            field, given = self.layout.fields[index], self.weights[index].host.dtype
+            narrow = self.weights[index].is_narrow
+            first = within // given.itemsize * field.dtype.itemsize
+            count = nbytes // given.itemsize * field.dtype.itemsize
+            place = self.flat[field.offset + first : field.offset + first + count]
+            yield Target(at, nbytes, place, (given, field.dtype) if narrow else None)
+
+    def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
+        assert after is None and self._jobs is not None
+        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files)
+
+    def wait_load(self) -> None:
+        with self._failing():
+            super().wait_load()
+
+    def settle(self) -> None:
+        with self._failing():
+            super().settle()
+
+    def _let_readers_finish(self) -> None:
+        with contextlib.suppress(SuperpipelineError), self._failing():
+            self.ready.wait(self.device.up)
+        super()._let_readers_finish()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Make the device's bytes stale if the fill failed (Rule 4)."""
+        try:
+            yield
+        except BaseException:
+            idle: Any = self.device.up.record_event()
+            self.ready, self._ordered = idle, []
+            self._device_stamp = self._device_stamp._replace(epoch=None)
+            raise

@@ -1,0 +1,129 @@
+"""Which weights stay in their files, so that the rest of a run fits into a budget of host memory.
+
+1. Weights that nothing trains may stay: those that require no gradient and, in a run that only evaluates, all.
+2. A unit's weights stay together, all that can. First those of the resident rest, which are read once; then those of
+   streamed units, spread evenly over the model, so that the disk works all the time instead of in bursts.
+3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
+   asks for as little as can be had: all that can stay does, and whatever that leaves is right.
+4. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
+   autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
+   take on the host is not known before a run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..memory.partition import Unit
+from .direct_ring import BUFFERS, PIECE
+from .source_files import BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlacement:
+    """What a unit takes on the host, wholly in memory and with all in files that can be there."""
+
+    whole: UnitHostBytes
+    kept: UnitHostBytes
+    in_files: int  # bytes of weights that can stay in files
+    resident: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Bytes of host memory that are not needed if its weights stay in files."""
+        return self.whole.weights + self.whole.wire - self.kept.weights - self.kept.wire
+
+
+def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
+    """Choose the units whose weights stay in files, so that so many bytes less are needed, or all (Rule 2)."""
+    chosen = []
+    for resident in (True, False):
+        these = [
+            (index, unit.saved) for index, unit in enumerate(units) if unit.resident == resident and unit.saved > 0
+        ]
+        there = sum(saved for _, saved in these)
+        left, passed = min(needed, there), 0
+        so_far = 0
+        for index, saved in these:
+            passed += saved
+            if so_far * there < left * passed:
+                chosen.append(index)
+                so_far += saved
+        needed -= so_far
+    return sorted(chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgeted:
+    """The units whose weights stay in files, and the host memory that is left."""
+
+    units: list[int]
+    host: HostBytes
+    in_files: int  # bytes of weights
+
+
+def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: int) -> Budgeted:
+    """Choose what stays in files so that the run fits into the budget, as far as that is possible (Rule 3).
+
+    Args:
+        units: All units, the resident rest included.
+        budget: Bytes of host memory.
+        whole: What the run takes if all weights are in memory.
+        ring: Bytes of the buffers through which files are read, if any weight stays in one.
+    """
+    over = whole.total - budget
+    chosen = stay_in_files(units, over + ring) if over > 0 else []
+    weights = sum(units[index].whole.weights - units[index].kept.weights for index in chosen)
+    wire = sum(units[index].whole.wire - units[index].kept.wire for index in chosen)
+    host = replace(
+        whole, weights=whole.weights - weights, wire=whole.wire - wire, ring=whole.ring + bool(chosen) * ring
+    )
+    return Budgeted(units=chosen, host=host, in_files=sum(units[index].in_files for index in chosen))
+
+
+def choose(
+    units: Sequence[Unit],
+    filed: Mapping[int, int],
+    budget: int,
+    compute_dtype: torch.dtype | None,
+    may_cast: bool,
+    trains: bool,
+) -> Budgeted:
+    """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
+
+    Args:
+        units: All units, the resident rest included.
+        filed: Bytes of the weights that can stay in files, by the ids of parameters.
+        budget: Bytes of host memory.
+        compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
+        may_cast: Weights may come to travel in autocast's type.
+        trains: What requires gradients trains.
+    """
+    travels = functools.partial(_travels_as, compute_dtype, may_cast)
+    placements = []
+    for unit in units:
+        parameters = [parameter for _, parameter in unit.params]
+        placements.append(
+            UnitPlacement(
+                whole=UnitHostBytes.of(parameters, travels),
+                kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
+                in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
+                resident=unit.resident,
+            )
+        )
+    whole = host_bytes([placement.whole for placement in placements], states=STATES["AdamW"], training=trains)
+    largest = max((placement.in_files for placement in placements), default=0)
+    converts = compute_dtype is not None or may_cast  # in a buffer of its own
+    return within(placements, budget, whole, (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK))
+
+
+def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:
+    """Return the narrowest type in which a weight of this type may travel."""
+    if dtype is not torch.float32:
+        return dtype
+    return compute_dtype or (torch.bfloat16 if may_cast else dtype)

@@ -1,0 +1,263 @@
+"""Source files: where on disk the bytes of weights are, and reads of them past the page cache.
+
+1. The kernel says which file has a tensor's bytes: those of a private mapping (``/proc/self/maps``) none of whose pages
+   was written (``/proc/self/pagemap``). How the file was loaded does not matter, nor does its format.
+2. A weight that stays in its file lies over a mapping of ours, private too, of the same file. So nothing else is over
+   its bytes, as after the copy into a slab. The kernel's device and inode of both mappings must be the same, else the
+   path leads to another file by now.
+3. As long as no page of a weight was written, the file has its bytes. Once one was, whoever wrote it, the weight's
+   memory has them, and the pages next to it are still right as well.
+4. A file has to stay what it was when its weights were loaded: its size and its time of modification are compared
+   before and after each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
+5. A read is complete or an error: short ones are continued, and all else is a DiskError. Reads are direct: whole blocks
+   into page-aligned memory. A filesystem that refuses direct reads, or whose direct reads differ from buffered ones, is
+   read through the page cache, which is dropped behind the reader.
+6. A network filesystem may show a change of a file late, or not at all: weights are not left there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DiskError, OptionError, SourceFileError
+from ..memory.layout import is_dense
+from ..memory.parameters import true_data
+
+log = logging.getLogger(__name__)
+
+BLOCK = 4096  # bytes: direct reads begin and end at multiples of it, in the file and in memory
+PAGE = mmap.PAGESIZE
+NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "fuse.sshfs", "ncpfs")
+DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # of direct reads by a filesystem
+
+# The highest byte of a page's entry in pagemap. A page that is present or swapped out, and no file's, was written.
+_PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
+_UNWRITTEN = bytes(byte for byte in range(256) if byte & _OF_A_FILE or not byte & (_PRESENT | _SWAPPED))
+_ENTRY = 8  # bytes of a page's entry
+
+
+class Mapping(NamedTuple):
+    """A range of addresses that is a private mapping of a file."""
+
+    begin: int
+    end: int
+    offset: int  # in the file, of the first byte
+    file: tuple[str, str]  # the kernel's device and inode
+    path: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The place of a tensor's bytes in the mapping of a file (Rule 1)."""
+
+    mapping: Mapping
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a weight that stays in its file (Rule 2)."""
+
+    file: SourceFile
+    offset: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """The address of the first byte, in our mapping."""
+        return self.file.flat.data_ptr() + self.offset
+
+
+def check_available(budget: object) -> None:
+    """Refuse ``host_budget`` on systems whose kernel does not say where bytes are."""
+    if not sys.platform.startswith("linux"):
+        raise OptionError(argument="host_budget", found=budget, allowed="None on this system: it needs Linux")
+
+
+def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
+    """Find, by the ids of these tensors, where in files their bytes are; those that are in no file are left out."""
+    there = mappings()
+    begins = [mapping.begin for mapping in there]
+    found = {}
+    for tensor in tensors:
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.nbytes:
+            continue
+        data = true_data(tensor)
+        if not is_dense(data) or data.is_conj() or data.is_neg():
+            continue
+        address = data.data_ptr()
+        mapping = there[bisect.bisect_right(begins, address) - 1]
+        inside = mapping.begin <= address and address + tensor.nbytes <= mapping.end
+        if inside and not written([(address, tensor.nbytes)]):
+            found[id(tensor)] = Found(mapping, mapping.offset + address - mapping.begin, tensor.nbytes)
+    return found
+
+
+def mappings() -> list[Mapping]:
+    """List the private mappings of files in this process; neighbours that continue each other are one."""
+    found: list[Mapping] = []
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            addresses, mode, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
+            if inode == "0" or not path or mode[0] != "r" or mode[3] != "p":
+                continue
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            this = Mapping(begin, end, int(offset, 16), (device, inode), path[0].replace("\\012", "\n"))
+            last = found[-1] if found else None
+            if last is not None and (last.file, last.end, last.offset - last.begin) == (
+                this.file,
+                this.begin,
+                this.offset - this.begin,
+            ):
+                found[-1] = last._replace(end=end)
+            else:
+                found.append(this)
+    return found
+
+
+def written(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Find which of these ranges, each an address and a number of bytes, have a page that was written (Rule 3)."""
+    found = []
+    pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for number, (address, nbytes) in enumerate(ranges):
+            first, end = address // PAGE * _ENTRY, -(-(address + nbytes) // PAGE) * _ENTRY
+            while first < end:
+                entries = os.pread(pages, end - first, first)
+                if entries[_ENTRY - 1 :: _ENTRY].translate(None, _UNWRITTEN):
+                    found.append(number)
+                    break
+                first += len(entries)
+    finally:
+        os.close(pages)
+    return found
+
+
+def filesystem(device: int) -> str:
+    """Return the type of the filesystem with this device number, such as "ext4"; "" if it is not listed."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            mount, _, about = line.partition(" - ")
+            if mount.split()[2] == number:
+                return about.split()[0]
+    return ""
+
+
+def is_network(kind: str) -> bool:
+    """Whether a type of filesystem is a network's (Rule 6)."""
+    return kind.startswith(NETWORK)
+
+
+class SourceFile:
+    """A file that weights stay in."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceFileError(
+                f"{path}, which weights were loaded from, cannot be opened again ({error.strerror}): leave it where "
+                "it was while its weights stay there (host_budget), or load the model again"
+            ) from error
+        self._state = self._now()
+        self.nbytes = self._state[0]
+        self.filesystem = filesystem(os.fstat(self._fd).st_dev)
+        with torch.inference_mode(False):
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._fd}", False, self.nbytes)
+            assert isinstance(storage, torch.UntypedStorage)
+            self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        address = self.flat.data_ptr()
+        self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
+        self._direct: int | None = None
+        self.is_direct = self._probe()
+
+    def check(self) -> None:
+        """Raise if the file is not what it was when its weights were loaded (Rule 4)."""
+        now = self._now()
+        if now != self._state:
+            was, size = self.nbytes, now[0]
+            changed = f"it has {size} bytes, and had {was}" if size != was else "it was written"
+            raise SourceFileError(
+                f"{self.path} changed while weights were read from it ({changed}): what they were is lost. Load the "
+                "model again, and write checkpoints to another path"
+            )
+
+    def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
+        """Read bytes from a multiple of BLOCK on into memory that has room for whole blocks (Rule 5)."""
+        done = 0
+        while done < nbytes:
+            direct = self._direct if self.is_direct and done % BLOCK == 0 else None
+            fd, room = (self._fd, nbytes) if direct is None else (direct, -(-nbytes // BLOCK) * BLOCK)
+            try:
+                count = os.preadv(fd, [memory[done:room]], begin + done)
+            except OSError as error:
+                if direct is not None and error.errno in REFUSALS:
+                    self.is_direct = False
+                    self._say_buffered(str(error.strerror))
+                    continue
+                raise DiskError(path=self.path, offset=begin + done, errno=error.errno or errno.EIO) from error
+            if count == 0:
+                self.check()
+                raise DiskError(path=self.path, offset=begin + done, errno=errno.ENODATA)
+            done += count
+        if not self.is_direct:
+            os.posix_fadvise(self._fd, begin, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def bytes_of(self, offset: int, nbytes: int) -> Tensor:
+        """Read bytes from anywhere in the file into ordinary memory."""
+        first = offset // BLOCK * BLOCK
+        buffer = mmap.mmap(-1, -(-(offset + nbytes - first) // BLOCK) * BLOCK)
+        self.read(memoryview(buffer), first, offset + nbytes - first)
+        return torch.frombuffer(buffer, dtype=torch.uint8)[offset - first : offset - first + nbytes]
+
+    def close(self) -> None:
+        """Close the file; tensors over our mapping live on."""
+        for fd in (self._fd, self._direct):
+            if fd is not None:
+                os.close(fd)
+
+    # ---- details
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def _probe(self) -> bool:
+        """Open the file for direct reads and try one (Rule 5); a file in memory has none."""
+        if self.filesystem in ("tmpfs", "ramfs"):
+            return False
+        why = "its direct reads differ from buffered ones"
+        nbytes = min(BLOCK, self.nbytes)
+        with mmap.mmap(-1, BLOCK) as buffer, memoryview(buffer) as memory:
+            try:
+                self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | DIRECT)
+                if os.preadv(self._direct, [memory], 0) == nbytes and memory[:nbytes] == os.pread(self._fd, nbytes, 0):
+                    return True
+            except OSError as error:
+                why = str(error.strerror)
+        self._say_buffered(why)
+        return False
+
+    def _say_buffered(self, why: str) -> None:
+        log.warning(
+            "superpipeline: %s, on %s, cannot be read directly (%s): its weights are read through the page cache, "
+            "which takes several times the processor's time",
+            self.path,
+            self.filesystem or "an unknown filesystem",
+            why,
+        )

@@ -1,0 +1,179 @@
+"""The weights of a model that stay in their files: which they are, their files, and the ring that reads them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+
+from ..compat.references import shares_storage
+from ..core.telemetry import Counters
+from ..errors import HostMemoryError, SourceFileError
+from ..memory.device import Device
+from ..memory.parameters import ParameterOwner
+from ..memory.partition import Unit
+from ..memory.unit_store import UnitStore
+from ..options import format_bytes
+from .direct_ring import DirectRing
+from .file_store import FileUnitStore
+from .placement import Budgeted, choose
+from .source_files import BLOCK, Found, Place, SourceFile, check_available, filesystem, find, is_network
+
+log = logging.getLogger(__name__)
+DeviceType = Callable[[torch.dtype], torch.dtype]
+
+
+class Choice(NamedTuple):
+    """The weights that stay in files."""
+
+    found: dict[int, Found]  # by the ids of parameters
+    placed: Budgeted
+    adopted: Collection[int]  # weights that are in files, and do not stay there
+
+
+class WeightFiles:
+    """The files that weights of a model stay in, and the ring through which they are read."""
+
+    def __init__(self, device: Device, choice: Choice) -> None:
+        """Open the files of the weights that stay there."""
+        self.placed = choice.placed
+        self._device = device
+        self._files: dict[str, SourceFile] = {}
+        self._stores: list[FileUnitStore] = []
+        self._ring: DirectRing | None = None
+        try:
+            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in choice.found.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return 0 if self._ring is None else self._ring.nbytes
+
+    def store(
+        self, unit: Unit, device: Device, counters: Counters, owner: ParameterOwner, device_dtype: DeviceType
+    ) -> UnitStore:
+        """Make the store of a unit, some of whose weights may stay in files."""
+        places = {
+            index: self._places[id(parameter)]
+            for index, (_, parameter) in enumerate(unit.params)
+            if id(parameter) in self._places
+        }
+        if not places:
+            return UnitStore(unit, device, counters, owner, device_dtype)
+        store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)
+        self._stores.append(store)
+        return store
+
+    def close(self) -> None:
+        """End the reads and close the files. Parameters stay what they are: views of mappings of the files."""
+        if self._ring is not None:
+            self._ring.close()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._ring = None
+
+    def _file(self, found: Found) -> SourceFile:
+        path = found.mapping.path
+        if path not in self._files:
+            self._files[path] = SourceFile(path)
+        file = self._files[path]
+        if file.nbytes < found.offset + found.nbytes or file.identity != found.mapping.file:
+            raise SourceFileError(
+                f"{path} is not the file that weights were loaded from any more: it was replaced or cut. Load the "
+                "model again, and leave its files as they are while weights stay there (host_budget)"
+            )
+        return file
+
+    def _made_ring(self) -> DirectRing:
+        if self._ring is None:
+            read = [piece.nbytes for store in self._stores for piece in store.pieces()]
+            self._ring = DirectRing(self._device, max(read, default=BLOCK))
+        return self._ring
+
+
+def choose_files(
+    units: Sequence[Unit],
+    device: Device,
+    budget: int,
+    compute_dtype: torch.dtype | None,
+    may_cast: bool,
+    only_inference: bool,
+) -> Choice | None:
+    """Choose what stays in files, so that a run keeps to the budget; None if nothing has to. Opens no file.
+
+    Args:
+        units: All units, the resident rest included; their weights are as they were loaded.
+        device: The device that computes.
+        budget: Bytes of host memory.
+        compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
+        may_cast: Weights may come to travel in autocast's type.
+        only_inference: No training follows.
+    """
+    check_available(budget)
+    found = _found(units, device, only_inference)
+    filed = {key: at.nbytes for key, at in found.items()}
+    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference)
+    if placed.host.total > budget > 0:
+        raise HostMemoryError(_not_met(units, budget, placed, found))
+    if not placed.units:
+        return None
+    ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
+    log.info(
+        "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
+        format_bytes(placed.in_files),
+        len(placed.units),
+        len(units),
+        format_bytes(placed.host.total),
+    )
+    return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
+
+
+def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[int, Found]:
+    """Find the weights that may stay in files, by their ids."""
+    parameters = [parameter for unit in units for _, parameter in unit.params]
+    found = find(
+        parameter
+        for parameter in parameters
+        if (only_inference or not parameter.requires_grad) and not (device.is_host and shares_storage(parameter))
+    )
+    kinds = {path: _filesystem_of(path) for path in {at.mapping.path for at in found.values()}}
+    remote = {path for path, kind in kinds.items() if is_network(kind)}
+    if remote:
+        path = min(remote)
+        log.warning(
+            "superpipeline: weights of %s%s are copied into host memory: a change of a file on a network filesystem "
+            "(%s) might not be seen. Copy the model to a local disk to leave them there",
+            path,
+            f" and {len(remote) - 1} more files" if len(remote) > 1 else "",
+            kinds[path],
+        )
+    return {key: at for key, at in found.items() if at.mapping.path not in remote}
+
+
+def _filesystem_of(path: str) -> str:
+    try:
+        return filesystem(os.stat(path).st_dev)
+    except OSError:
+        return ""  # it is gone, which is an error once it is opened
+
+
+def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found]) -> str:
+    parameters = [parameter for unit in units for _, parameter in unit.params if id(parameter) not in found]
+    trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    others = sum(parameter.nbytes for parameter in parameters) - trains
+    terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
+    return (
+        f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
+        f"their files the run takes {format_bytes(placed.host.total)} of host memory ({terms}). Of the weights in "
+        f"memory {format_bytes(trains)} require gradients (freeze what does not train: requires_grad_(False)), and "
+        f"{format_bytes(others)} are in no file as they are (load them in the files' own type, "
+        "from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
+    )

@@ -1,0 +1,64 @@
+"""What stays in files is enough, spread evenly, no more than has to, and a budget that cannot be met is an error."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_lightning.disk.placement import UnitPlacement, stay_in_files, within
+from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
+
+pytestmark = pytest.mark.quick
+
+
+def unit(weights, filed, resident=False, wire=0):
+    return UnitPlacement(
+        whole=UnitHostBytes(weights=weights, wire=wire),
+        kept=UnitHostBytes(weights=weights - filed),
+        in_files=filed,
+        resident=resident,
+    )
+
+
+units = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50), st.booleans()).map(lambda of: unit(of[0] + of[1], of[1], of[2])),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(units, st.integers(0, 1200))
+def test_what_stays_in_files_is_enough_if_that_is_possible_and_less_than_a_unit_too_much(found, needed):
+    chosen = stay_in_files(found, needed)
+    saved, all_saved = sum(found[index].saved for index in chosen), sum(one.saved for one in found)
+    assert saved >= min(needed, all_saved)
+    assert saved <= needed + max(one.saved for one in found)
+    assert needed == 0 or all(found[index].saved for index in chosen)
+    assert needed > 0 or chosen == []
+
+
+def test_units_in_files_are_spread_evenly_and_the_resident_rest_comes_first():
+    model = [unit(10, 10, resident=True), *(unit(10, 10) for _ in range(12))]
+    assert stay_in_files(model, 10) == [0]
+    chosen = stay_in_files(model, 50)
+    assert chosen[0] == 0 and len(chosen) == 5
+    gaps = [b - a for a, b in itertools.pairwise(chosen[1:])]
+    assert gaps == [3, 3, 3]
+
+
+def test_a_budget_that_holds_all_leaves_nothing_in_files():
+    model = [unit(100, 90, wire=50)] * 4
+    whole = host_bytes([one.whole for one in model])
+    assert within(model, 600, whole, ring=7).units == []
+    assert within(model, 599, whole, ring=7).units != []
+
+
+def test_wire_copies_and_the_ring_count():
+    model = [unit(100, 100, wire=50) for _ in range(4)]
+    whole = host_bytes([one.whole for one in model])
+    placed = within(model, 450, whole, ring=1)
+    assert len(placed.units) == 2 and placed.in_files == 200
+    assert (placed.host.weights, placed.host.wire, placed.host.ring, placed.host.total) == (200, 100, 1, 301)
+    everything = within(model, 0, whole, ring=1)
+    assert everything.units == [0, 1, 2, 3] and everything.host.total == 1

@@ -1,0 +1,111 @@
+"""A plan says which weights stay in files, what a step reads from them, to the byte, and what is left in memory."""
+
+import in_files
+import pytest
+import torch
+from torch import nn
+
+import sp_lightning
+from sp_lightning.core.machine import GIB, PROFILES
+from sp_lightning.core.schedule import Schedule
+from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.planning import plan
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small one beside it that trains."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.adapter = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x)) + self.adapter(x)
+
+
+def model(place=None):
+    torch.manual_seed(0)
+    frozen = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False) for _ in range(6)]
+    layers = [nn.Linear(64, 64), *frozen, *(Adapted(64) for _ in range(6)), nn.Linear(64, 5)]
+    net = nn.Sequential(*layers)
+    if place is not None:
+        in_files.put(net, str(place))
+    return net
+
+
+UNITS = ["Sequential", "Adapted"]
+
+
+def step(net, x):
+    net(x).square().mean().backward()
+
+
+def planned(net, **options):
+    return plan(net, torch.ones(4, 64), machine="rtx4090", device="cpu", units=UNITS, transfer=1, **options)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device, tmp_path):
+    options = {"window": window, "activations": activations, "host_budget": "0B", "wire_dtype": "as-is"}
+    net = model(tmp_path)
+    expected = planned(net, **options)
+    with sp_lightning.stream(net, device, units=UNITS, transfer=1, **options) as handle:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+        x, read = torch.ones(4, 64, device=device), []
+        for _ in range(4):
+            before = handle.stats()["disk_read"]
+            step(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            read.append(handle.stats()["disk_read"] - before)
+        assert handle.engine.files.placed.host.ring == expected.host.ring
+    assert read[-1] == read[-2] == expected.disk_nbytes
+    assert expected.host.weights < sum(p.nbytes for p in net.parameters() if p.requires_grad) + 20 * 512
+
+
+def test_a_plan_leaves_in_files_what_a_run_does(tmp_path):
+    net = model(tmp_path)
+    least = planned(net, host_budget="0B").host.total
+    seen = set()
+    for more in range(0, 120_000, 12_000):
+        with sp_lightning.stream(net, "cpu", units=UNITS, host_budget=least + more, wire_dtype="as-is") as handle:
+            placed = handle.engine.files.placed if handle.engine.files is not None else None
+            host = sum(unit.host_bytes().weights for unit in handle.engine.units)
+        found = planned(net, host_budget=least + more)
+        in_run = sum(p.nbytes for p in net.parameters()) if placed is None else placed.host.weights
+        assert abs(found.host.weights - in_run) <= 512 * len(list(net.parameters()))
+        assert host <= found.host.weights + 512 * 20 and found.fits
+        seen.add(found.disk_nbytes)
+    assert len(seen) > 2
+
+
+def test_without_a_budget_nothing_is_on_disk(tmp_path):
+    found = planned(model(tmp_path))
+    assert found.disk_nbytes == 0 and found.host.ring == 0 and found.notes == ()
+
+
+def test_a_module_whose_weights_are_in_memory_has_none_in_files():
+    found = planned(model(), host_budget=1000)
+    assert found.disk_nbytes == 0 and not found.fits_host
+    with pytest.raises(sp_lightning.errors.MemoryBudgetError, match="has a host budget of 1000 B"):
+        found.check()
+
+
+def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
+    found = planned(model, host_budget="0B")
+    assert found.disk_nbytes > 0
+    assert any("taken to be in local files" in note and "assumed, not measured" in note for note in found.notes)
+
+
+def test_the_disk_binds_where_it_is_slower_than_the_link():
+    machine = PROFILES["rtx4090"]
+    units = [UnitCost(f"block {i}", GIB, 0, 0, 1e9, 2e9, disk_nbytes=GIB * (i % 2)) for i in range(8)]
+    found = simulate(units, Schedule([unit.up_nbytes for unit in units], 2, 1), machine)
+    assert found.floor.binds == "disk"
+    assert found.disk_nbytes == 6 * GIB
+    assert found.step_s >= 6 * GIB / machine.disk_bytes_per_s
+    others = [UnitCost(f"block {i}", GIB, 0, 0, 1e9, 2e9) for i in range(8)]
+    plain = simulate(others, Schedule([unit.up_nbytes for unit in others], 2, 1), machine)
+    assert plain.floor.binds == "link" and plain.step_s < found.step_s and plain.disk_nbytes == 0
