@@ -39,6 +39,7 @@ class Part(NamedTuple):
 
 EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
 STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "runtime"))
+RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
     "exact-autocast": Part((f"{EXACTNESS}_for_every_model_under_autocast",), ("sp_lightning/autograd/",)),
@@ -46,7 +47,12 @@ PARTS = {
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "plans": Part(("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/core/")),
-    "ranks": Part(("tests/ranks",), ("sp_lightning/ranks/", "sp_lightning/lightning/", "sp_lightning/memory/")),
+    "ranks-parity": Part(("tests/ranks/test_parity_with_ddp.py",), RANKS),
+    "ranks-features": Part(("tests/ranks/test_features_with_ddp.py", "tests/ranks/test_resume.py"), RANKS),
+    "ranks-schedules": Part(("tests/ranks/test_schedules.py",), RANKS),
+    "ranks-recipes": Part(("tests/ranks/test_recipes.py",), ("examples/", "sp_lightning/ranks/")),
+    "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
+    "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),

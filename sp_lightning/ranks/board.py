@@ -36,6 +36,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 from ..errors import PeerError
 from .shared_memory import SharedSlab, make, paged
@@ -73,6 +74,7 @@ class Ranks:
         self._token = token
         self._processes = processes  # the number of each rank's process, if they can see one another
         self._meetings = 0
+        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # of gradients, one for each model that they stream
         self._closed = False
         self._peers: dict[int, socket.socket] = {}  # for descriptors
         self._lives: dict[int, socket.socket] = {}

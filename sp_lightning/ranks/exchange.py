@@ -23,7 +23,9 @@
 8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
    further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
    on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Only units
-   that are not whole before the end of backward lie in boxes beyond that.
+   that are not whole before the end of backward lie in boxes beyond that. Where several models are streamed, one
+   backward may exchange for all of them, and a rank would not see that another one waits for a unit of another model:
+   there no rank waits.
 9. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
 """
 
@@ -121,6 +123,7 @@ class Exchange:
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
         self._slabs: dict[UnitStore, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
         self._count = 0  # of exchanges
+        ranks.exchanges.add(self)
         self._backward: _Backward | None = None  # that runs, or whose exchange does
         self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 9)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
@@ -183,6 +186,7 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._leaves = [], []
+        self._ranks.exchanges.discard(self)
         self._abandon()
         self._thread.shutdown()
         self._slabs.clear()  # in the box
@@ -255,7 +259,10 @@ class Exchange:
         with self._lock:
             while len(backward.under_way) > AHEAD:
                 self._post_next(backward)
-        if self._waiting_for(backward):
+        if self._waiting_for(backward) and len(self._ranks.exchanges) == 1:
+            with self._lock:
+                while backward.under_way:  # for which others may wait
+                    self._post_next(backward)
             self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
             self.board.post(self._stands, 0)
 
