@@ -44,7 +44,7 @@ OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_an
 OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where units are summed, which are not due yet
 BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
-BETWEEN_RANKS |= {"runtime/engine.py: exchanging", "runtime/handle.py: settle"}
+BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
 # Waits for reads of files: `TESTS` stream nothing from files, so these were not deleted yet.
 FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py"}
 LONGEST_S = 900
