@@ -23,7 +23,8 @@
 8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
    further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
    on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Only units
-   that are not whole before the end of backward lie in boxes beyond that.
+   that are not whole before the end of backward lie in boxes beyond that. In a backward through several modules that
+   are streamed one by one, no rank waits beyond the first: others may wait there for what it still has to post of it.
 9. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
 """
 
@@ -33,6 +34,7 @@ import functools
 import hashlib
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,6 +101,9 @@ class _Backward:
         self.all_posted = False
 
 
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()  # of all modules that this process streams
+
+
 class Exchange:
     """The exchange of all units' gradients between the ranks of a machine."""
 
@@ -122,6 +127,7 @@ class Exchange:
         self._slabs: dict[UnitStore, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
         self._count = 0  # of exchanges
         self._backward: _Backward | None = None  # that runs, or whose exchange does
+        _exchanges.add(self)
         self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 9)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
         self.is_own: Callable[[UnitStore, int], bool] = lambda store, index: True  # whether no user code has a gradient
@@ -256,7 +262,8 @@ class Exchange:
             while len(backward.under_way) > AHEAD:
                 self._post_next(backward)
         if self._waiting_for(backward):
-            self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
+            if not any(other.active for other in _exchanges if other is not self):
+                self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
             self.board.post(self._stands, 0)
 
     def _waiting_for(self, backward: _Backward) -> list[int]:
