@@ -10,6 +10,8 @@ import pytest
 import ranked_fabric
 from ranked_parity import check
 
+import parity
+
 
 @pytest.mark.parametrize(
     ("loop", "device", "precision", "options"),
@@ -24,6 +26,14 @@ from ranked_parity import check
 )
 def test_two_ranks_are_ddp(loop, device, precision, options):
     check(ranked_fabric.record, loop, options, device, precision=precision)
+
+
+@pytest.mark.simgpu
+def test_ranks_that_are_in_different_modules_of_one_backward_do_not_wait_for_each_other():
+    expected = processes.run(2, ranked_fabric.slow_gan, None)
+    found = processes.run(2, ranked_fabric.slow_gan, {"window": 1}, "simgpu")
+    for theirs, ours in zip(expected, found, strict=True):
+        parity.compare(theirs, ours)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -142,6 +143,21 @@ def resuming(fabric: Fabric) -> Iterator[Any]:
     torch.manual_seed(3)
     yield from steps(data[2:])
     yield ends(net), optimizer.state_dict()["state"]
+
+
+def slow_gan(options: dict[str, Any] | None, accelerator: str = "cpu") -> parity.Record:
+    """Record the GAN where the last rank's gradients come down so slowly that it is in the next module by then."""
+    if options is None:
+        return record("gan", None)
+    import simgpu
+
+    before = simgpu.config.d2h_gbps
+    try:
+        if int(os.environ["LOCAL_RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            simgpu.config.d2h_gbps = 1e-4
+        return record("gan", options | {"timeout": timedelta(seconds=60)}, accelerator)
+    finally:
+        simgpu.config.d2h_gbps = before
 
 
 def refused(what: str) -> str:
