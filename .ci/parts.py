@@ -50,7 +50,7 @@ PARTS = {
     "ranks-parity": Part(("tests/ranks/test_parity_with_ddp.py",), RANKS),
     "ranks-features": Part(("tests/ranks/test_features_with_ddp.py", "tests/ranks/test_resume.py"), RANKS),
     "ranks-schedules": Part(("tests/ranks/test_schedules.py",), RANKS),
-    "ranks-recipes": Part(("tests/ranks/test_recipes.py",), ("examples/", "sp_lightning/ranks/")),
+    "ranks-recipes": Part(("tests/ranks/test_recipes_with_ddp.py",), ("examples/", "sp_lightning/ranks/")),
     "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),

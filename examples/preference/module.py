@@ -88,8 +88,7 @@ class Preference(FineTuneLLM):
         policy, reference = self.log_probabilities(batch)
         chosen, rejected = (self.beta * (policy - reference)).chunk(2)  # the implicit rewards
         metrics = {"margin": (chosen - rejected).mean(), "accuracy": (chosen > rejected).float().mean()}
-        validates = not self.trainer.training
-        self.log_dict(metrics, prog_bar=True, batch_size=len(chosen), sync_dist=validates)
+        self.log_dict(metrics, prog_bar=True, batch_size=len(chosen), sync_dist=not self.training)
         return -logsigmoid(chosen - rejected).mean()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

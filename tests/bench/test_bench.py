@@ -463,6 +463,7 @@ def test_initialisation_that_draws_again_what_is_out_of_bounds_ends():
 # ---- several devices
 
 
+@pytest.mark.slow
 def test_two_devices_are_compared_with_ddp_and_fsdp(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *TINIEST, "--devices", "2", "--json", str(tmp_path / "found.json")])

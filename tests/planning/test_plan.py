@@ -769,7 +769,7 @@ def test_a_model_that_does_not_run_says_so():
 
 
 def test_a_function_that_fails_to_make_its_module_says_so():
-    with pytest.raises(UnsupportedError, match="<lambda> could not be made: ZeroDivisionError: division by zero"):
+    with pytest.raises(UnsupportedError, match=r"could not be made: .*test_plan.py:\d+: ZeroDivisionError: division"):
         planned(lambda: 1 / 0)
 
 
