@@ -141,18 +141,24 @@ def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
     ways = [(device, _way_up(device, nbytes)) for device in devices]
     alone = [_seconds(device, way, effort) for device, way in ways]
     count = max(1, round(4 * effort.shortest_s / min(alone)))
-    begins = threading.Barrier(len(ways))
+    begun: list[float] = []
+    begins = threading.Barrier(len(ways), lambda: begun.append(time.perf_counter()))
 
     def run(way: tuple[Device, Callable[[], Any]]) -> float:
+        device, work = way
         begins.wait()
-        return _timed(*way, count)
+        for _ in range(count):
+            work()
+        device.synchronize()
+        return time.perf_counter()
 
-    best = [math.inf] * len(ways)
+    together = math.inf  # from the moment in which all begin to the end of the last one
     deadline = time.perf_counter() + effort.patience_s
     with ThreadPoolExecutor(len(ways), "superpipeline-ways-up") as threads:
-        while math.inf in best or time.perf_counter() < deadline:
-            best = [min(pair) for pair in zip(best, threads.map(run, ways), strict=True)]
-    return min(1.0, sum(alone) / sum(best))
+        while together == math.inf or time.perf_counter() < deadline:
+            ends = list(threads.map(run, ways))
+            together = min(together, max(ends) - begun[-1])
+    return min(1.0, count * max(alone) / together)
 
 
 def _way_up(device: Device, nbytes: int) -> Callable[[], Any]:

@@ -157,16 +157,14 @@ def test_cores_and_locks_are_numbers():
 
 
 @pytest.mark.simgpu
-def test_ways_up_at_once_are_told_from_those_that_take_turns():
+def test_ways_up_that_take_turns_are_told_from_one_that_runs_alone():
     import simgpu
 
     simgpu.config.h2d_gbps = 0.02  # so slow that the copies themselves take no time
-    effort = Effort(shortest_s=0.001, patience_s=0, largest_nbytes=1 << 20)
+    effort = Effort(shortest_s=0.001, patience_s=0.3, largest_nbytes=1 << 20)
     first, second = Device("simgpu"), Device("simgpu")
-    patient = dataclasses.replace(effort, patience_s=0.5)  # what else the machine does only ever slows them
-    assert measure_ways_up([first, second], patient) > 0.75
-    second.up = first.up
-    assert measure_ways_up([first, second], effort) < 0.65
+    assert measure_ways_up([first], effort) > 0.75
+    assert measure_ways_up([first, second], effort) < 0.65  # over one link
 
 
 def test_ways_up_of_the_cpu_are_copies_of_threads():
