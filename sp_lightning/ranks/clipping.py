@@ -55,6 +55,7 @@ class Clipping:
     def close(self) -> None:
         """Leave the gradients to their users. Safe twice."""
         self.show()
+        _all.discard(self)
         self._remove()
 
     def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
