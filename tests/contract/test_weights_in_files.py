@@ -91,7 +91,9 @@ def test_weights_that_stay_in_files_train_as_in_memory(case, accelerator, precis
     for library in case.tags & {"transformers", "torchvision"}:
         pytest.importorskip(library)
     if case.name == "transformer_encoder" and precision.endswith("-mixed") and accelerator != "cpu":
-        pytest.skip("see test_exactness.py")
+        with torch.autocast(accelerator, dtype=torch.bfloat16):
+            if not torch.is_autocast_enabled():
+                pytest.skip("this torch asks for CUDA's autocast before its encoder's fast path, and fails plainly")
     read = check(case, accelerator, precision, optimizer, window=WINDOWS[window], activations=activations)
     assert read["disk_read"] > 0 or "writes" in case.tags
 
