@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compat.patches import CLIP_GRADIENTS
 from ..compat.references import caller_has
-from ..memory.parameters import HostParameter, true_grad
+from ..memory.parameters import HostParameter, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
 from .board import Ranks
 from .exchange import Exchange
@@ -76,7 +76,7 @@ class Clipping:
             for index in indices:
                 self._factors[store, index].append(factor)
                 parameter = store.params[index]
-                if index in unseen and type(parameter) is HostParameter and parameter.dtype is factor.dtype:
+                if index in unseen and type(parameter) is HostParameter and true_dtype(parameter) is factor.dtype:
                     self._unseen[store, index] = factor
                 else:
                     at_once.append(parameter)

@@ -349,11 +349,11 @@ class Exchange:
     def _look_whether_whole(self, backward: _Backward, store: UnitStore) -> None:
         """Have a unit summed beside backward if nothing more comes of it on this rank (Rule 6)."""
         came, passed = backward.came.get(store), backward.passed[store]
-        if came is None or store in backward.whole or not self.overlaps:
+        if came is None or not came <= passed or store in backward.whole or not self.overlaps:
             return
         trained = {index for index, parameter in enumerate(store.params) if parameter.requires_grad}
         rest = [index for index in range(len(store.params)) if index not in came]
-        if not (came | trained) <= passed or any(at is store for at, *_ in backward.under_way):
+        if not trained <= passed or any(at is store for at, *_ in backward.under_way):
             return
         if any(id(store.params[index]) in self._used or true_grad(store.params[index]) is not None for index in rest):
             return
@@ -486,7 +486,7 @@ class Exchange:
     def unseen(self, store: UnitStore, indices: Sequence[int], references: int) -> set[int]:
         """Return which of these gradients nothing else refers to, but for so many references to each.
 
-        None if this rank wrote to any gradient of the unit.
+        None of them, if this rank wrote to any gradient of the unit.
         """
         sums = self._sums[store]
         if sums.slab.private():
