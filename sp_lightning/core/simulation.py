@@ -145,7 +145,7 @@ class LowerBound:
 
     @property
     def binds(self) -> str:
-        """What sets the lower bound: "compute", "link", "disk", "optimizer" or, of several ranks, "host memory"."""
+        """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
         if self.host > self._of_one:
             return "host memory"
         if self.optimizer > self.forward + self.backward:

@@ -26,7 +26,7 @@ from .source_files import BLOCK
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlacement:
-    """What a unit takes on the host, wholly in memory and with all in files that can be there."""
+    """Host bytes of a unit, wholly in memory and with all in files that can be there."""
 
     whole: UnitHostBytes
     kept: UnitHostBytes

@@ -281,7 +281,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
 
 class RankedModule(nn.Module):
-    """What Fabric calls in place of a module on several devices (Rule 6)."""
+    """Module that Fabric calls in place of the user's on several devices (Rule 6)."""
 
     def __init__(self, module: nn.Module, strategy: SuperpipelineFabricStrategy) -> None:
         super().__init__()

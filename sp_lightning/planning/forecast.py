@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """What sets the lower bound: "compute", "link", "disk", "optimizer" or, of several devices, "host memory"."""
+        """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
         return self.simulation.floor.binds
 
     @property
