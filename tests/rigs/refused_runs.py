@@ -172,8 +172,9 @@ class Noting(torch.nn.Linear):
 
 
 def private_nbytes() -> int:
+    """Return the bytes that no file holds: whether a library's page is shared changes as other processes come."""
     with open("/proc/self/smaps_rollup") as rollup:
-        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
 
 
 def drawn_late() -> tuple[int, list[torch.Tensor]]:
