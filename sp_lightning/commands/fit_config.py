@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,7 +54,9 @@ def find(arguments: Sequence[str]) -> Run:
     from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
 
-    cli = _parser()(arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the words are those of this command line
+        cli = _parser()(arguments)
     trainer, options = cli.trainer, getattr(cli.trainer.strategy, "options", None)
     if not isinstance(trainer.strategy, SuperpipelineStrategy) or not isinstance(options, Options):
         found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"

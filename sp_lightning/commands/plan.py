@@ -99,6 +99,7 @@ def main(args: argparse.Namespace) -> int:
         trained_copies=run.trained_copies,
         devices=run.devices,
         own_gradients=run.own_gradients,
+        accumulate=run.accumulate,
         loss="chunked" if args.loss == "chunked" else spec.loss,
         name=spec.name,
         **run.options,
@@ -107,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.to_dict() | {"run": speed}, indent=2))
     else:
-        _print(found, spec.note, speed)
+        _print(found, spec.note, speed, spec.tokens)
     if args.timeline:
         from ..observe.timeline import save, simulated
 
@@ -172,7 +173,6 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         trained_copies=0,
         steps=None,
         devices=args.devices or 1,
-        own_gradients=(args.accumulate or 1) > 1,
     )
 
 
@@ -191,7 +191,7 @@ def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
     rows = plan.rows if plan.counted == "rows" else args.batch or 1
     rows *= run.accumulate * run.devices
-    step_s = plan.step_s + (run.accumulate - 1) * plan.accumulating_s
+    step_s = run.accumulate * plan.batch_s
     speed: dict[str, float] = {"rows_per_s": rows / step_s}
     if run.spec.tokens is not None:
         speed["tokens_per_s"] = rows * run.spec.tokens / step_s
@@ -210,7 +210,7 @@ def _check_count(name: str, value: int) -> None:
         raise OptionError(argument=name, found=value, allowed="an int >= 1")
 
 
-def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
+def _print(plan: Plan, note: str, run: dict[str, float], tokens: int | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
@@ -221,18 +221,27 @@ def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     console.print()
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
-    console.print(_speed(run), markup=False, soft_wrap=True)
-    change, *others = re.split(r"; (?![^(]*\))", plan.first)  # what is in parentheses stays in its line
+    console.print(_speed(plan, run), markup=False, soft_wrap=True)
+    # What is in parentheses stays in its line.
+    change, *others = (_filled(said, plan, tokens) for said in re.split(r"; (?![^(]*\))", plan.first))
     console.print(
         f"Change first: {change}", *(f"- {other}" for other in others), sep="\n", markup=False, soft_wrap=True
     )
 
 
-def _speed(run: dict[str, float]) -> str:
+def _filled(said: str, plan: Plan, tokens: int | None) -> str:
+    """Fill the batch into a command that a change names (`HostRemedy.how`)."""
+    if tokens is None:
+        return said
+    rows = plan.rows if plan.counted == "rows" else plan.rows // tokens
+    return said.replace("block_size TOKENS", f"block_size {tokens}").replace("batch_size ROWS", f"batch_size {rows}")
+
+
+def _speed(plan: Plan, run: dict[str, float]) -> str:
     from ..options import format_seconds
 
     unit = "tokens" if "tokens_per_s" in run else "rows"
-    text = f"Speed: {run[f'{unit}_per_s']:.3g} {unit} a second"
+    text = f"Speed{'' if plan.fits else ', if it fitted'}: {run[f'{unit}_per_s']:.3g} {unit} a second"
     if "hours" in run:
         long = run["hours"] >= 0.1
         text += f"; {run['steps']} steps take "

@@ -67,7 +67,7 @@ class HostRemedy:
 
     what: str
     bits: str  # what it does to the numbers
-    how: str  # what to type
+    how: str  # what to type: in it MODEL, TOKENS (of a row) and ROWS (of a batch) are left to fill in
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy, that it sets
     half: bool = False  # weights, gradients and state become bf16
     optimizer: str | None = None  # None: as it is
@@ -80,7 +80,8 @@ STATE_NBYTES = {"Adafactor": 0.0, "AdamW8bit": 2.03}
 ADAPTED = 0.01  # share of the parameters that adapters train
 _RECIPE = (
     "python -m sp_lightning fit --config examples/lora_llm/config.yaml --model.name_or_path MODEL --data.path my.jsonl "
-    "--trainer.precision bf16-true"
+    "--data.block_size TOKENS --data.batch_size ROWS --model.lr 1e-4 --trainer.max_epochs 1 "
+    "--trainer.accumulate_grad_batches 1 --trainer.precision bf16-true"
 )
 _IN_BF16 = "weights, gradients and state are rounded to bf16, in which small updates are lost"
 _MOMENTS = "its moments have 8 bits"

@@ -37,6 +37,7 @@ def plan(
     trained_copies: int = 0,
     devices: int = 1,
     own_gradients: bool = False,
+    accumulate: int = 1,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training this model with the strategy.
@@ -64,8 +65,9 @@ def plan(
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
         trained_copies: Copies of those weights that are trained.
         devices: The devices of this machine that train together, each with a batch of its own.
-        own_gradients: With several devices: whether each rank has all gradients once more, as with accumulation,
-            clipping of values or ``zero_grad(set_to_none=False)``. Gradient scaling is known by the precision.
+        own_gradients: With several devices: whether each rank has all gradients once more, as with clipping of values
+            or ``zero_grad(set_to_none=False)``. Accumulation and gradient scaling are known without it.
+        accumulate: Batches whose gradients are added up before the optimizer steps.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         **options: Options of ``SuperpipelineStrategy``.
     """
@@ -89,5 +91,6 @@ def plan(
         trained_copies,
         devices,
         own_gradients,
+        accumulate,
         options,
     )

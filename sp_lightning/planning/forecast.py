@@ -15,6 +15,9 @@ from ..options import Options, format_both, format_bytes, format_seconds
 if TYPE_CHECKING:
     from ..memory.footprint import HostBytes
 
+SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
+MANY = 16  # batches to accumulate, that are named where a step of the optimizer takes most of the time
+
 
 @dataclass(frozen=True)
 class SweepPoint:
@@ -37,10 +40,15 @@ class Change:
     host_nbytes: int | None = None  # on the host then; None: as planned
     bits: str = ""  # what it does to the numbers, if it frees host memory
     how: str = ""  # what to type for it
+    accumulating_s: float | None = None  # as a plan's; None: not computed
 
-    def cost(self, plan: Plan) -> float:
-        """Return the time per sample, as a multiple of the plan's."""
-        return self.step_s / self.samples / plan.step_s
+    def batch_s(self, accumulate: int) -> float:
+        """Return the mean time of a batch, of which this many are accumulated."""
+        return mean_s(self.step_s, self.accumulating_s or 0.0, accumulate)
+
+    def cost(self, plan: Plan, accumulate: int | None = None) -> float:
+        """Return the time per sample, as a multiple of the plan's; with as many batches a step, or this many."""
+        return self.batch_s(accumulate or plan.accumulate) / self.samples / plan.batch_s
 
     def describe(self, plan: Plan) -> str:
         """Describe the change for a message, with its memory and its cost."""
@@ -48,6 +56,8 @@ class Change:
         if self.host_nbytes is not None:
             nbytes = f"{format_bytes(self.host_nbytes)} on the host"
         cost = f"{self.cost(plan):.2f} times as long per sample"
+        if plan.accumulate == 1 and self.accumulating_s is not None and self.cost(plan) > SLOW:
+            cost += f", or {self.cost(plan, MANY):.2f} times with accumulate_grad_batches={MANY}"
         said = "; ".join(filter(None, (f"{nbytes}, {format_seconds(self.step_s)} a step, {cost}", self.bits)))
         return f"{self.what} ({said})" + (f": {self.how}" if self.how else "")
 
@@ -81,6 +91,7 @@ class Plan:
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
+    accumulate: int = 1  # batches in a step of the optimizer
 
     @property
     def device_nbytes(self) -> int:
@@ -105,8 +116,13 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of a batch after which the optimizer steps."""
         return self.simulation.step_s
+
+    @property
+    def batch_s(self) -> float:
+        """Predicted mean seconds of a batch, of which the last one of those accumulated takes `step_s`."""
+        return mean_s(self.step_s, self.accumulating_s, self.accumulate)
 
     @property
     def floor_s(self) -> float:
@@ -233,6 +249,11 @@ class Plan:
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
             "host_changes": [asdict(change) | {"cost": change.cost(self)} for change in self.host_changes],
         }
+
+
+def mean_s(step_s: float, accumulating_s: float, accumulate: int) -> float:
+    """Return the mean time of a batch, if the optimizer steps after the last one of this many."""
+    return (step_s + (accumulate - 1) * accumulating_s) / accumulate
 
 
 def _listed(terms: Mapping[str, int]) -> str:

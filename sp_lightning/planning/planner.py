@@ -35,7 +35,7 @@ from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
 from .dry_run import Runner
-from .forecast import Change, Plan, SweepPoint
+from .forecast import SLOW, Change, Plan, SweepPoint, mean_s
 from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel, states_of
 from .workloads import WORKLOADS, Workload, listed
 
@@ -44,7 +44,6 @@ RESERVED = "reserve"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
-SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
 ENOUGH = 3  # changes that fit: no more are searched for
 COPIES = 8  # of logits in FP32, at most, that all logits take: less is not worth another dry run
 NEAR = 1.6  # times the available memory: windows that take more are left out
@@ -75,6 +74,7 @@ def make_plan(
     trained_copies: int,
     devices: int,
     own_gradients: bool,
+    accumulate: int,
     options: dict[str, Any],
 ) -> Plan:
     """Make the plan; the arguments are those of `planning.plan`."""
@@ -114,11 +114,12 @@ def make_plan(
     for argument, count in (("copies", copies), ("trained_copies", trained_copies)):
         if not is_int(count) or count < 0:
             raise OptionError(argument=argument, found=count, allowed="an int >= 0")
-    if not is_int(devices) or devices < 1:
-        raise OptionError(argument="devices", found=devices, allowed="an int >= 1")
-    own_gradients = own_gradients or precision == "16-mixed"  # which scales them
+    for argument, count in (("devices", devices), ("accumulate", accumulate)):
+        if not is_int(count) or count < 1:
+            raise OptionError(argument=argument, found=count, allowed="an int >= 1")
+    own_gradients = own_gradients or accumulate > 1 or precision == "16-mixed"  # which scales them
     both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks).plan()
+    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks, accumulate).plan()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
@@ -198,9 +199,11 @@ class _Planner:
         optimizer: str,
         copies: tuple[int, int],  # of all weights, and of those that are trained
         ranks: Ranks,
+        accumulate: int,
     ) -> None:
         self.copies = copies
         self.ranks = ranks
+        self.accumulate = accumulate
         self.source = source
         self.options = options
         self.precision = precision
@@ -240,6 +243,7 @@ class _Planner:
         chosen = self._chosen(sweep)
         terms = self._terms(self.needs, chosen.window, chosen.transfer)
         simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
+        accumulating_s = self._accumulating_s(self.needs, chosen.window, chosen.transfer)
         largest_batch = self._largest_batch(chosen)
         parameters = sum(cost.parameters for cost in self.needs.costs)
         return Plan(
@@ -267,8 +271,8 @@ class _Planner:
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
             devices=self.ranks.size,
-            # As much memory is read and written as by an optimizer without state.
-            accumulating_s=self._simulated(self.needs, chosen.window, chosen.transfer, self._stepping(0, "")).step_s,
+            accumulating_s=accumulating_s,
+            accumulate=self.accumulate,
         )
 
     def _most_units(self) -> int:
@@ -304,6 +308,11 @@ class _Planner:
             ranks=self.ranks.size,
         )
 
+    def _accumulating_s(self, needs: Requirements, window: int, transfer: int) -> float:
+        """Return the time of a batch whose gradients are only added to those before it."""
+        # As much memory is read and written as by an optimizer without state.
+        return self._simulated(needs, window, transfer, self._stepping(0, "")).step_s
+
     def _sweep(self, count: int) -> list[SweepPoint]:
         windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)
         transfers = self._given("transfer", count) or set(TRANSFERS)
@@ -329,9 +338,15 @@ class _Planner:
         fitting = [point for point in sweep if point.nbytes <= self.available]
         if not fitting:
             return min(sweep, key=lambda point: point.nbytes)
-        fastest = min(point.step_s for point in fitting)
-        alike = [point for point in fitting if point.step_s <= EQUAL * fastest]
-        return min(alike, key=lambda point: (point.nbytes, point.step_s))
+        times = {point: self._batch_s(point) for point in fitting}
+        alike = [point for point in fitting if times[point] <= EQUAL * min(times.values())]
+        return min(alike, key=lambda point: (point.nbytes, times[point]))
+
+    def _batch_s(self, point: SweepPoint) -> float:
+        """Return the mean time of a batch of the run, at this window and transfer."""
+        if self.accumulate == 1:
+            return point.step_s
+        return mean_s(point.step_s, self._accumulating_s(self.needs, point.window, point.transfer), self.accumulate)
 
     def _largest_window(self, count: int) -> int:
         fits = 0
@@ -386,7 +401,7 @@ class _Planner:
                 changes.append(change)
 
         def cost(change: Change) -> tuple[bool, float]:
-            return change.nbytes > self.available, change.step_s / change.samples
+            return change.nbytes > self.available, change.batch_s(self.accumulate) / change.samples
 
         first = list(self._loss_in_chunks(chosen))
         if first and first[0].nbytes > self.available:
@@ -404,16 +419,13 @@ class _Planner:
         except SuperpipelineError:
             return  # the model cannot run that way
         terms = needs.peak(chosen.window, chosen.transfer).values()
-        nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
         if given - sum(terms) > max(terms):
-            step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-            yield Change(remedies.LOSS_IN_CHUNKS.what, nbytes, step_s)
+            yield self._change(remedies.LOSS_IN_CHUNKS.what, needs, chosen)
 
     def _other_windows(self, chosen: SweepPoint) -> Iterable[Change]:
         if chosen.window > 1:
             window = self._largest_window(chosen.window - 1) or 1
-            nbytes = self._nbytes(self.needs, window)
-            yield Change(remedies.window(window).what, nbytes, self._simulated(self.needs, window, 1).step_s)
+            yield self._change(remedies.window(window).what, self.needs, replace(chosen, window=window, transfer=1))
 
     def _other_batches(self, chosen: SweepPoint, largest: int | None) -> Iterable[Change]:
         given = self.source.rows
@@ -421,9 +433,8 @@ class _Planner:
         for rows in {2 * given, fewer} - {0}:
             needs = self._with_rows(rows)
             if needs is not None and not self._host_is_short(self.options, needs, self.source):
-                step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-                nbytes = self._nbytes(needs, chosen.window, chosen.transfer)
-                yield Change(f"a batch of {rows} {self.source.counted}", nbytes, step_s, rows / given)
+                change = self._change(f"a batch of {rows} {self.source.counted}", needs, chosen)
+                yield replace(change, samples=rows / given)
 
     def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
         """Yield the policy to try next: one that leaves less on the device or, for "offload", recomputes instead."""
@@ -452,8 +463,7 @@ class _Planner:
             return  # the model cannot run that way
         if self._host_is_short(changed, needs, source):
             return
-        step_s = self._simulated(needs, chosen.window, chosen.transfer).step_s
-        yield Change(remedy.what, self._nbytes(needs, chosen.window, chosen.transfer), step_s)
+        yield self._change(remedy.what, needs, chosen)
 
     def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
         """Yield changes that free host memory, if the host has too little: last those that train few weights."""
@@ -470,7 +480,7 @@ class _Planner:
         ):
             change = self._host_change(remedy, chosen, (half or self.source) if remedy.half else self.source)
             if change is not None and (change.host_nbytes or 0) < host.total:
-                found.append((remedy.adapters, change.step_s > SLOW * chosen.step_s, change))
+                found.append((remedy.adapters, change.batch_s(self.accumulate) > SLOW * self._batch_s(chosen), change))
         yield from (change for *_, change in sorted(found, key=lambda item: item[:2]))
 
     def _host_change(self, remedy: HostRemedy, chosen: SweepPoint, source: PlannedModel) -> Change | None:
@@ -479,9 +489,10 @@ class _Planner:
         if remedy.half:
             changed = replace(changed, master_weights=False)
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]
-        found: tuple[Options, Requirements, int, bool] | None = None
+        found: tuple[Options, Requirements, bool] | None = None
+        nbytes = 0
         for options in further:
-            if options.get("activations", "recompute") != "recompute" or (found and found[2] <= self.available):
+            if options.get("activations", "recompute") != "recompute" or (found and nbytes <= self.available):
                 continue
             try:
                 tried = replace(changed, **options)
@@ -489,7 +500,7 @@ class _Planner:
             except SuperpipelineError:
                 continue  # the model cannot run that way
             needs = _frozen(needs, remedies.ADAPTED, remedy.base_bits) if remedy.adapters else needs
-            found = tried, needs, self._nbytes(needs, chosen.window, chosen.transfer), bool(options)
+            found, nbytes = (tried, needs, bool(options)), self._nbytes(needs, chosen.window, chosen.transfer)
         return None if found is None else self._of_host(remedy, chosen, source, *found)
 
     def _of_host(
@@ -499,7 +510,6 @@ class _Planner:
         source: PlannedModel,
         options: Options,
         needs: Requirements,
-        nbytes: int,
         recomputes: bool,
     ) -> Change:
         host, states, optimizer = self._host_of_one(source, options, needs), source.states(), self.optimizer
@@ -516,11 +526,27 @@ class _Planner:
                 optimizer=int(share * host.optimizer),
                 copies=int(share * host.copies),
             )
-        step_s = self._simulated(needs, chosen.window, chosen.transfer, self._stepping(states, optimizer)).step_s
         what = remedy.what + " and activations='recompute'" * recomputes
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
         host_nbytes = self._of_ranks(host, needs, optimizer).total
-        return Change(what, nbytes, step_s, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
+        change = self._change(
+            what, needs, chosen, self._stepping(states, optimizer), steps=remedy.optimizer is not None
+        )
+        return replace(change, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
+
+    def _change(
+        self,
+        what: str,
+        needs: Requirements,
+        point: SweepPoint,
+        machine: Machine | None = None,
+        steps: bool = False,  # whether it is one of the optimizer, of which accumulation says more
+    ) -> Change:
+        """Return the change to these needs at a window and transfer: with the bytes and times that they lead to."""
+        sizes = point.window, point.transfer
+        accumulating_s = self._accumulating_s(needs, *sizes) if steps or self.accumulate > 1 else None
+        step_s = self._simulated(needs, *sizes, machine).step_s
+        return Change(what, self._nbytes(needs, *sizes), step_s, accumulating_s=accumulating_s)
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

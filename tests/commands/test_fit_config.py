@@ -169,6 +169,32 @@ def test_a_model_is_planned_without_its_weights(tmp_path, capsys):
     assert cheap["accumulating_s"] < cheap["step_s"]
 
 
+def test_a_plan_in_place_of_fit_warns_of_nothing_that_its_user_did(monkeypatch, recwarn):
+    words = ["--config", str(EXAMPLES / "finetune_llm" / "config.yaml"), "--trainer.max_epochs", "1"]
+    monkeypatch.setattr("sys.argv", ["sp_lightning", "plan", *words])
+    fit_config.find(words)
+    assert not [one for one in recwarn if "args parameter" in str(one.message)]
+
+
+def test_the_command_that_a_plan_offers_runs_what_was_planned(capsys):
+    """The recipe's own batch, learning rate and epochs are those of a tiny model."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from examples.common import tiny
+
+    words = tiny.tokenizer(tiny.sentences(50))
+    words.save_pretrained("mine")
+    transformers.LlamaConfig(**tiny.sizes(words)).save_pretrained("mine")
+    tiny.write_jsonl(pathlib.Path("my.jsonl"), tiny.chats(200))
+    with pytest.raises(SystemExit):
+        cli.main("plan --model llama-8b --machine rtx4070 --host-memory 64GiB --batch 3 --seq 32".split())
+    said = capsys.readouterr().out
+    (offered,) = re.findall(r"adapters on a frozen bf16 base .*: python -m sp_lightning fit (.*)", said)
+    run = fit_config.find(offered.replace("examples/", f"{EXAMPLES}/").replace("MODEL", "mine").split())
+    assert run.spec.batch["input_ids"].shape == (3, 32)
+    assert (run.precision, run.accumulate) == ("bf16-true", 1)
+
+
 class TwoOptimizers(L.LightningModule):
     """A module of the user's, with manual optimization, whose weights are made in ``__init__``."""
 

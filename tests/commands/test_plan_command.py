@@ -384,6 +384,7 @@ def test_a_student_reads_what_fits_and_how_long_it_takes(capsys):
     (row,) = [line for line in said.splitlines() if line.startswith("adapters on a frozen bf16 base")]
     assert re.search(r" \d\.\d\d GiB +1\d\.\d\d GiB +[\d.]+ +0\.\d\dx +1\d\.\d *$", row), row
     assert re.search(r"time per sample +hours", said) and "…" not in said
+    assert "\nSpeed, if it fitted: " in said
 
 
 @pytest.mark.parametrize("name", ["epochs", "price"])

@@ -476,7 +476,8 @@ def test_what_makes_room_on_the_host_is_offered():
     assert re.fullmatch(
         rf"what would fit: wire_dtype='as-is' \(48.12 MiB on the host, {cost}; the same bits\): --trainer.*as-is; "
         rf"precision='bf16-true' \(24.06 MiB on the host, {cost}; weights, .* lost\): --trainer.precision bf16-true; "
-        rf"Adafactor \(.* MiB on the host, {cost}; other updates than AdamW's\): configure_optimizers: torch.*",
+        rf"Adafactor \(.* MiB on the host, {cost}, or {cost.split(', ')[1].removesuffix(' as long per sample')} with "
+        r"accumulate_grad_batches=16; other updates than AdamW's\): configure_optimizers: torch.*",
         found.first,
     )
     assert "device" not in found.first.replace("on the device", "")
@@ -552,15 +553,30 @@ def test_where_the_host_binds_what_fits_is_offered_in_this_order(machine, model,
         ("wire_dtype='as-is'", {"wire_dtype": "as-is"}),
     ],
 )
+@pytest.mark.parametrize("accumulate", [1, 16])
 @pytest.mark.parametrize("model", ["llama3-8b", Stack])
-def test_a_change_takes_what_a_plan_with_it_says(what, options, model):
+def test_a_change_takes_what_a_plan_with_it_says(what, options, model, accumulate):
     batch = 2048 if isinstance(model, str) else torch.zeros(8, 256)
     given = {"window": 1, "transfer": 1, "precision": "bf16-mixed", "host_nbytes": 2**20, "activations": "recompute"}
-    (change,) = [change for change in planned(model, batch, **given).host_changes if change.what == what]
+    given["accumulate"] = accumulate
+    found = planned(model, batch, **given)
+    (change,) = [change for change in found.host_changes if change.what == what]
     again = planned(model, batch, **given | options)
+    assert change.cost(found) == pytest.approx(again.batch_s / found.batch_s, rel=0.02)
     assert change.host_nbytes == pytest.approx(again.host.total, rel=0.01)
     assert change.nbytes == pytest.approx(again.device_nbytes, rel=0.01)
     assert change.step_s == pytest.approx(again.step_s, rel=0.02)
+
+
+def test_a_slow_step_of_the_optimizer_is_offered_with_accumulation():
+    def of_8b(precision, **options):
+        return planned("llama3-8b", 2048, "rtx4070", precision=precision, activations="recompute", **options)
+
+    found, slow = of_8b("bf16-mixed"), of_8b("bf16-true", optimizer="Adafactor", accumulate=16)
+    said = r"Adafactor \([^;]*, ([\d.]+) times as long per sample, or ([\d.]+) times with accumulate_grad_batches=16;"
+    once, many = map(float, re.search(said, found.first).groups())
+    assert slow.batch_s / found.batch_s == pytest.approx(many, rel=0.02) and once > 5 * many
+    assert "with accumulate" not in of_8b("bf16-mixed", accumulate=16).first
 
 
 def test_recomputation_is_offered_with_what_frees_the_host_where_the_device_is_short_too():
