@@ -758,6 +758,24 @@ def test_what_is_refused(arguments, message):
         planned(**arguments)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"answer": 0}, "answer must be an int >= 1"),
+        ({"cache": "host"}, "cache must be given together with answer"),
+        ({"answer": 4, "cache": "disk"}, "cache must be 'device' or 'host'"),
+        ({"answer": 4, "optimizer": "SGD"}, "optimizer must be left out beside answer: nothing is trained"),
+        ({"answer": 4, "activations": "recompute"}, "activations must be left out beside answer"),
+        ({"answer": 4, "loss": "chunked"}, "loss must be left out beside answer"),
+        ({"answer": 4}, "answer must be left out: Stack is no decoder of transformers"),
+        ({"answer": 4, "module": "llama3-8b", "batch": 64}, "answer must be left out for a workload"),
+    ],
+)
+def test_answers_have_nothing_of_a_training(options, message):
+    with pytest.raises(OptionError, match=message):
+        planned(**options)
+
+
 def test_a_plan_without_a_batch_is_refused():
     with pytest.raises(OptionError, match="batch must be a batch as the module takes it, or a function, got None"):
         plan(Stack, machine=MACHINE)
