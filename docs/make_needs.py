@@ -18,7 +18,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -165,51 +164,23 @@ def stable_diffusion(folder: str, latents: pathlib.Path) -> None:
         save_file({name: torch.zeros(shape) for name, shape in record.items()}, latents / f"{index}.safetensors")
 
 
-def answering(module: Any, batch: Any) -> None:
-    """Read prompts, and then the last word of the answers, with a cache of all that is before."""
-    import torch
-    from transformers import DynamicCache
-
-    tokens, more = batch
-    cache = DynamicCache(config=module.config)
-    with torch.no_grad():
-        module(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for index, layer in enumerate(cache.layers):
-            rows, heads, _, width = layer.keys.shape
-            words = layer.keys.new_empty(rows, heads, more.shape[1] - 1, width)
-            cache.update(words, words, index)
-        module(tokens[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-def predicted(given: list[str]) -> Plan:
-    """Plan the answers to prompts of 512 tokens."""
-    import torch
-    import transformers as hf
-
-    named = dict(zip(given[::2], given[1::2], strict=True))
-    config = hf.AutoConfig.from_pretrained(named["--model.name_or_path"])
-    rows, new = int(named["--data.batch_size"]), int(named["--model.max_new_tokens"])
-
-    def make() -> Any:
-        with torch.device("meta"):
-            return hf.AutoModelForCausalLM.from_config(config, dtype=config.dtype).requires_grad_(False)
-
-    batch = torch.zeros(rows, PROMPT, dtype=torch.long), torch.zeros(rows, new, dtype=torch.long)
-    return plan(make, batch, precision="bf16-true", machine="h200", name="predict", loss=answering, window=1)
-
-
 def planned(recipe: str, arguments: str) -> Plan:
     """Plan a recipe's command."""
+    import torch
+
     given = shlex.split(arguments.replace("\\\n", " "))
-    if recipe == "predict":
-        return predicted(given)
     if recipe in DATA:
         given = [DATA[recipe] if word in ("my.jsonl", "held_out.jsonl") else word for word in given]
     run = fit_config.find(["--config", str(ROOT / "examples" / recipe / "config.yaml"), *given])
+    batch = run.spec.batch
+    if run.answer is not None:
+        batch = {"input_ids": torch.zeros(len(batch["input_ids"]), PROMPT, dtype=torch.long)}
     options = run.options | {"window": 1 if run.options["window"] == "auto" else run.options["window"]}
     return plan(
         run.spec.model,
-        run.spec.batch,
+        batch,
+        answer=run.answer,
+        cache=run.cache,
         precision=run.precision,
         copies=run.copies,
         trained_copies=run.trained_copies,

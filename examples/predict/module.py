@@ -49,6 +49,11 @@ class Generate(FineTuneLLM):
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
 
+    @property
+    def generates(self) -> tuple[int, str]:
+        """What a plan has to know: the tokens of each answer, and where keys and values wait."""
+        return self.max_new_tokens, self.cache
+
     def on_predict_start(self) -> None:
         self.generated, self.seconds = 0, 0.0
 

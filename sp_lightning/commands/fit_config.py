@@ -1,4 +1,4 @@
-"""The run that ``fit`` with the same arguments would make, for a plan: its model, batch, precision and options.
+"""The run that ``fit`` or ``predict`` with the same arguments would make, for a plan: model, batch, precision, options.
 
 1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
    and without a logger. The first batch is that of the Trainer's own loader.
@@ -9,6 +9,8 @@
    is given (with manual optimization) change nothing.
 4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
    says how many, by an attribute ``trained_copies``.
+5. A module that generates answers in ``predict`` says so by an attribute ``generates``: the tokens of each, and where
+   keys and values wait, "device" or "host". Its batch holds the prompts as ``input_ids``, and it is not trained.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ..options import Options
 from .model_spec import Spec
 
 META = torch.device("meta", 0)  # by its index torch.get_default_device knows it, without asking a tensor
+OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # of fit and predict themselves: they change no plan
 BATCH_HOOKS = "on_before_batch_transfer", "on_after_batch_transfer"
 
 
@@ -41,18 +44,21 @@ class Run:
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
-    steps: int | None  # of the optimizer, in the whole run; None if it has no end
+    steps: int | None  # of the optimizer, in the whole run, or batches of prompts; None if it has no end
     devices: int = 1  # each with such a batch
     own_gradients: bool = False  # whether each of several devices has gradients of its own (footprint.py, Rule 5)
+    answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
+    cache: str | None = None
 
 
 def find(arguments: Sequence[str]) -> Run:
-    """Find the run of ``fit`` with these arguments."""
+    """Find the run of ``fit`` with these arguments, or of ``predict`` if the module answers."""
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
     from ..compat.lightning import attach_data, set_epochs
     from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
+    from ..planning.planner import OF_TRAINING
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the words are those of this command line
@@ -63,31 +69,40 @@ def find(arguments: Sequence[str]) -> Run:
         raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
     with META:
         module = _connected(cli)
-    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    answer, cache = getattr(module, "generates", (None, None))
+    asked = answer is not None
+    trainer.state.fn = TrainerFn.PREDICTING if asked else TrainerFn.FITTING
+    trainer.predicting, trainer.training = asked, not asked
     attach_data(trainer, module, cli.datamodule)
     for owner in filter(None, (cli.datamodule, module)):
         owner.prepare_data()
     for owner in filter(None, (cli.datamodule, module)):
-        owner.setup("fit")
-    set_epochs(trainer)
-    trainer.fit_loop.setup_data()
-    batch = next(iter(trainer.train_dataloader))
+        owner.setup("predict" if asked else "fit")
+    if asked:
+        trainer.predict_loop.setup_data()
+        (steps, *_), loader = trainer.predict_loop.max_batches, trainer.predict_dataloaders
+    else:
+        set_epochs(trainer)
+        trainer.fit_loop.setup_data()
+        steps, loader = trainer.estimated_stepping_batches, trainer.train_dataloader
+    batch = next(iter(loader))
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)
-    steps = trainer.estimated_stepping_batches
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
     return Run(
         spec=Spec(type(module).__name__, _maker(cli), batch, tokens=length),
         precision=str(cli.config.trainer.precision or "32-true"),
-        options=asdict(options),
-        accumulate=trainer.accumulate_grad_batches,
-        copies=len(averages),
-        trained_copies=sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
+        options={name: value for name, value in asdict(options).items() if not (asked and name in OF_TRAINING)},
+        accumulate=1 if asked else trainer.accumulate_grad_batches,
+        copies=0 if asked else len(averages),
+        trained_copies=0 if asked else sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=int(steps) if 0 <= steps < float("inf") else None,
         devices=trainer.strategy.world_size,
         own_gradients=trainer.strategy.writes_gradients,
+        answer=answer,
+        cache=cache,
     )
 
 
@@ -104,6 +119,10 @@ def _parser() -> Any:
                 trainer_defaults={"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}},
                 parser_kwargs={"prog": "python -m sp_lightning plan"},
             )
+
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            for name in OF_COMMANDS:
+                parser.add_argument(f"--{name}", type=Any, default=None)
 
         def instantiate_classes(self) -> None:
             whole = self.config.clone()
@@ -134,6 +153,8 @@ def _maker(cli: Any) -> Callable[[], nn.Module]:
         with META if without_data() else contextlib.nullcontext():
             module = _connected(cli)
             module.configure_model()
+        if hasattr(module, "generates"):
+            return module  # type: ignore[no-any-return]
         add_configured_optimizers(cli)
         made = module.configure_optimizers()
         module.configure_optimizers = lambda: made

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # of tables that no terminal shows
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget"
-OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate", "devices"  # that a config says
+OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loss",
         help="full (default); chunked: never all logits; or package.module:function of module and batch",
     )
+    parser.add_argument("--answer", type=int, help="tokens to generate for each row: nothing is trained (bf16-true)")
+    parser.add_argument("--cache", help="with --answer: keys and values wait on the device (default) or the host")
     parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
     parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
@@ -76,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     from ..options import parse_bytes
     from ..planning import plan
 
-    for name in ("batch", "seq", "accumulate", "samples", "epochs", "devices"):
+    for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
         if getattr(args, name) is not None:
             _check_count(name, getattr(args, name))
     _check_run(args)
@@ -84,6 +86,7 @@ def main(args: argparse.Namespace) -> int:
         check_picture(args.plot)
     run = _run_of_fit(args) if in_place_of_fit(args) else _run_of_arguments(args)
     spec = run.spec
+    loss = "chunked" if args.loss == "chunked" else spec.loss
     found = plan(
         spec.model,
         spec.batch,
@@ -100,7 +103,9 @@ def main(args: argparse.Namespace) -> int:
         devices=run.devices,
         own_gradients=run.own_gradients,
         accumulate=run.accumulate,
-        loss="chunked" if args.loss == "chunked" else spec.loss,
+        loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
+        answer=run.answer,
+        cache=run.cache,
         name=spec.name,
         **run.options,
     )
@@ -161,25 +166,32 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
     if args.master_weights:
         options["master_weights"] = True
     needs_code = {name: options[name] for name in ("units",) if options.get(name, "auto") != "auto"}
+    if args.answer is not None:
+        needs_code["answer"] = args.answer
     if "offload" in options.get("activations", ""):
         needs_code["activations"] = options["activations"]
     own_loss = None if args.loss in (None, "full", "chunked") else args.loss
     return Run(
         spec=find(args.model, args.batch or 1, args.seq, args.data, own_loss, needs_code),
-        precision=args.precision or "bf16-mixed",
+        precision=args.precision or ("bf16-mixed" if args.answer is None else "bf16-true"),
         options=options,
         accumulate=args.accumulate or 1,
         copies=args.copies or 0,
         trained_copies=0,
         steps=None,
         devices=args.devices or 1,
+        answer=args.answer,
+        cache=args.cache,
     )
 
 
 def _check_run(args: argparse.Namespace) -> None:
-    """Refuse what says how long a run is without what it is a run of."""
+    """Refuse what says how long a run is without what it is a run of, and what no run with answers has."""
     from ..errors import OptionError
 
+    if args.answer is not None and args.accumulate is not None:
+        allowed = "left out beside --answer: nothing is trained"
+        raise OptionError(argument="accumulate", found=args.accumulate, allowed=allowed)
     for name in ("epochs", "price"):
         if getattr(args, name) is not None and args.samples is None and not (in_place_of_fit(args) and name == "price"):
             raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --samples")
@@ -191,10 +203,10 @@ def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
     rows = plan.rows if plan.counted == "rows" else args.batch or 1
     rows *= run.accumulate * run.devices
-    step_s = run.accumulate * plan.batch_s
+    step_s = plan.answer_s if plan.answer else run.accumulate * plan.batch_s
     speed: dict[str, float] = {"rows_per_s": rows / step_s}
-    if run.spec.tokens is not None:
-        speed["tokens_per_s"] = rows * run.spec.tokens / step_s
+    if tokens := plan.answer or run.spec.tokens:
+        speed["tokens_per_s"] = rows * tokens / step_s
     steps = run.steps if args.samples is None else -(-args.samples // rows) * (args.epochs or 1)
     if steps is not None:
         speed |= {"steps": steps, "hours": steps * step_s / 3600}
@@ -255,9 +267,11 @@ def _heading(plan: Plan) -> str:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     several = f"{plan.devices} x " if plan.devices > 1 else ""
     each = " each" if plan.devices > 1 else ""
+    answers = f"answers of {plan.answer} tokens"
+    doing = answers if plan.answer else f"activations {plan.options.activations!r}"
     return (
         f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
-        f"{plan.precision}, activations {plan.options.activations!r}\n"
+        f"{plan.precision}, {doing}\n"
         f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{size(plan.device_nbytes)} of {size(plan.available)} on {'each' if each else 'the'} device, "
         f"{size(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
@@ -301,7 +315,9 @@ def _clock(plan: Plan) -> tuple[str, Callable[[float], str]]:
 
 def _time_table(plan: Plan) -> Any:
     unit, time = _clock(plan)
-    table = _table("Time of a step", "", unit)
+    table = _table("Time of a token for each row" if plan.answer else "Time of a step", "", unit)
+    if plan.answer:
+        table.add_row("reading the prompts, and the first token", time(plan.reading_s))
     table.add_row("predicted", time(plan.step_s))
     table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
     if plan.disk_nbytes:

@@ -29,6 +29,10 @@ _COSTS = {"recompute": "each forward runs twice", "recompute+offload": "inputs o
 
 ADAPTERS = Remedy("training adapters beside frozen weights", _NO_OPTIONS)
 WIRE_AS_IS = Remedy("wire_dtype='as-is'", {"wire_dtype": "as-is"})
+CACHE = {  # of what is generated, by where keys and values wait
+    "host": Remedy("cache='host'", _NO_OPTIONS, "each token moves all keys and values up and down"),
+    "device": Remedy("cache='device'", _NO_OPTIONS),
+}
 LOSS_IN_CHUNKS = Remedy("loss in chunks", _NO_OPTIONS, "the head's products are computed once more")
 HALF_BATCHES = Remedy(
     "batches of half the size and accumulate_grad_batches twice as large",

@@ -4,9 +4,10 @@
 2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
-5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, averages
-   and staging buffers of its own, and some units' gradients on their way. It has all gradients once more if
-   it accumulates them, or writes to them: by clipping values, gradient scaling, ``zero_grad(set_to_none=False)``.
+5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, keys and
+   values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
+   more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
+   ``zero_grad(set_to_none=False)``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class HostBytes:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0  # offloaded
+    keys_and_values: int = 0  # of a cache that waits on the host
     copies: int = 0  # of the weights, such as an average of them
     under_way: int = 0  # gradients on their way to other ranks
     ring: int = 0  # staging buffers, if memory cannot be page-locked
@@ -82,6 +84,7 @@ class HostBytes:
             gradients=(1 + ranks * own_gradients) * self.gradients,
             optimizer=max(1, alone) * self.optimizer,
             activations=ranks * self.activations,
+            keys_and_values=ranks * self.keys_and_values,
             copies=ranks * self.copies,
             under_way=ranks * under_way,
             ring=ranks * self.ring,

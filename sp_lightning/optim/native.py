@@ -45,6 +45,7 @@ State = dict[str, Any]
 SOURCE = pathlib.Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 DIFFERENT = "its bits are different here"
+LARGEST = torch.finfo(torch.float32).max
 FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast (Rule 4)
 
 MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
@@ -472,6 +473,12 @@ class Candidate(NamedTuple):
         return None if self.conversion is None else self.conversion.wire
 
 
+def reads(param: Tensor, *others: Tensor) -> bool:
+    """Whether compiled code sees what torch's operators would: FP32 tensors whose bytes are their numbers."""
+    others_are_plain = all(type(other) is Tensor and other.dtype is torch.float32 for other in others)
+    return others_are_plain and not any(tensor.is_neg() for tensor in (param, *others))
+
+
 def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
     """Step parameters of a group, or return False if torch's operators have to step them."""
     recipe = RECIPES[type(optimizer)]
@@ -489,8 +496,11 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     counts = [candidate.state["step"] for candidate in candidates if "step" in candidate.state]
     if len(counts) not in (0, len(candidates)):
         return False
-    done = [count.item() + 1 for count in counts] or [0.0] * len(candidates)
-    scalars = {count: Scalars(*recipe.scalars(group, count)) for count in set(done)}
+    done = [ctypes.c_float(count.item() + 1).value for count in counts] or [0.0] * len(candidates)  # FP32, as they are
+    numbers = {count: recipe.scalars(group, count) for count in set(done)}
+    if not all(abs(scalar) <= LARGEST for each in numbers.values() for scalar in each):
+        return False  # torch refuses a number that is too large; of two NaNs its operators keep the one or the other
+    scalars = {count: Scalars(*each) for count, each in numbers.items()}
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
     tensors = _array(
         [

@@ -259,7 +259,7 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
     for param in params:
         state = _state_in_step(optimizer, param) if param.dtype is torch.float32 else None
         grad = param.grad
-        if state is not None and grad is not None and all(value.dtype is torch.float32 for value in state.values()):
+        if state is not None and grad is not None and native.reads(param, grad, *state.values()):
             conversion = conversions.get(param)
             if conversion is not None and not _same_order(param, conversion.wire):
                 conversion = None
@@ -271,14 +271,16 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
 
 
 def _needs_order(optimizer: Optimizer) -> bool:
-    """Whether the loop's order decides: parameters share bytes or counts of steps, or torch may refuse one."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(_is_plain(param) and (param.grad is None or _is_plain(param.grad)) for param in params):
+    """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            tensors += (param, *(() if param.grad is None else (param.grad,)))
+            tensors += (value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor))
+    if not all(map(_is_plain, tensors)):
         return True
-    ranges = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param in params)
-    counts = [id(state["step"]) for param in params if "step" in (state := optimizer.state.get(param, {}))]
-    overlap = any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
-    return overlap or len(set(counts)) < len(counts)
+    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
 def _regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:

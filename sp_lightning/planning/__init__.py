@@ -28,6 +28,8 @@ def plan(
     device: torch.device | str | None = None,
     device_memory: int | str | None = None,
     loss: Callable[[nn.Module, Any], Any] | str | None = None,
+    answer: int | None = None,
+    cache: str | None = None,
     name: str | None = None,
     host_nbytes: int | str | None = None,
     host_headroom: int | str | None = None,
@@ -40,7 +42,7 @@ def plan(
     accumulate: int = 1,
     **options: Any,
 ) -> Plan:
-    """Predict the memory, on device and host, and the step time of training this model with the strategy.
+    """Predict the memory, on device and host, and the step time of training, or asking, this model with the strategy.
 
     Needs no device. Takes seconds and almost no memory: neither weights nor activations are allocated. The module is
     not changed.
@@ -58,6 +60,10 @@ def plan(
         device_memory: Bytes of device memory, such as "24GiB", if they differ from the machine's.
         loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``. "chunked":
             the loss of a language model of transformers, or of a workload, in chunks as the recipes compute it.
+        answer: Tokens that the model generates for each row of the batch, whose tokens are the prompts. Nothing is
+            trained then, and a step makes a token for each row. For decoders of transformers.
+        cache: With ``answer``: where keys and values of layers that are not in use wait, on the "device" (default) or
+            on the "host", as with ``--model.cache host`` of the recipe for batch inference.
         name: The model's name in the plan.
         host_nbytes: Bytes of host memory, such as "64GiB", if they differ from the machine's.
         host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
@@ -82,6 +88,8 @@ def plan(
         device,
         device_memory,
         loss,
+        answer,
+        cache,
         name,
         host_nbytes,
         host_headroom,

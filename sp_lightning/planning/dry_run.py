@@ -9,14 +9,20 @@
 4. The step is a run's first one, in which all weights travel as they are, and are cast on the device. What these casts
    take is counted apart, so that the trace also tells what later steps take. Another step is only begun: then the
    engine has decided which weights travel cast.
+5. Answers are no step: nothing is differentiated. Three passes over the weights stand for them: one reads the prompts,
+   one makes the token in the middle of each answer, and one the last. Layers of a cache on the host wait there as with
+   examples/common/host_cache.py: the one before is on its way down, and the next one on its way up. For the simulation
+   a layer comes up before its visit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +34,7 @@ from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
 from ..core.telemetry import Lane, StepListener
+from ..errors import OptionError
 from ..memory.device import Device
 from ..memory.layout import aligned
 from ..memory.unit_store import UnitStore
@@ -38,25 +45,34 @@ from ..runtime.gradients import GradientReturn
 from ..runtime.handle import Handle
 from .fake_tensors import FakeTensors
 from .memory_tracker import MemoryTracker
-from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
+from .step_trace import BATCH, BUFFERS, CACHE, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
 
 Runner = Callable[[nn.Module, Any], Any]
+KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that cannot wait on the host
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a language model generates for each prompt of a batch (Rule 5)."""
+
+    tokens: int
+    cache: str  # where keys and values of layers that are not in use wait: "device" or "host"
 
 
 def dry_run(
     module: nn.Module,
     batch: Any,
-    run: Runner,
+    run: Runner | Answers,
     options: Options,
     tensors: FakeTensors | RealTensors,
     compute_dtype: torch.dtype | None = None,
 ) -> StepTrace:
-    """Run one training step of a module on these tensors and return its trace.
+    """Run one training step of a module, or its answers, on these tensors and return the trace.
 
     Args:
         module: Its parameters' values do not matter.
         batch: The batch that ``run`` takes.
-        run: Returns what the step returns: the loss, or an output that contains or leads to it.
+        run: Returns what the step returns: the loss, or an output that contains or leads to it. Or what to answer.
         options: ``units``, ``activations``, ``wire_dtype`` and ``compile_units`` matter.
         tensors: The context in which the module was made, still entered.
         compute_dtype: With ``master_weights``: the type on the device of what is FP32 on the host.
@@ -77,8 +93,11 @@ def dry_run(
             engine.gradient_return = _CountedGradients(device, engine.counters)
             recorder.listen_to(engine)
             sizes = tuple(unit.sizes() for unit in engine.units)
-            _perform(handle, batch, run)
-            handle.open_scope("train")  # Rule 4
+            if isinstance(run, Answers):
+                _answer(handle, batch, run, tracker)
+            else:
+                _perform(handle, batch, run)
+                handle.open_scope("train")  # Rule 4
             wires = [
                 [(aligned(store.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
                 for store in (unit.store for unit in engine.units)
@@ -90,6 +109,7 @@ def dry_run(
                 wire_nbytes=tuple(sum(nbytes for nbytes, _ in unit) for unit in wires),
                 frozen_wire_nbytes=tuple(sum(nbytes for nbytes, p in unit if not p.requires_grad) for unit in wires),
                 visits=tuple(tracker.visits),
+                passes=tuple(tracker.passes),
             )
     finally:
         tensors.observe = None
@@ -109,6 +129,102 @@ def _perform(handle: Handle, batch: Any, run: Runner) -> None:
     handle.close_scope()
     losses, gradients = losses_in(output)
     torch.autograd.backward(losses, gradients)
+
+
+def generating(module: nn.Module) -> Any:
+    """Return the decoder of transformers in a module that continues texts; None if there is none."""
+    child: Any
+    for child in module.modules():
+        generates = getattr(child, "can_generate", None)
+        if generates is not None and generates() and not child.config.is_encoder_decoder:
+            return child
+    return None
+
+
+def _answer(handle: Handle, batch: Any, answers: Answers, tracker: MemoryTracker) -> None:
+    """Run the passes of an answer (Rule 5)."""
+    from transformers import DynamicCache
+
+    model, prompts = generating(handle.module), batch["input_ids"] if hasattr(batch, "keys") else batch
+    plain = DynamicCache(config=model.config)
+    if answers.cache == "host" and any(hasattr(layer, name) for layer in plain.layers for name in KEEPS_MORE):
+        raise OptionError(argument="cache", found="host", allowed="'device': the layers keep more than keys and values")
+    cache = _CountedCache(plain, tracker, answers.cache == "host")
+    given = {"past_key_values": cache.plain, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        given["logits_to_keep"] = 1
+    middle, one = answers.tokens // 2, prompts[:, :1]
+    handle.open_scope("predict")
+    with torch.no_grad():
+        for tokens, between in (prompts, 0), (one, middle - 1), (one, answers.tokens - middle - 1):
+            cache.lengthen(between)
+            tracker.passes.append(len(tracker.visits))
+            model(tokens, **given)
+    handle.close_scope()
+
+
+class _CountedCache:
+    """A cache whose tensors are counted, on the device or, but for three layers, on the host (Rule 5)."""
+
+    NAMES = ("keys", "values")
+
+    def __init__(self, plain: Any, tracker: MemoryTracker, on_host: bool) -> None:
+        self.plain = plain
+        self._tracker = tracker
+        self._on_host = on_host
+        self._update, plain.update = plain.update, self._counted_update
+        self._away: set[int] = set()  # layers on the host
+        self._leaving: list[Tensor] = []  # tensors on their way down, which take memory until the next update
+        self._last: int | None = None
+
+    def lengthen(self, count: int) -> None:
+        """Append so many tokens to all layers, wherever they are."""
+        for index, layer in enumerate(self.plain.layers):
+            tensors = self._tensors(index)
+            if tensors and count > 0:
+                with self._tracker.on_host():
+                    layer.update(*(each.new_empty(*each.shape[:2], count, each.shape[3]) for each in tensors))
+                self._place(index, index in self._away)
+
+    def _counted_update(self, keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        visit = self._tracker.visits[-1]
+        self._leaving.clear()
+        if self._on_host:
+            if self._last not in (None, index):
+                self._leaving = self._place(self._last, True)
+            visit.fetched_nbytes += self._nbytes(index)
+            self._fetch(index)
+        result = self._update(keys, values, index, *args, **kwargs)
+        for tensor in self._tensors(index):
+            self._tracker.mark(tensor, CACHE)
+        if self._on_host:
+            visit.stowed_nbytes += self._nbytes(index)
+            self._last = index
+            self._fetch((index + 1) % len(self.plain.layers))
+        return result
+
+    def _fetch(self, index: int) -> None:
+        if index in self._away:
+            self._place(index, False)
+
+    def _place(self, index: int, away: bool) -> list[Tensor]:
+        """Make a layer's tensors anew on the host or the device; return those that it had."""
+        before = self._tensors(index)
+        with self._tracker.on_host() if away else contextlib.nullcontext():
+            for name, tensor in zip(self.NAMES, before, strict=True):
+                setattr(self.plain.layers[index], name, torch.empty_like(tensor))
+        for tensor in () if away else self._tensors(index):
+            self._tracker.mark(tensor, CACHE)
+        (self._away.add if away else self._away.discard)(index)
+        return before
+
+    def _tensors(self, index: int) -> list[Tensor]:
+        """Return a layer's keys and values; nothing if it has none yet, or keeps something else."""
+        layer = self.plain.layers[index] if index < len(self.plain.layers) else None
+        return [getattr(layer, name) for name in self.NAMES if isinstance(getattr(layer, name, None), Tensor)]
+
+    def _nbytes(self, index: int) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors(index))
 
 
 def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -188,7 +304,7 @@ class _CountedGradients(GradientReturn):
     def receive(self, store: UnitStore, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
         for grad in grads:
             if grad is not None:
-                self.device.tracker.mark_gradient(grad)
+                self.device.tracker.mark(grad, GRADIENTS)
         with self.device.tracker.on_host():
             return super().receive(store, node, grads, step)
 

@@ -100,13 +100,13 @@ class _KnownValues:
         """Return the tensor with its values; None if they are unknown."""
         known = self._known.get(storage_id(tensor.untyped_storage()))
         if known is None:
-            return None
+            return None if tensor.numel() else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor's values are known."""
-        return storage_id(tensor.untyped_storage()) in self._known
+        """Whether the tensor's values are known, as those of one without elements are."""
+        return not tensor.numel() or storage_id(tensor.untyped_storage()) in self._known
 
     def adopt(self, real: Tensor) -> Tensor:
         """Return a meta tensor in place of a real one; a meta tensor is returned as it is."""
@@ -136,7 +136,9 @@ class _KnownValues:
 
 
 def is_small(tensor: Tensor, floats: int = KNOWN_FLOATS) -> bool:
-    """Whether a tensor's values are worth computing."""
+    """Whether a tensor has values that are worth computing."""
+    if not tensor.numel():
+        return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.numel() <= floats
     return tensor.numel() * tensor.element_size() <= KNOWN_NBYTES
@@ -164,11 +166,14 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._operate(func, args, dict(kwargs or {}))
 
     def _operate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if _is_view(func) and args[0].is_meta:  # of a storage that was seen: nothing to observe or to learn
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs["device"] = META
         tensors = tensors_of(args, kwargs)
         if any(not tensor.is_meta for tensor in tensors):
-            args, kwargs = tree_map_only(Tensor, self._without_data, (args, kwargs))
+            args, kwargs = mapped(Tensor, self._without_data, args), mapped(Tensor, self._without_data, kwargs)
             tensors = tensors_of(args, kwargs)
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
             args = (args[0], self._as_integers(args[1]), *args[2:])
@@ -256,8 +261,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self._known_values.of(tensor)
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if known is None else known
 
-        tree = tree_map_only(Tensor, value, tree)
-        return tree_map_only(torch.device, lambda _: HOST, tree)
+        return mapped(torch.device, lambda _: HOST, mapped(Tensor, value, tree))
 
     def _as_integers(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Turn masks among indices into positions: how many are set decides the shape."""
@@ -271,6 +275,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 result += [self._known_values.adopt(column) for column in values.nonzero(as_tuple=True)]
         return result
+
+
+def mapped(kind: type, function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Apply a function to all of a kind among an operator's arguments, which are plain containers."""
+    if isinstance(arguments, kind):
+        return function(arguments)
+    if isinstance(arguments, dict):
+        return {name: mapped(kind, function, value) for name, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        values = [mapped(kind, function, value) for value in arguments]
+        return values if isinstance(arguments, list) else tuple(values)
+    return arguments
 
 
 def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Tensor]:
@@ -312,6 +328,16 @@ def _is_fresh(func: Any) -> bool:
     return not schema.is_mutable and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operator does nothing else than to return another view of its first argument."""
+    if func is aten.set_.source_Storage_storage_offset:
+        return True
+    schema = schema_of(func)
+    aliases = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    return aliases and not schema.is_mutable and not any(argument.name == "device" for argument in schema.arguments)
+
+
 def _is_plain(out: Any) -> bool:
     return all(isinstance(value, Tensor) and value.is_meta for value in (out if isinstance(out, tuple) else (out,)))
 
@@ -324,9 +350,10 @@ def _unknown(func: Any, error: Exception) -> Exception:
 # ---- attributes that Python reads (Rule 1)
 
 _GET_DEVICE, _GET_META, _GET_CPU = (getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
-_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-_MOVES = (Tensor.cuda, Tensor.cpu)
-_INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
+_ANSWERS = {_GET_DEVICE: HOST, _GET_META: False, _GET_CPU: True}
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_MOVES = {Tensor.cuda, Tensor.cpu}
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _LOSS = getattr(torch.nn.functional, "linear_cross_entropy", None)  # torch 2.15
 
 
@@ -338,12 +365,8 @@ class _Attributes(TorchFunctionMode):
         self._known_values = known_values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GET_DEVICE:
-            return HOST
-        if func == _GET_META:
-            return False
-        if func == _GET_CPU:
-            return True
+        if func in _ANSWERS:
+            return _ANSWERS[func]
         if func in _MOVES:
             return args[0]
         if func in _READS:

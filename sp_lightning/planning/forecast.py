@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """The predicted memory and time of a training run."""
+    """The predicted memory and time of a run."""
 
     model: str
     parameters: int
@@ -92,6 +92,8 @@ class Plan:
     devices: int = 1  # of the machine, which share the host's memory
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
     accumulate: int = 1  # batches in a step of the optimizer
+    answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained
+    reading_s: float = 0.0  # seconds in which the prompts are read, and the first tokens made
 
     @property
     def device_nbytes(self) -> int:
@@ -123,6 +125,15 @@ class Plan:
     def batch_s(self) -> float:
         """Predicted mean seconds of a batch, of which the last one of those accumulated takes `step_s`."""
         return mean_s(self.step_s, self.accumulating_s, self.accumulate)
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds of the answers to a batch of prompts."""
+        return self.reading_s + (self.answer - 1) * self.step_s
+
+    @property
+    def _doing(self) -> str:
+        return "generating with" if self.answer else "training"
 
     @property
     def floor_s(self) -> float:
@@ -158,14 +169,14 @@ class Plan:
         """Raise MemoryBudgetError if the run does not fit: with its needs, what is available, and what would fit."""
         if not self.fits_host:
             raise MemoryBudgetError(
-                f"training {self.model} needs {format_bytes(self.host.total)} of host memory "
+                f"{self._doing} {self.model} needs {format_bytes(self.host.total)} of host memory "
                 f"({_listed(asdict(self.host))}), and {self.machine.name} has {self.host_memory()}; "
                 f"{self._host_remedies()}"
             )
         if self.device_nbytes > self.available:
             needed, available = format_both(self.device_nbytes, self.available)
             raise MemoryBudgetError(
-                f"training {self.model} needs {needed} on the device with window "
+                f"{self._doing} {self.model} needs {needed} on the device with window "
                 f"{self.window} and {self.rows} {self.counted}, but {available} are available; " + self._remedies()
             )
 

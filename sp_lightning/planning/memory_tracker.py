@@ -2,7 +2,7 @@
 
 1. Each storage that appears is counted until it is freed, rounded up as the device's allocator rounds.
 2. A storage has the term of the moment in which it appears (step_trace.py, Rule 2), unless it turns out to be a
-   gradient. Casts of weights, which only a run's first step makes, are counted apart as well.
+   gradient, or keys or values. Casts of weights, which only a run's first step makes, are counted apart as well.
 3. Operators count with the current visit: their FLOPs as torch counts them, by precision. What only some versions of
    torch count is counted here, as matrix products: attention with fewer key heads than query heads, and experts.
 """
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from ..compat.tensors import operator_of, storage_id
 from ..memory.layout import aligned
 from .fake_tensors import tensors_of
-from .step_trace import GRADIENTS, KEPT, OUTSIDE, WORKING, Visit
+from .step_trace import KEPT, OUTSIDE, WORKING, Visit
 
 _ATTENTION = {  # kernels, and whether each is backward's
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}"): bool(suffix)
@@ -46,6 +46,7 @@ class MemoryTracker:
 
     def __init__(self, term: Callable[[], str]) -> None:
         self.visits = [Visit(None, (), False, totals=[0], casts=[0])]
+        self.passes: list[int] = []  # places of the first visits of an answer's passes
         self._term = term
         self._live: dict[int, _Allocation] = {}
         self._now: dict[str, int] = {}
@@ -124,20 +125,20 @@ class MemoryTracker:
         visit.totals, visit.casts = [self._total], [self._casts]
         self.visits.append(visit)
 
-    def mark_gradient(self, tensor: Tensor) -> None:
-        """Count a tensor as a gradient, also in the peaks that visits have reached since it was made."""
+    def mark(self, tensor: Tensor, term: str) -> None:
+        """Count a tensor as part of this term, also in the peaks that visits have reached since it was made."""
         allocation = self._live.get(storage_key(tensor))
-        if allocation is None or allocation.term == GRADIENTS:
+        if allocation is None or allocation.term == term:
             return
         for visit in self.visits[allocation.visit :]:
             if visit.moment >= allocation.moment:
                 was = WORKING if visit.terms.get(WORKING, 0) >= allocation.nbytes else KEPT
                 was = was if visit.terms.get(was, 0) >= allocation.nbytes else OUTSIDE
                 visit.terms[was] = visit.terms.get(was, 0) - allocation.nbytes
-                visit.terms[GRADIENTS] = visit.terms.get(GRADIENTS, 0) + allocation.nbytes
+                visit.terms[term] = visit.terms.get(term, 0) + allocation.nbytes
         self._now[allocation.term] -= allocation.nbytes
-        self._now[GRADIENTS] = self._now.get(GRADIENTS, 0) + allocation.nbytes
-        allocation.term = GRADIENTS
+        self._now[term] = self._now.get(term, 0) + allocation.nbytes
+        allocation.term = term
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:

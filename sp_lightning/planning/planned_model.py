@@ -10,6 +10,7 @@
    autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 5. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
    those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned.
+6. Of a model that answers nothing is trained. A step is the pass in the middle of an answer: a token for each row.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..options import Options, format_bytes
-from .dry_run import RealTensors, Runner, dry_run
+from .dry_run import Answers, RealTensors, Runner, dry_run, generating
 from .fake_tensors import FakeTensors, Unknown
 from .step_trace import GRADIENTS, KEPT, ROOT, WINDOW, WORKING, StepTrace
 from .workloads import Workload, WorkloadPart
@@ -68,6 +69,7 @@ class Requirements:
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
+    reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 6)
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -112,12 +114,17 @@ class PlannedModel(ABC):
         """Return the same model with its loss in chunks; None if there can be none."""
         return None
 
+    @property
+    def answers(self) -> Answers | None:
+        """What the model generates, if it is not trained (Rule 6)."""
+        return None
+
 
 class TracedModel(PlannedModel):
     """A module, measured by a dry run."""
 
     def __init__(
-        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | None
+        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | Answers | None
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -164,9 +171,15 @@ class TracedModel(PlannedModel):
     def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
         in_files, _ = self._in_files(trace, options)
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
-        costs, works = _costs(trace, options, machine)
-        costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-        return Requirements(costs, works, trace.peak, trace.sizes, trace)
+
+        def of(part: StepTrace) -> Requirements:
+            costs, works = _costs(part, options, machine)
+            costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
+            return Requirements(costs, works, trace.peak, trace.sizes, trace)
+
+        if not trace.passes:
+            return of(trace)
+        return replace(of(trace.of_pass(1)), reading=of(trace.of_pass(0)))  # Rule 6
 
     def _in_files(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], int]:
         """Return the bytes of weights that stay in files, and those of the ring that reads them (Rule 5).
@@ -181,7 +194,7 @@ class TracedModel(PlannedModel):
         everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
-        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=True)
+        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=self.answers is None)
         if placed.units:
             taken = (
                 ""
@@ -216,6 +229,9 @@ class TracedModel(PlannedModel):
             filed = in_files.get(unit.index, {})
             kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
+        if trace.passes:  # the last one has the longest cache
+            waiting = sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
+            return replace(host_bytes(units, ring=ring), keys_and_values=waiting)
         stowed = sum(work.stowed_nbytes for work in needs.works)
         return host_bytes(units, states=self.states(), activations=stowed, ring=ring)
 
@@ -237,6 +253,15 @@ class TracedModel(PlannedModel):
             return None
         module, precision, optimizer, target, _ = self._given
         return TracedModel(module, self._batch, precision, optimizer, target, _loss_in_chunks)
+
+    @property
+    def answers(self) -> Answers | None:
+        return self._loss if isinstance(self._loss, Answers) else None
+
+    def with_answers(self, answers: Answers) -> TracedModel:
+        """Return the same model that generates something else."""
+        module, precision, optimizer, target, _ = self._given
+        return TracedModel(module, self._batch, precision, optimizer, target, answers)
 
     def _half(self) -> torch.dtype | None:
         return half_of(self._precision)
@@ -314,11 +339,15 @@ class TracedModel(PlannedModel):
             adopted = adopted if dtype is None else apply_to_collection(adopted, Tensor, _to(dtype))
             if dtype is not None:
                 _convert(module, dtype, options.master_weights)
-        module.train()
+        if self.answers is None:
+            module.train()
+        elif generating(module.eval().requires_grad_(False)) is None:
+            allowed = f"left out: {self.name} is no decoder of transformers that continues texts"
+            raise OptionError(argument="answer", found=self.answers.tokens, allowed=allowed)
         if self._states is None:
-            self._states = self._states_of_optimizer(module)
+            self._states = self._states_of_optimizer(module) if self.answers is None else 0.0
         compute_dtype = half if options.master_weights else None
-        run = self._runner(module)
+        run = self.answers or self._runner(module)
         with self._seeing_logits(module) if run is _forward else contextlib.nullcontext():
             return dry_run(module, adopted, run, options, tensors, compute_dtype)
 
@@ -372,6 +401,7 @@ class TracedModel(PlannedModel):
 
     def _runner(self, module: nn.Module) -> Runner:
         if self._loss is not None:
+            assert not isinstance(self._loss, Answers)
             return self._loss
         step = getattr(module, "training_step", None)
         if step is not None and not self._forward:

@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -34,7 +36,7 @@ from ..options import Options, is_int, parse_bytes
 from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
-from .dry_run import Runner
+from .dry_run import Answers, Runner
 from .forecast import SLOW, Change, Plan, SweepPoint, mean_s
 from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel, states_of
 from .workloads import WORKLOADS, Workload, listed
@@ -65,6 +67,8 @@ def make_plan(
     device: torch.device | str | None,
     device_memory: int | str | None,
     loss: Runner | str | None,
+    answer: int | None,
+    cache: str | None,
     name: str | None,
     host_nbytes: int | str | None,
     host_headroom: int | str | None,
@@ -80,6 +84,8 @@ def make_plan(
     """Make the plan; the arguments are those of `planning.plan`."""
     parsed = Options.parse(**options)
     precision = _precision(precision)
+    trains = {"loss": loss, "optimizer": optimizer, "copies": copies, "trained_copies": trained_copies}
+    answers = _answers(answer, cache, {**trains, **options})
     chunked = loss == "chunked"
     if isinstance(loss, str):
         if loss not in ("full", "chunked"):
@@ -104,10 +110,13 @@ def make_plan(
         if loss is not None:
             allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
             raise OptionError(argument="loss", found=loss, allowed=allowed)
+        if answers is not None:
+            allowed = "left out for a workload (give a module, or a function that makes one)"
+            raise OptionError(argument="answer", found=answer, allowed=allowed)
         tokens = 8 * 2048 if batch is None else batch
         source: PlannedModel = ListedModel(module, tokens, parsed, precision, optimizer)
     else:
-        source = TracedModel(module, batch, precision, optimizer, target, loss)
+        source = TracedModel(module, batch, precision, optimizer, target, answers or loss)
     source.name = name or source.name
     if chunked:
         source = _in_chunks(source, parsed, profile)
@@ -119,7 +128,21 @@ def make_plan(
             raise OptionError(argument=argument, found=count, allowed="an int >= 1")
     own_gradients = own_gradients or accumulate > 1 or precision == "16-mixed"  # which scales them
     both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks, accumulate).plan()
+    with _no_collections():
+        optimizer = _named(optimizer)
+        return _Planner(source, profile, target, precision, parsed, left, optimizer, both, ranks, accumulate).plan()
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Leave cycles where they are: to look for them among all that was imported takes a fifth of a plan's time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
@@ -127,6 +150,28 @@ def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
     if not is_int(nbytes) or nbytes < least:
         raise OptionError(argument=argument, found=given, allowed=f"bytes, at least {least}")
     return nbytes
+
+
+OF_TRAINING = (
+    *("loss", "optimizer", "copies", "trained_copies"),
+    *("activations", "optimizer_overlap", "fused_optimizer", "master_weights"),
+)
+
+
+def _answers(answer: int | None, cache: str | None, given: dict[str, Any]) -> Answers | None:
+    """Return what the model generates, if it is not trained; refuse what only training has."""
+    if cache not in (None, "device", "host"):
+        raise OptionError(argument="cache", found=cache, allowed="'device' or 'host'")
+    if answer is None:
+        if cache is not None:
+            raise OptionError(argument="cache", found=cache, allowed="given together with answer")
+        return None
+    if not is_int(answer) or answer < 1:
+        raise OptionError(argument="answer", found=answer, allowed="an int >= 1, the tokens of each answer")
+    for name in OF_TRAINING:
+        if given.get(name) not in (None, 0, getattr(Options(), name, None)):
+            raise OptionError(argument=name, found=given[name], allowed="left out beside answer: nothing is trained")
+    return Answers(answer, cache or "device")
 
 
 def _named(optimizer: Any) -> str:
@@ -245,7 +290,7 @@ class _Planner:
         simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
         accumulating_s = self._accumulating_s(self.needs, chosen.window, chosen.transfer)
         largest_batch = self._largest_batch(chosen)
-        parameters = sum(cost.parameters for cost in self.needs.costs)
+        parameters, reading = sum(cost.parameters for cost in self.needs.costs), self.needs.reading
         return Plan(
             model=self.source.name,
             parameters=self._parameters(),
@@ -273,6 +318,8 @@ class _Planner:
             devices=self.ranks.size,
             accumulating_s=accumulating_s,
             accumulate=self.accumulate,
+            answer=self.source.answers.tokens if self.source.answers else 0,
+            reading_s=self._simulated(reading, chosen.window, chosen.transfer).step_s if reading else 0.0,
         )
 
     def _most_units(self) -> int:
@@ -361,17 +408,17 @@ class _Planner:
 
     # ---- other batches (Rule 3)
 
-    def _with_rows(self, rows: int) -> Requirements | None:
-        return self.source.with_rows(rows, self.options, self.machine)
+    def _with_rows(self, rows: int, source: PlannedModel | None = None) -> Requirements | None:
+        return (source or self.source).with_rows(rows, self.options, self.machine)
 
-    def _largest_batch(self, chosen: SweepPoint) -> int | None:
+    def _largest_batch(self, chosen: SweepPoint, source: PlannedModel | None = None) -> int | None:
         def fits(rows: int) -> bool:
-            needs = self._with_rows(rows)
-            if needs is None or self._host_is_short(self.options, needs, self.source):
+            needs = self._with_rows(rows, source)
+            if needs is None or self._host_is_short(self.options, needs, source or self.source):
                 return False
             return self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
 
-        if self._with_rows(1) is None:
+        if self._with_rows(1, source) is None:
             return None
         low, high = 0, 1
         while high < MOST_ROWS and fits(high):
@@ -391,7 +438,7 @@ class _Planner:
     def _changes(self, chosen: SweepPoint, largest_batch: int | None) -> list[Change]:
         changes = list(self._other_windows(chosen))
         changes += self._other_batches(chosen, largest_batch)
-        changes += self._other_policies(chosen)
+        changes += self._other_policies(chosen) if self.source.answers is None else self._other_cache(chosen)
         if chosen.nbytes > self.available:
             rescues = self._rescues(chosen)
             while sum(change.nbytes <= self.available for change in changes) < ENOUGH:
@@ -436,6 +483,22 @@ class _Planner:
                 change = self._change(f"a batch of {rows} {self.source.counted}", needs, chosen)
                 yield replace(change, samples=rows / given)
 
+    def _other_cache(self, chosen: SweepPoint) -> Iterable[Change]:
+        """Yield the other place where keys and values can wait, with this batch and the largest that then fits."""
+        assert isinstance(self.source, TracedModel) and self.source.answers is not None
+        tokens, cache = self.source.answers.tokens, self.source.answers.cache
+        place = "device" if cache == "host" else "host"
+        what, source = remedies.CACHE[place].what, self.source.with_answers(Answers(tokens, place))
+        try:
+            batches = [self.source.rows, self._largest_batch(chosen, source) or 0]
+        except SuperpipelineError:
+            return  # the cache cannot wait there
+        for rows in dict.fromkeys(filter(None, batches)):
+            needs = self._with_rows(rows, source)
+            if needs is not None and not self._host_is_short(self.options, needs, source):
+                named = what if rows == self.source.rows else f"{what} and a batch of {rows} rows"
+                yield replace(self._change(named, needs, chosen), samples=rows / self.source.rows)
+
     def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
         """Yield the policy to try next: one that leaves less on the device or, for "offload", recomputes instead."""
         for remedy in remedies.activations(self.options.activations):
@@ -443,7 +506,8 @@ class _Planner:
 
     def _rescues(self, chosen: SweepPoint) -> Iterator[Change]:
         """Yield further changes that free device memory, one at a time: each takes another dry run."""
-        further = remedies.activations("recompute") if self.options.activations == "keep" else []
+        trains, keeps = self.source.answers is None, self.options.activations == "keep"
+        further = remedies.activations("recompute") if trains and keeps else []
         classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
         for remedy in (*further, *remedies.smaller_units(classes)):
             yield from self._changed(remedy, chosen)
@@ -468,7 +532,7 @@ class _Planner:
     def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
         """Yield changes that free host memory, if the host has too little: last those that train few weights."""
         host = self._host(self.source, self.options, self.needs)
-        if host.total <= self.host_available:
+        if host.total <= self.host_available or self.source.answers is not None:
             return
         half = self.source.in_half()
         found: list[tuple[bool, bool, Change]] = []

@@ -343,8 +343,8 @@ _LLAMA_3B = Llama(
 )
 _LLAMA_TINY = Llama(hidden=128, layers=4, heads=4, keys=2, intermediate=256, vocabulary=512, tied=True, batch=2, seq=64)
 
-# Widths and depths are those of the models' published config.json files: Llama 3.2 1B and 3B, Llama 3.1 8B, ViT-H/14,
-# and CLIP's ViT-L/14 at 336 pixels as LLaVA's tower.
+# Widths and depths are those of the models' published config.json files: Llama 3.2 1B and 3B, Llama 3.1 8B and 70B,
+# ViT-H/14, and CLIP's ViT-L/14 at 336 pixels as LLaVA's tower.
 SHAPES: dict[str, Shape] = {
     "tiny": Toy(width=256, layers=8, vocabulary=1024, batch=4, seq=128),
     "llama-tiny": _LLAMA_TINY,
@@ -352,6 +352,9 @@ SHAPES: dict[str, Shape] = {
     "llama-3b": _LLAMA_3B,
     "llama-8b": Llama(
         hidden=4096, layers=32, heads=32, keys=8, intermediate=14336, vocabulary=128256, tied=False, batch=4, seq=2048
+    ),
+    "llama-70b": Llama(
+        hidden=8192, layers=80, heads=64, keys=8, intermediate=28672, vocabulary=128256, tied=False, batch=4, seq=2048
     ),
     "vit-tiny": Vit(hidden=64, layers=4, heads=2, intermediate=128, image=32, patch=8, batch=4),
     "vit-h": Vit(hidden=1280, layers=32, heads=16, intermediate=5120, image=224, patch=14, batch=64),

@@ -6,6 +6,7 @@
 2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is "activations of one
    unit".
 3. The trace of a batch between two others lies on the straight line between theirs, visit by visit.
+4. A trace of answers has three passes over the weights (dry_run.py, Rule 5). Its peak is that of all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ OUTSIDE = "outside the units"
 GRADIENTS = "gradient buffers"
 WINDOW = "window"
 ROOT = "resident root"
+CACHE = "keys and values"
 ALL = "beside the weights"  # all terms together
 
 PASSES = 3  # the first predicts nothing; the second may find what the first left; from then on all are alike
@@ -69,6 +71,12 @@ class StepTrace:
     wire_nbytes: tuple[int, ...]  # by unit, of the copies of weights that travel in another type than on the host
     frozen_wire_nbytes: tuple[int, ...]  # of those, the copies of frozen weights
     visits: tuple[Visit, ...]
+    passes: tuple[int, ...] = ()  # places of the first visits of an answer's passes (Rule 4)
+
+    def of_pass(self, number: int) -> StepTrace:
+        """Return the trace of one pass of an answer (Rule 4)."""
+        begin, end = (*self.passes, len(self.visits))[number : number + 2]
+        return replace(self, visits=self.visits[begin:end], passes=())
 
     def between(self, other: StepTrace, share: float) -> StepTrace:
         """Return the trace on the line from this one (0) through the other (1), which has the same visits (Rule 3)."""

@@ -220,7 +220,7 @@ WORKLOADS = {
 }
 
 # Names of shapes (shapes.py) that have listed numbers, too, under another name: one name for one model.
-SAME = {"llama-8b": "llama3-8b"}
+SAME = {"llama-8b": "llama3-8b", "llama-70b": "llama3-70b"}
 
 
 def listed(name: str) -> Workload | None:

@@ -102,6 +102,21 @@ def test_every_recipe_that_trains_has_a_case():
     assert {recipe for recipe, _ in CASES} == {*RECIPES} - {"predict"}
 
 
+def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
+    pytest.importorskip("transformers")
+    given = ["plan", "--config", str(EXAMPLES / "predict" / "config.yaml"), "--machine", "rtx4090", "--json", *QUIET]
+
+    def found(*more):
+        with pytest.raises(SystemExit):
+            cli.main([*given, *more])
+        return json.loads(capsys.readouterr().out)
+
+    there, away = found(), found("--model.cache", "host", "--model.max_new_tokens", "99", "--data.batch_size", "4")
+    assert (there["rows"], there["answer"], away["rows"], away["answer"]) == (16, 16, 4, 99)
+    assert there["host"]["keys_and_values"] == 0 < away["host"]["keys_and_values"]
+    assert (there["trained"], there["run"]["steps"], away["run"]["steps"]) == (0, 2, 8)  # of 32 prompts
+
+
 @pytest.mark.parametrize(
     "recipe, more", [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.slow) for case in CASES]
 )

@@ -372,6 +372,22 @@ def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
         assert narrow >= (0.945 if margin == 1.0 else 0.95) and wide >= 0.95, machine.name
 
 
+@pytest.mark.parametrize("name", ["a100", "h200", "mi300x"])
+def test_there_the_window_binds_and_not_what_comes_down(name):
+    """Neither gradients and steps that take no time nor room for the whole model bring the UNet near its floor."""
+    workload, machine = WORKLOADS["sdxl"], MACHINES[name]
+    units = workload.units(workload.tokens(machine, 3, True, True, 1.0))
+    free = replace(machine, duplex=1.0, down_bytes_per_s=1e18, dram_bytes_per_s=1e18)
+
+    def share(machine, window):
+        step = simulated(units, window, machine, activations="recompute", steps_into_forward=True)
+        return bound / step.step_s
+
+    bound = max((found := floor(units, 3, machine, recompute=True)).seconds, found.chain)
+    assert share(machine, 3) == pytest.approx(0.9475, abs=0.001)
+    assert share(free, 3) < 0.953 and share(machine, len(units)) < 0.96
+
+
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_too(activations):
     for workload, machine in CASES:

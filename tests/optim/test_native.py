@@ -21,7 +21,7 @@ from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native
 from sp_lightning.optim.pieces import step_in_pieces
 
-SHARED = {"lr": [1e-3, 1, 0.5], "weight_decay": [0, 0.01], "maximize": [False, True]}
+SHARED = {"lr": [1e-3, 1, 0.5, 0.0], "weight_decay": [0, 0.01], "maximize": [False, True]}
 ADAM = {"betas": [(0.9, 0.999), (0.3, 0.5)], "eps": [1e-8, 1e-3]}
 OPTIONS = {
     AdamW: {**SHARED, **ADAM},
@@ -61,7 +61,7 @@ def bits(optimizer):
     """List the bits of parameters and state."""
     values = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     values += [value for state in optimizer.state.values() for value in state.values()]
-    return [value.detach().clone().view(torch.int32) for value in values]
+    return [value.detach().as_subclass(torch.Tensor).clone().view(torch.int32) for value in values]
 
 
 def make(cls, options, shapes):
@@ -69,12 +69,13 @@ def make(cls, options, shapes):
     return cls([torch.nn.Parameter(numbers(shape, seed)) for seed, shape in enumerate(shapes)], **options)
 
 
-def train(optimizer, steps=4, before_step=lambda optimizer, step: None):
+def train(optimizer, steps=4, before_step=lambda optimizer, step: None, with_grads=lambda optimizer, step: None):
     """Train an optimizer's parameters; return it."""
     for step in range(steps):
         before_step(optimizer, step)
         for seed, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
             param.grad = numbers(param.shape, 100 * step + seed + 50)
+        with_grads(optimizer, step)
         optimizer.step()
     return optimizer
 
@@ -236,6 +237,68 @@ def test_parameters_that_share_memory_are_left_to_torch():
         return SGD([torch.nn.Parameter(flat), torch.nn.Parameter(flat[: native.FEWEST // 2])], lr=0.1, momentum=0.9)
 
     assert compare(two) == []
+
+
+def negated(params, state, step):
+    """A gradient whose bytes are not its numbers."""
+    params[-1].grad = torch.full((1,), 1j * (1 + step), dtype=torch.complex64).conj().imag
+    assert params[-1].grad.is_neg() and params[-1].grad.is_contiguous()
+
+
+def its_own_gradient(params, state, step):
+    """With decay torch changes the weight, and with it the gradient, before it reads the gradient."""
+    for param in params:
+        param.grad = param.data
+
+
+def one_state_for_two(params, state, step):
+    """The second of two parameters finds what the first has left of their moments."""
+    if step == 1:
+        state[params[1]]["exp_avg"] = state[params[0]]["exp_avg"]
+
+
+def a_state_of_another_class(params, state, step):
+    """What an operator does to it is up to its class."""
+
+    class Own(torch.Tensor):
+        pass
+
+    for param in params if step == 1 else ():
+        state[param]["exp_avg"] = state[param]["exp_avg"].as_subclass(Own)
+
+
+@pytest.mark.parametrize("odd", [negated, its_own_gradient, one_state_for_two, a_state_of_another_class])
+def test_odd_tensors_are_stepped_as_torch_steps_them(odd):
+    def change(optimizer, step):
+        odd(optimizer.param_groups[0]["params"], optimizer.state, step)
+
+    shapes = [(native.FEWEST,), (native.FEWEST,), (1,)]
+    steps = compare(lambda: make(AdamW, {"lr": 0.1, "weight_decay": 0.1}, shapes), with_grads=change)
+    assert any(steps) == (odd is negated)  # the others
+
+
+def test_after_2_to_the_24_steps_no_number_of_fp32_follows():
+    def change(optimizer, step):
+        for state in optimizer.state.values() if step == 1 else ():
+            state["step"].fill_(2.0**24 - 1)
+
+    assert all(compare(lambda: make(Adagrad, {"lr": 0.1, "lr_decay": 1.0}, SHAPES), before_step=change))
+
+
+@pytest.mark.parametrize("lr", [1e39, float("nan")])
+def test_a_learning_rate_that_is_no_number_of_fp32_is_torchs_matter(lr):
+    def change(optimizer, step):
+        optimizer.param_groups[0]["lr"] = lr if step == 2 else 0.1
+
+    def outcome(train):
+        optimizer = make(AdamW, {}, SHAPES)
+        try:
+            train(optimizer, before_step=change)
+        except RuntimeError as error:
+            return str(error)
+        return [each.tolist() for each in bits(optimizer)]
+
+    assert outcome(train) == outcome(train_natively)
 
 
 def test_a_momentum_that_becomes_nothing_leaves_its_buffer_alone():

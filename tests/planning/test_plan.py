@@ -407,14 +407,15 @@ def test_both_names_of_a_listed_model_are_one():
 
 
 @pytest.mark.slow
-def test_the_largest_config_is_planned_in_three_times_the_imports_and_less_than_2_gib():
+def test_the_largest_config_is_planned_in_2_5_times_the_imports_and_less_than_2_gib():
     code = """
 import time
 begin = time.process_time()
-import torch, transformers, sp_lightning
-from sp_lightning.core.host import peak_memory
+import torch, lightning, transformers
 transformers.LlamaForCausalLM
 imports = time.process_time() - begin
+import sp_lightning
+from sp_lightning.core.host import peak_memory
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, intermediate_size=28672)
 x = torch.ones(8, 2048, dtype=torch.long)
@@ -422,7 +423,7 @@ begin = time.process_time()
 plan = sp_lightning.plan(lambda: transformers.LlamaForCausalLM(config), {"input_ids": x, "labels": x},
     precision="bf16-mixed", machine="h100", activations="recompute")
 seconds, nbytes = time.process_time() - begin, peak_memory()
-assert plan.parameters > 70e9 and seconds < 3 * imports and nbytes < 2 * 2**30, (seconds / imports, nbytes)
+assert plan.parameters > 70e9 and seconds < 2.5 * imports and nbytes < 2 * 2**30, (seconds / imports, nbytes)
 """
     for _ in range(3):  # what else the machine does only ever adds to the time
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -772,6 +773,24 @@ def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
 def test_what_is_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
         planned(**arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"answer": 0}, "answer must be an int >= 1"),
+        ({"cache": "host"}, "cache must be given together with answer"),
+        ({"answer": 4, "cache": "disk"}, "cache must be 'device' or 'host'"),
+        ({"answer": 4, "optimizer": "SGD"}, "optimizer must be left out beside answer: nothing is trained"),
+        ({"answer": 4, "activations": "recompute"}, "activations must be left out beside answer"),
+        ({"answer": 4, "loss": "chunked"}, "loss must be left out beside answer"),
+        ({"answer": 4}, "answer must be left out: Stack is no decoder of transformers"),
+        ({"answer": 4, "module": "llama3-8b", "batch": 64}, "answer must be left out for a workload"),
+    ],
+)
+def test_answers_have_nothing_of_a_training(options, message):
+    with pytest.raises(OptionError, match=message):
+        planned(**options)
 
 
 def test_a_plan_without_a_batch_is_refused():

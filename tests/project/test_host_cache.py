@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import sp_lightning
+from sp_lightning.core.machine import MACHINES
+from sp_lightning.errors import OptionError
 
 transformers = pytest.importorskip("transformers")
 from examples.common.host_cache import HostCache, host_cache, on_host  # noqa: E402
@@ -102,6 +104,73 @@ def test_the_simulated_batch_takes_the_memory_of_a_real_one(monkeypatch, prompt,
     visits = [model.visits(32, new, length, on_host, reads) for new, length, reads in passes]
     peak = max(long_answers.one_pass(model, long_answers.T4, each).peak_nbytes for each in visits)
     assert torch.accelerator.max_memory_allocated() == pytest.approx(peak, rel=0.15)
+    planned = plan_of(config, ids, answer=answer, cache="host" if on_host else "device")
+    assert torch.accelerator.max_memory_allocated() == pytest.approx(planned.device_nbytes, rel=0.05)
+    assert planned.host.keys_and_values == on_host * 8 * 2 * 32 * (prompt + answer) * 32 * 4
+
+
+def plan_of(config, ids, **answers):
+    machine = MACHINES["rtx3060"]
+    return sp_lightning.plan(
+        lambda: transformers.LlamaForCausalLM(config),
+        {"input_ids": ids.cpu()},
+        **(answers | {"machine": machine, "device": "simgpu", "window": 2, "transfer": 1}),
+    )
+
+
+def test_a_plan_has_room_for_more_rows_with_the_cache_on_the_host():
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=16, num_key_value_heads=4)
+    ids = torch.ones(64, LENGTH, dtype=torch.long)
+    there, away = (plan_of(config, ids, answer=64, cache=cache, device_memory="64MiB") for cache in ("device", "host"))
+    assert there.device_terms["keys and values"] > 4 * away.device_terms["keys and values"]
+    assert away.largest_batch > 3 * there.largest_batch
+    offered = [change for change in there.changes if change.what.startswith("cache='host'")]
+    assert {change.what for change in offered} == {
+        "cache='host'",
+        f"cache='host' and a batch of {away.largest_batch} rows",
+    }
+    assert min(change.nbytes for change in offered) == away.device_nbytes
+    assert "cache='device'" in [change.what for change in away.changes]
+    assert away.step_s > there.step_s and there.answer_s == there.reading_s + 63 * there.step_s
+    assert there.host.gradients == there.host.optimizer == there.trained == 0
+
+
+@pytest.mark.parametrize("machine", ["rtx4090", "h100"])
+def test_a_plan_takes_the_time_and_the_room_of_the_simulated_table(monkeypatch, machine):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import long_answers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8
+    )
+    model = long_answers.Decoder("", 1024, 6, 1024, 1024, 4096, 32000)
+    ids = torch.ones(16, 512, dtype=torch.long)
+    for cache in "device", "host":
+        found = sp_lightning.plan(
+            lambda: transformers.LlamaForCausalLM(config),
+            {"input_ids": ids},
+            answer=128,
+            cache=cache,
+            machine=machine,
+            precision="bf16-true",
+            window=2,
+            transfer=1,
+        )
+        answers = long_answers.answers(model, MACHINES[machine], 16, 512, 128, cache == "host")
+        assert 16 * 128 / found.answer_s == pytest.approx(answers.tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba"])
+def test_a_plan_refuses_a_cache_that_cannot_wait_on_the_host(kind):
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=4, vocab_size=64, hidden_size=64)
+    with pytest.raises(OptionError, match="cache must be 'device': the layers keep more than keys and values"):
+        sp_lightning.plan(
+            lambda: getattr(transformers, f"{kind}ForCausalLM")(config),
+            {"input_ids": torch.ones(2, 8, dtype=torch.long)},
+            answer=8,
+            cache="host",
+            machine="rtx4090",
+        )
 
 
 def test_at_most_three_layers_are_on_the_device():
