@@ -429,7 +429,6 @@ class Engine:
             hook.remove()
         else:
             yield
-        self.land()
         with quietly():
             self.team.exchange_gradients()
 
