@@ -54,6 +54,13 @@ WIRES = {torch.bfloat16: 1, torch.float16: 2}
 ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 
+class Scalars(ctypes.Array[ctypes.c_float]):
+    """The numbers that a parameter's step takes beside its tensors."""
+
+    _type_ = ctypes.c_float
+    _length_ = 8
+
+
 class Tensors(ctypes.Structure):
     """One parameter with its gradient, state and scalars, as native.cpp reads them."""
 
@@ -62,7 +69,7 @@ class Tensors(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("state", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
-        ("scalar", ctypes.c_float * 8),
+        ("scalar", Scalars),
         ("wire", ctypes.c_void_p),
         ("wire_type", ctypes.c_int32),
         ("wire_has_nan", ctypes.c_int32),
@@ -300,7 +307,7 @@ class Library:
                     mine = {name: state[name].clone() for name in names} | {"": param.detach().clone()}
                     partners = [None if name is None else mine[name] for name in recipe.state(group)]
                     step = state["step"].item() + 1 if "step" in state else 0
-                    requests.append(arguments(mine[""], grad, partners, recipe.scalars(group, step)))
+                    requests.append(arguments(mine[""], grad, partners, Scalars(*recipe.scalars(group, step))))
                     ours.append((mine, {name: state[name] for name in names} | {"": param}))
             cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
             compared |= bool(requests)
@@ -312,13 +319,12 @@ class Library:
 
 
 def arguments(
-    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Sequence[float], wire: Tensor | None = None
+    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Scalars, wire: Tensor | None = None
 ) -> Tensors:
     """Return what native.cpp reads of a parameter: addresses, which the caller keeps alive, and numbers."""
-    addresses = (ctypes.c_void_p * 3)(*(None if tensor is None else tensor.data_ptr() for tensor in state))
-    numbers = param.numel(), (ctypes.c_float * 8)(*scalars)
+    addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in state])
     converts = (None if wire is None else wire.data_ptr()), LIBRARY.wire_type(wire)
-    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, *numbers, *converts)
+    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, param.numel(), scalars, *converts)
 
 
 def _array(tensors: Sequence[Tensors]) -> Any:
@@ -469,8 +475,10 @@ class Candidate(NamedTuple):
 
 def reads(param: Tensor, *others: Tensor) -> bool:
     """Whether compiled code sees what torch's operators would: FP32 tensors whose bytes are their numbers."""
-    others_are_plain = all(type(other) is Tensor and other.dtype is torch.float32 for other in others)
-    return others_are_plain and not any(tensor.is_neg() for tensor in (param, *others))
+    for other in others:
+        if type(other) is not Tensor or other.dtype is not torch.float32 or other.is_neg():
+            return False
+    return not param.is_neg()
 
 
 def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
@@ -491,9 +499,10 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     if len(counts) not in (0, len(candidates)):
         return False
     done = [ctypes.c_float(count.item() + 1).value for count in counts] or [0.0] * len(candidates)  # FP32, as they are
-    scalars = {count: recipe.scalars(group, count) for count in set(done)}
-    if not all(abs(scalar) <= LARGEST for each in scalars.values() for scalar in each):
+    numbers = {count: recipe.scalars(group, count) for count in set(done)}
+    if not all(abs(number) <= LARGEST for each in numbers.values() for number in each):
         return False  # torch refuses a number that is too large; of two NaNs its operators keep the one or the other
+    scalars = {count: Scalars(*each) for count, each in numbers.items()}
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
     tensors = _array(
         [

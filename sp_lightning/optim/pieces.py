@@ -61,8 +61,12 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 
 # ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
 GRAIN = 32768
+PIECE = 1 << 19  # elements: few enough to stay in caches, many enough for what Python costs between operators
 # A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
 FEWEST_PIECES = 4
+# With fewer pieces for each thread the loop is faster than threads that take turns in Python, unless a busy machine
+# keeps its operators waiting for their slowest thread.
+FEWEST_IN_TURN = 16
 # Elements: a multiple of what any vectorized loop reads at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
 # Threads of a step (Rule 6), which take turns in Python. On a machine with more cores they share operators with others.
@@ -143,7 +147,7 @@ class ShadowStep:
             kwargs.update(called_with[1])
 
 
-def step_in_pieces(optimizer: Optimizer, piece: int = 1 << 17) -> ShadowStep | None:
+def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | None:
     """Step large host parameters in cache-sized pieces: the bits of torch's default loop, several times its speed.
 
     Costs a few views per piece and step, no copies; the temporaries of the loop shrink to the size of a piece. Groups
@@ -180,7 +184,7 @@ def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: in
     threads = torch.get_num_threads()
     scalars_seen: set[int] = set()
     numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-    in_turn = threads > 1 and numel >= FEWEST_PIECES * piece * threads and function_mode_count() == 0
+    in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
     compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
     if (in_turn or compiles) and _needs_order(optimizer):
         in_turn = compiles = False
@@ -268,14 +272,18 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
 
 def _needs_order(optimizer: Optimizer) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
-    tensors: list[Tensor] = []
+    ranges: list[tuple[int, int]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            tensors += (param, *(() if param.grad is None else (param.grad,)))
-            tensors += (value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor))
-    if not all(map(_is_plain, tensors)):
-        return True
-    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+            for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
+                if not isinstance(tensor, Tensor):
+                    continue
+                if not _is_plain(tensor):
+                    return True
+                if nbytes := tensor.nbytes:
+                    start = tensor.data_ptr()
+                    ranges.append((start, start + nbytes))
+    ranges.sort()
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
@@ -303,20 +311,22 @@ def _is_scalar(value: Any) -> bool:
 
 def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     """Return the state to update if parameter, gradient and state have the same order in flat memory; else None."""
-    grad, state = param.grad, optimizer.state.get(param, {})
-    if (
-        type(param) not in (Tensor, torch.nn.Parameter, HostParameter)
-        or type(grad) is not Tensor
-        or grad.dtype != param.dtype
-    ):
+    state: State | None = optimizer.state.get(param)
+    if not state or type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
         return None
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+    grad = param.grad
+    if type(grad) is not Tensor or grad.dtype != param.dtype:
         return None
     if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
         return None
-    partners = [grad, *(value for value in state.values() if not _is_scalar(value))]
-    in_step = _is_plain(param) and all(_is_plain(other) and _same_order(param, other) for other in partners)
-    return state if in_step else None
+    for other in (grad, *state.values()):
+        if not isinstance(other, Tensor):
+            return None
+        if other is not grad and other.dim() == 0:
+            continue
+        if not (_is_plain(other) and _same_order(param, other)):
+            return None
+    return state
 
 
 def _is_plain(tensor: Tensor) -> bool:
