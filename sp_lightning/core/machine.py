@@ -51,7 +51,8 @@ class Machine:
     dram_bytes_per_s: float  # for the optimizer
     device_nbytes: int
     host_nbytes: int
-    # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
+    # Read and written by a step of AdamW in FP32: weight and two moments (24), and the gradient (4). Left out are 8
+    # more where weights travel in half precision: gradients are widened first (6), and wire copies are written (2).
     optimizer_bytes_per_parameter: float = 28
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
     disk_bytes_per_s: float = DISK  # of weights that stay in their files

@@ -272,14 +272,18 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
 
 def _needs_order(optimizer: Optimizer) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
-    tensors: list[Tensor] = []
+    ranges: list[tuple[int, int]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            tensors += (param, *(() if param.grad is None else (param.grad,)))
-            tensors += (value for value in optimizer.state.get(param, {}).values() if isinstance(value, Tensor))
-    if not all(map(_is_plain, tensors)):
-        return True
-    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+            for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
+                if not isinstance(tensor, Tensor):
+                    continue
+                if not _is_plain(tensor):
+                    return True
+                if nbytes := tensor.nbytes:
+                    start = tensor.data_ptr()
+                    ranges.append((start, start + nbytes))
+    ranges.sort()
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import lightning as L
@@ -229,10 +230,11 @@ MODELS["convolutions"] = (convolutions, pictures)
 
 
 def peaks(name, dtype, **options):
-    """The device's peaks of the first steps under autocast, and what the first may take more: the bytes of the largest
-    unit, and those that the resident root takes less once its matrices are cast."""
+    """The peaks of the first steps under autocast, of the device and of page-locked memory, and what the first may
+    take more: the bytes of the largest unit, and those that the resident root takes less once its matrices are cast."""
+    gc.collect()  # page-locked memory of other tests
     make, batch = MODELS[name]
-    net, found = make(), []
+    net, found, pinned = make(), [], []
     with sp_lightning.stream(net, DEVICE, **options) as handle:
         unit = max(sum(aligned(p.nbytes) for _, p in unit.params) for unit in handle.units)
         root = handle.stats()["resident_root_bytes"]
@@ -240,6 +242,7 @@ def peaks(name, dtype, **options):
         for step in range(4):
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
+            simgpu._C.reset_peak_stats()
             with torch.autocast("simgpu", dtype=dtype, cache_enabled=False):
                 output = net(**{key: value.to(DEVICE) for key, value in batch(step).items()})
                 loss = getattr(output, "logits", output).float().square().mean()
@@ -249,12 +252,15 @@ def peaks(name, dtype, **options):
             del output, loss
             torch.accelerator.synchronize()
             found.append(torch.accelerator.max_memory_allocated())
-        return found, unit + root - handle.stats()["resident_root_bytes"]
+            pinned.append(simgpu.pinned_bytes()[1])
+        return found, pinned, unit, root - handle.stats()["resident_root_bytes"]
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("window, dtype", [(1, torch.bfloat16), (2, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_step_takes_more_than_the_steady_one_and_one_unit(name, window, dtype, activations):
-    found, more = peaks(name, dtype, window=window, activations=activations)
+    found, pinned, unit, of_root = peaks(name, dtype, window=window, activations=activations)
+    more = unit + of_root
     assert max(found) <= found[-1] + more, [round((peak - found[-1]) / more, 2) for peak in found]
+    assert pinned[-1] > 0 and max(pinned) <= pinned[-1] + unit, [peak - pinned[-1] for peak in pinned]
