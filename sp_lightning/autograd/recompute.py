@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.dynamo import never_compiled
 from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import storage_id
 from ..errors import ExactnessError
@@ -62,6 +63,7 @@ class Recompute:
         self._written = written
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
 
+    @never_compiled
     def run(
         self, call: Call, name: str, store: UnitStore | None, root: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, list[OffloadedTensor]]:

@@ -43,6 +43,23 @@ def not_compiled_itself(function: F) -> F:
 # Not None if functions that the caller calls are compiled; for callers that are not compiled themselves.
 compiling_callback: Callable[[], Any] = eval_frame.get_eval_frame_callback
 
+
+def compiling_as_here(function: F) -> F:
+    """Return a function that compiles what it calls if the caller, which is not compiled itself, does; anywhere."""
+    callback = compiling_callback()
+    if callback is None:
+        return function
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(callback)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    return cast(F, compiling)
+
+
 # What is called before something is compiled. A reset of the compiler clears the list.
 at_compilation: list[Callable[[Any], None]] = callback_handler.start_callbacks
 

@@ -6,7 +6,9 @@
    would call as one.
 3. Nothing tells what the user's loop does between ``backward`` and ``step``: no unit is stepped while backward runs. A
    step may be deferred (pending_step.py): code that reads or writes weights, gradients or state waits for it.
-4. A handle lives as long as the strategy. When the strategy is gone, its modules are plain again.
+4. A handle lives as long as the strategy. When the strategy is gone, its modules are plain again. A module that the
+   user's code dropped is found when another one begins to stream: garbage is collected without the handle, and if that
+   is in it, it is closed.
 5. A deep copy of a module that Fabric wrapped has a strategy of its own, a copy of this one. It begins to stream when
    it is called, with that strategy: many copies are only kept, such as the best weights so far.
 6. With several devices what Fabric gets from ``setup`` is a `RankedModule`, as DDP has its wrapper: a forward through
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
 import sys
 import weakref
@@ -178,7 +181,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Begin to stream a module, if it has parameters and is not a part of one that is streamed (Rule 1)."""
-        self.handles[:] = [handle for handle in self.handles if not handle.closed]
+        _close_dropped(self.handles)
         streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
         if not streamed:
             module.to(self.root_device)
@@ -330,6 +333,38 @@ def _may_defer(steps: OptimizerSteps, optimizer: Optimizer) -> bool:
     reason = steps.other_hooks(optimizer, after=True)
     steps.say(WHOLE_STEP, reason)
     return reason is None
+
+
+class _Garbage:
+    """What brings a handle back that is garbage together with it (Rule 4)."""
+
+    def __init__(self, handle: Handle, found: list[Handle]) -> None:
+        self.handle = handle
+        self.found = found
+
+    def __del__(self) -> None:
+        self.found.append(self.handle)
+
+
+def _close_dropped(handles: list[Handle]) -> None:
+    """Close the handles that only this list leads to, and remove those that are closed."""
+    dropped: list[Handle] = []
+    marks = []
+    while handles:
+        handle = handles.pop()
+        if not handle.closed:
+            handle.garbage = _Garbage(handle, dropped)
+            marks.append(weakref.ref(handle.garbage))
+        del handle
+    if marks:
+        gc.collect()
+    for mark in filter(None, (refer() for refer in reversed(marks))):
+        mark.found = []
+        handles.append(mark.handle)
+        mark.handle.garbage = None
+    if dropped:
+        _close_all(dropped)
+        gc.collect()  # now they go, before memory is allocated
 
 
 def _close_all(handles: list[Handle]) -> None:

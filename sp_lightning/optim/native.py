@@ -475,8 +475,10 @@ class Candidate(NamedTuple):
 
 def reads(param: Tensor, *others: Tensor) -> bool:
     """Whether compiled code sees what torch's operators would: FP32 tensors whose bytes are their numbers."""
-    others_are_plain = all(type(other) is Tensor and other.dtype is torch.float32 for other in others)
-    return others_are_plain and not any(tensor.is_neg() for tensor in (param, *others))
+    for other in others:
+        if type(other) is not Tensor or other.dtype is not torch.float32 or other.is_neg():
+            return False
+    return not param.is_neg()
 
 
 def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) -> bool:
@@ -498,7 +500,7 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
         return False
     done = [ctypes.c_float(count.item() + 1).value for count in counts] or [0.0] * len(candidates)  # FP32, as they are
     numbers = {count: recipe.scalars(group, count) for count in set(done)}
-    if not all(abs(scalar) <= LARGEST for each in numbers.values() for scalar in each):
+    if not all(abs(number) <= LARGEST for each in numbers.values() for number in each):
         return False  # torch refuses a number that is too large; of two NaNs its operators keep the one or the other
     scalars = {count: Scalars(*each) for count, each in numbers.items()}
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]

@@ -35,7 +35,7 @@ from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.stand_ins import StreamedUnit
-from ..compat.dynamo import never_compiled, not_compiled_itself
+from ..compat.dynamo import compiling_as_here, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage, sharing_bytes
 from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
@@ -304,6 +304,7 @@ class Engine:
         activations = self.options.activations if can_save else "keep"
         saved: list[OffloadedTensor] = []
         if activations.startswith("recompute"):
+            call = compiling_as_here(call)  # a checkpoint, which compiles nothing, runs it now and in backward
             output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
         elif activations == "offload" and not self._open and not in_backward():
             self.offload.begin()

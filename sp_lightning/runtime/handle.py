@@ -99,6 +99,7 @@ class Handle:
         self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
+        self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
         self._attach()
         self.steps = OptimizerSteps(self.engine)
 

@@ -463,9 +463,10 @@ def test_a_batch_on_the_host_moves_with_the_call(device):
 # --- Compiled code
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute+offload"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_blocks(backend, when):
+def test_compiled_blocks(backend, when, activations):
     def compiled(net):
         for block in net.blocks:
             block.compile(backend=backend)
@@ -477,7 +478,8 @@ def test_compiled_blocks(backend, when):
         yield from training()(net, device)
 
     torch.compiler.reset()
-    check(lambda: compiled(blocks()) if when == "before" else blocks(), run, torch.device("cpu"))
+    make = (lambda: compiled(blocks())) if when == "before" else blocks
+    check(make, run, torch.device("cpu"), activations=activations)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -525,6 +525,40 @@ def test_modules_are_plain_again_when_the_strategy_is_gone(device):
     assert again.setup(net)(x).device == device
 
 
+@pytest.mark.parametrize("keeps", ["nothing", "parameters", "a part", "all"])
+def test_a_module_that_was_dropped_leaves_when_another_one_comes(keeps, device):
+    """With its weights, its gradients and what is on the device, as in a search for hyperparameters."""
+
+    def run(fabric):
+        torch.manual_seed(0)
+        net = blocks()
+        wrapped, optimizer = fabric.setup(net, adamw(net))
+        for x, y in batches(fabric, 3):
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(wrapped(x), y))
+            optimizer.step()
+        kept = {"nothing": [], "parameters": list(net.parameters()), "a part": net.blocks[1], "all": wrapped}
+        return [weakref.ref(p) for p in net.parameters()], kept[keeps]
+
+    fabric = fabric_on(device, streaming(device))
+    other = fabric.setup(blocks())
+    first, kept = run(fabric)
+    again = fabric.setup(blocks())
+    found = [one for one in (refer() for refer in first) if one is not None]
+    assert len(fabric.strategy.handles) == 2 + (keeps == "all")
+    assert bool(found) == (keeps != "nothing")
+    if keeps == "all":
+        return
+    assert all(type(one) is nn.Parameter and one.device.type == "cpu" for one in found)
+    if keeps == "a part":
+        assert_plain(kept)
+    _, expected = run(fabric_on(device, SingleDeviceStrategy(device=device)))
+    expected = [p.cpu() for p in (expected.parameters() if keeps == "a part" else expected)]
+    assert all(map(torch.equal, list(kept.parameters()) if keeps == "a part" else kept, expected))
+    x, _ = next(iter(batches(fabric)))
+    assert other(x).device == again(x).device == device
+
+
 def test_a_teardown_makes_all_modules_plain(device):
     fabric = fabric_on(device, streaming(device))
     nets = [blocks(), blocks()]
