@@ -46,7 +46,7 @@ BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
 # Waits for reads of files: `TESTS` stream nothing from files, so these were not deleted yet.
-FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py"}
+FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py", "disk/checkpoint_file.py"}
 LONGEST_S = 900
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from ..errors import DiskError, OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.parameters import true_data
+from .mapped_files import OPEN
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,12 @@ class SourceFile:
         self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
         self._direct: int | None = None
         self.is_direct = self._probe()
+        OPEN.add(self)
+
+    def has(self, offset: int, nbytes: int) -> bool:
+        """Whether no page of our mapping was written there (Rule 3); raise if the file changed."""
+        self.check()
+        return not written([(self.flat.data_ptr() + offset, nbytes)])
 
     def check(self) -> None:
         """Raise if the file is not what it was when its weights were loaded (Rule 4)."""
@@ -227,6 +234,7 @@ class SourceFile:
 
     def close(self) -> None:
         """Close the file; tensors over our mapping live on."""
+        OPEN.discard(self)
         for fd in (self._fd, self._direct):
             if fd is not None:
                 os.close(fd)

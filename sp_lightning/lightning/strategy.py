@@ -277,10 +277,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The Trainer's checkpoint plugin, or the default one, which maps local files instead of reading them."""
+        direct = self.options.host_budget is not None
         if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO()
+            self._checkpoint_io = MappedCheckpointIO(direct)
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO(direct)  # a wrapper without one of the user's
         return self._checkpoint_io
 
     @checkpoint_io.setter
