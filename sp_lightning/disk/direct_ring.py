@@ -23,9 +23,9 @@ import contextlib
 import ctypes
 import mmap
 import queue
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -120,10 +120,9 @@ class FileFill(StagedCopy):
         self.reading = self._reads.put
 
     def wait(self, stream: Any) -> None:
-        if not self.on_device.done():  # in recorded steps this is a part of the wait for weights
-            begin = time.perf_counter()
-            self.on_device.exception()
-            self._counters.stall_ms["disk"] += (time.perf_counter() - begin) * 1e3
+        if not self.on_device.done():
+            with self._counters.stall("disk"):
+                self.on_device.exception()
         super().wait(stream)
 
     def reads(self) -> Iterator[tuple[list[Target], Buffer, Future[None]]]:
@@ -164,6 +163,7 @@ class DirectRing:
         jobs: Sequence[Job],
         around: Around,
         files: Sequence[SourceFile],
+        unit: str = "",
     ) -> FileFill:
         """Start copies from memory and from files to the device.
 
@@ -175,9 +175,11 @@ class DirectRing:
             jobs: The pieces to read, with their targets.
             around: Entered before the first copy is queued, left after the last.
             files: All files that have any of these bytes (source_files.py, Rule 4).
+            unit: The name of what is filled.
         """
         fill = FileFill(counters)
-        self._order.submit(self._read, fill, jobs)
+        timed = [counters.listener.work("disk in", unit, "weights", piece.nbytes) for piece, _ in jobs]
+        self._order.submit(self._read, fill, jobs, timed)
         self._sender.submit(self._send, fill, copies, around, files)
         return fill
 
@@ -193,16 +195,19 @@ class DirectRing:
 
     # ---- on the threads
 
-    def _read(self, fill: FileFill, jobs: Sequence[Job]) -> None:
+    def _read(self, fill: FileFill, jobs: Sequence[Job], timed: Sequence[AbstractContextManager[None]]) -> None:
+        def read(piece: Piece, memory: memoryview, under_way: AbstractContextManager[None]) -> None:
+            with under_way:
+                piece.file.read(memory, piece.begin, piece.nbytes)
+
         try:
-            for piece, targets in jobs:
+            for (piece, targets), under_way in zip(jobs, timed, strict=True):
                 if fill.on_device.done():  # it failed
                     break
                 buffer, after = self._free.get()
                 if after is not None:
                     after.synchronize()
-                read = self._threads.submit(piece.file.read, buffer.memory, piece.begin, piece.nbytes)
-                fill.reading((targets, buffer, read))
+                fill.reading((targets, buffer, self._threads.submit(read, piece, buffer.memory, under_way)))
         except BaseException as error:
             fill.fail(error)
         finally:

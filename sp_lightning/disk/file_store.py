@@ -162,7 +162,7 @@ class FileUnitStore(UnitStore):
 
     def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
         assert after is None and self._jobs is not None
-        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files)
+        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files, self.unit.name)
 
     def wait_load(self) -> None:
         with self._failing():

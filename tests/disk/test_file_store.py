@@ -7,6 +7,7 @@ import copy
 import errno
 import functools
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
+from sp_lightning.disk.direct_ring import GAP
 from sp_lightning.disk.file_store import FileUnitStore
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
 from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.observe import timeline
 from sp_lightning.options import Options
 from sp_lightning.runtime.handle import Handle
 
@@ -82,18 +85,29 @@ def test_each_pass_reads_what_comes_up_and_nothing_is_in_memory(nets, device):
     assert torch.equal(net(batch("cpu")), plain(batch("cpu")))
 
 
-def test_a_recorded_step_waits_for_weights(nets, device, monkeypatch):
+def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monkeypatch):
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
     nets[1][4].requires_grad_(True)
     with streamed(nets[1], device, window=1) as handle:
         recorder = handle.record()
         for _ in range(3):
+            before = handle.stats()["disk_read"]
             nets[1](batch(device)).sum().backward()
+        read = handle.stats()["disk_read"] - before
         handle.stop_recording()
-        causes = recorder.trained()[-1].causes()
-        assert sum(causes.values()) == pytest.approx(recorder.trained()[-1].seconds)
-        assert causes["weights"] > 0.01
+        step = recorder.trained()[-1]
+        causes = step.causes()
+        assert sum(causes.values()) == pytest.approx(step.seconds)
+        assert causes["disk"] > 0.01 and causes["disk"] > causes["weights"]
+        reads = step.of("disk in")
+        assert all(one.end <= other.start for one, other in itertools.pairwise(reads))
+        assert read <= step.nbytes("disk in") <= read + len(reads) * 2 * GAP and step.busy("disk in") >= 0.02
+        assert {span.unit for span in reads} <= {unit.name for unit in handle.units}
+        made = timeline.measured(recorder.trained(), "a net")
+        lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
+        assert lanes.index("disk to host") < lanes.index("up: host to device")
+        assert "waits for the disk" in timeline.summary(made)
         assert handle.stats()["stall_ms"]["disk"] > 10
 
 
