@@ -48,6 +48,7 @@ class Hole(NamedTuple):
 
     header: int  # the first byte of the entry
     begin: int  # the first byte of the storage
+    address: int  # of the storage, which lives as long as its copies: it may be a copy of a device's
     nbytes: int
     source: tuple[MappedFile, int] | None
     pieces: list[tuple[int, Future[int]]]  # bytes of each, and its checksum
@@ -58,8 +59,7 @@ class Hole(NamedTuple):
         for nbytes, checksum in self.pieces:
             total = joined(total, checksum.result(), nbytes)
         if self.source is not None:
-            file, offset = self.source
-            file.has(offset, self.nbytes)  # raises if it changed meanwhile
+            self.source[0].offset_of(self.address, self.nbytes)  # raises if the file changed
         return total
 
 
@@ -91,7 +91,8 @@ class _Copies:
         self._file.flush()
         begin, nbytes = self._begin_of(header), storage.nbytes()
         os.posix_fallocate(self._fd, begin, nbytes)
-        hole = Hole(header, begin, nbytes, find(storage.data_ptr(), nbytes), [])
+        address = storage.data_ptr()
+        hole = Hole(header, begin, address, nbytes, find(address, nbytes), [])
         self._holes.append(hole)
         at = 0
         while at < nbytes and not self._failed:

@@ -188,10 +188,16 @@ class SourceFile:
         self.is_direct = self._probe()
         OPEN.add(self)
 
-    def has(self, offset: int, nbytes: int) -> bool:
-        """Whether no page of our mapping was written there (Rule 3); raise if the file changed."""
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Return where in the file the bytes at this address of our mapping are.
+
+        None if they are not there, or a page of them was written (Rule 3). Raise if the file changed.
+        """
+        offset = address - self.flat.data_ptr()
+        if not 0 <= offset <= self.nbytes - nbytes:
+            return None
         self.check()
-        return not written([(self.flat.data_ptr() + offset, nbytes)])
+        return None if written([(address, nbytes)]) else offset
 
     def check(self) -> None:
         """Raise if the file is not what it was when its weights were loaded (Rule 4)."""
