@@ -221,6 +221,8 @@ def _print(plan: Plan, note: str, run: dict[str, float]) -> None:
     console.print()
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    if plan.wear:
+        console.print(f"Wear: {plan.wear}", markup=False, soft_wrap=True)
     console.print(_speed(run), markup=False, soft_wrap=True)
     change, *others = re.split(r"; (?![^(]*\))", plan.first)  # what is in parentheses stays in its line
     console.print(
@@ -299,6 +301,8 @@ def _time_table(plan: Plan) -> Any:
         from ..options import format_bytes
 
         table.add_row(f"reading {format_bytes(plan.disk_nbytes)} from files", time(plan.disk_s))
+        if plan.disk_written_nbytes:
+            table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
     table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))

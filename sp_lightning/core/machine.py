@@ -22,7 +22,10 @@ SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix p
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
-DISK = 7e9  # bytes/s that a local drive on four lanes of PCIe 4 reads in large pieces
+# A local drive on four lanes of PCIe 4, in large pieces: bytes/s read, bytes/s written, the share of that in each
+# direction while both run (assumed: some drives share one pipe, 0.5), and bytes that it may be written in its life.
+DISK_READ, DISK_WRITE, DISK_DUPLEX = 7e9, 5e9, 0.75
+ENDURANCE = 1200e12  # the rating of a consumer drive of 2 TB
 
 CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
 
@@ -54,7 +57,9 @@ class Machine:
     # Read and written by a step of AdamW: FP32 weight, two FP32 moments (24), a bf16 gradient in, a bf16 weight out.
     optimizer_bytes_per_parameter: float = 28
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
-    disk_bytes_per_s: float = DISK  # of weights that stay in their files
+    disk_bytes_per_s: float = DISK_READ
+    disk_out_bytes_per_s: float = DISK_WRITE  # sustained
+    disk_duplex: float = DISK_DUPLEX  # as `duplex`
 
 
 def headroom(host_nbytes: int) -> int:
@@ -74,6 +79,20 @@ def with_link(machine: Machine, link: str | float) -> Machine:
     """Return the machine with another link: "gen4x8" (PCIe 4 with 8 lanes), or bytes per second such as "12GB"."""
     rate = link_bytes_per_s(link)
     return replace(machine, up_bytes_per_s=rate, down_bytes_per_s=rate)
+
+
+def with_disk(machine: Machine, disk: str) -> Machine:
+    """Return the machine with a disk that reads and writes so many bytes per second, such as "7GB,1.5GB"."""
+    rates = []
+    for rate in disk.split(","):
+        try:
+            rates.append(parse_bytes(rate.strip().removesuffix("/s"), "disk"))
+        except OptionError:
+            rates.append(0)
+    if not 1 <= len(rates) <= 2 or min(rates) <= 0:
+        allowed = 'bytes per second read and written, such as "7GB,5GB"'
+        raise OptionError(argument="disk", found=disk, allowed=allowed)
+    return replace(machine, disk_bytes_per_s=float(rates[0]), disk_out_bytes_per_s=float(rates[-1]))
 
 
 def link_bytes_per_s(link: str | float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import remedies
-from ..core.machine import Machine
+from ..core.machine import ENDURANCE, Machine
 from ..core.simulation import Simulation
 from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
@@ -89,13 +89,35 @@ class Plan:
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes of weights that a step reads from their files."""
-        return self.simulation.disk_nbytes
+        """Bytes that a step reads from files: of weights, and of the optimizer's state on a disk."""
+        return self.simulation.disk_nbytes + self.simulation.state_read_nbytes
 
     @property
     def disk_s(self) -> float:
         """Seconds in which the disk reads these bytes."""
         return self.disk_nbytes / self.machine.disk_bytes_per_s
+
+    @property
+    def disk_written_nbytes(self) -> int:
+        """Bytes that a step writes to the disk."""
+        return self.simulation.state_written_nbytes
+
+    @property
+    def disk_written_s(self) -> float:
+        """Seconds in which the disk writes these bytes."""
+        return self.disk_written_nbytes / self.machine.disk_out_bytes_per_s
+
+    @property
+    def wear(self) -> str:
+        """How many steps the rating of a drive allows, in a sentence; empty if nothing is written."""
+        written = self.disk_written_nbytes
+        if not written:
+            return ""
+        size = f"{written / 1e9:.3g} GB" if written < 1e12 else f"{written / 1e12:.3g} TB"
+        return (
+            f"a step writes {size} to the disk: {float(f'{ENDURANCE / written:.3g}'):,.0f} steps to "
+            f"{ENDURANCE / 1e12:,.0f} TB, the rating of a consumer drive of 2 TB"
+        )
 
     @property
     def chosen(self) -> dict[str, int]:
@@ -202,7 +224,7 @@ class Plan:
         lanes = {
             "compute": floor.compute_forward + floor.compute_backward,
             "link": max(floor.up_forward + floor.up_backward, floor.down),
-            "disk": floor.up_forward + floor.up_backward,
+            "disk": floor.disk,
             "optimizer": floor.optimizer,
             "host memory": floor.host,
         }
@@ -228,6 +250,7 @@ class Plan:
             "fits": self.fits,
             "host_available": self.host_available,
             "disk_nbytes": self.disk_nbytes,
+            "disk_written_nbytes": self.disk_written_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
