@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from ..compat.references import shares_storage
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
-from ..memory.parameters import ParameterOwner
+from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
@@ -134,6 +136,33 @@ def choose_files(
         format_bytes(placed.host.total),
     )
     return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
+
+
+def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int) -> Mapping[str, Any]:
+    """Return a module's state in which weights that the files have already are its own: loading writes none of them.
+
+    A weight in a file that is written leaves it, for good, even by the same bytes.
+    """
+    check_available(budget)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    filed = find(parameters.values())
+    own = {
+        name: parameters[name]
+        for name, value in state.items()
+        if name in parameters and id(parameters[name]) in filed and _same_bytes(true_data(parameters[name]), value)
+    }
+    copied = copy.copy(state)  # with its attributes, such as torch's metadata
+    copied.update(own)  # type: ignore[attr-defined]
+    return copied
+
+
+def _same_bytes(one: Tensor, other: Any) -> bool:
+    if type(other) not in (Tensor, nn.Parameter) or other.layout is not torch.strided:
+        return False
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize)
+    return whole is not None and torch.equal(one.view(whole), other.view(whole))
 
 
 def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[int, Found]:

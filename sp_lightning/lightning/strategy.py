@@ -21,7 +21,7 @@ from ..compat.modules import convert_tensors
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..observe.progress import waiting
-from ..options import Options
+from ..options import Options, format_bytes
 from ..runtime.handle import Handle
 from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
@@ -182,6 +182,19 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and average_device(callback) is None:
                 set_average_device(callback, HOST)
                 self._averages.append(callback)
+                self._warn_of_copy(type(callback).__name__)
+
+    def _warn_of_copy(self, of: str) -> None:
+        """Warn that a callback copies weights into memory that a budget does not count."""
+        assert self.lightning_module is not None
+        if self.options.host_budget is not None:
+            log.warning(
+                "superpipeline: %s copies all weights (%s) into host memory, those in files too, beside host_budget=%s "
+                "(plan --copies 1 counts them)",
+                of,
+                format_bytes(sum(parameter.nbytes for parameter in self.lightning_module.parameters())),
+                format_bytes(self.options.host_budget),
+            )
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
@@ -295,6 +308,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
         assert self.lightning_module is not None
+        if self.options.host_budget is not None:
+            from ..disk.weight_files import unchanged
+
+            state = unchanged(self.lightning_module, checkpoint["state_dict"], self.options.host_budget)
+            checkpoint = {**checkpoint, "state_dict": state}
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)

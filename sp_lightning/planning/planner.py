@@ -220,7 +220,8 @@ class _Planner:
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
         whole, trained = self.copies
-        return replace(host, copies=whole * host.weights + trained * host.gradients)
+        weights = host.weights + sum(cost.disk_nbytes for cost in needs.costs)  # a copy is in memory
+        return replace(host, copies=whole * weights + trained * host.gradients)
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""

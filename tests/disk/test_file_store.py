@@ -29,7 +29,7 @@ from sp_lightning.disk.file_store import FileUnitStore
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
 from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.observe import timeline
-from sp_lightning.options import Options
+from sp_lightning.options import Options, format_bytes
 from sp_lightning.runtime.handle import Handle
 
 
@@ -419,9 +419,58 @@ def test_loader_processes_are_forked_while_the_disk_is_read(device):
     parity.compare(record(in_files.frozen(case)), record(in_files.filed(case), host_budget="0B"))
 
 
-def test_an_average_of_the_weights(device):
+def test_an_average_of_the_weights_is_a_copy_beside_the_budget_and_the_log_says_so(device, caplog):
     case, average = in_files.filed(models.case("mlp")), lambda: [EMAWeightAveraging(decay=0.9)]
     parity.check(case, {"host_budget": "0B"}, accelerator=device.type, make_callbacks=average, epochs=2)
+    size = format_bytes(sum(p.nbytes for p in case.make().parameters()))
+    said = (
+        f"EMAWeightAveraging copies all weights ({size}) into host memory, those in files too, beside host_budget=0 B"
+    )
+    assert any(said in message for message in caplog.messages)
+
+
+def resumed(net_in, place, side, device, path=None, save=None, **options):
+    """A run of two epochs, or its second one after a checkpoint; gives its module."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    strategy = parity.plain_strategy(device.type)
+    if side == "streaming":
+        strategy = parity.streaming_strategy(device.type, window=2, transfer=1, **options)
+    case = getattr(in_files, net_in)(models.case("mlp"))
+    L.seed_everything(0, verbose=False)
+    module = models.ZooModule(case, "adamw")
+    trainer = L.Trainer(
+        accelerator=device.type,
+        devices=1,
+        max_epochs=1 if save else 2,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, models.loader(case, 3), ckpt_path=path)
+    if save:
+        trainer.save_checkpoint(save)
+    return module
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resume_from_a_whole_checkpoint_leaves_weights_in_files_that_it_does_not_change(changed, device, tmp_path):
+    """Even bytes that are the same would be a copy in memory once they were written."""
+    path = tmp_path / "first.ckpt"
+    resumed("frozen", tmp_path, "plain", device, save=path)
+    if changed:
+        checkpoint = torch.load(path, weights_only=False)
+        name, weight = next((n, w) for n, w in checkpoint["state_dict"].items() if w.dim() == 2)
+        weight.view(-1)[3] += 1
+        torch.save(checkpoint, path)
+    expected = resumed("frozen", tmp_path, "plain", device, path)
+    module = resumed("filed", tmp_path, "streaming", device, path, host_budget="0B")
+    for (name, one), (_, other) in zip(expected.named_parameters(), module.named_parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu()), name
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    filed = sum(p.nbytes for p in frozen)
+    assert in_files.in_files(module) == filed if not changed else 0 < in_files.in_files(module) < filed
 
 
 def test_a_prediction_leaves_weights_in_files_that_require_gradients(tmp_path, device):

@@ -93,6 +93,20 @@ def test_a_module_whose_weights_are_in_memory_has_none_in_files():
         found.check()
 
 
+def test_what_a_budget_does_not_count_in_a_run_is_counted_by_a_plan(tmp_path):
+    """An average of the weights, which is in memory wherever they are, and offloaded activations."""
+    net = model(tmp_path)
+    weights = sum(p.nbytes for p in net.parameters())
+    found = planned(net, host_budget="0B")
+    averaged = planned(net, host_budget="0B", copies=1)
+    assert found.host.weights < weights <= averaged.host.copies <= weights + 20 * 512
+    assert averaged.host.total == found.host.total + averaged.host.copies
+    room = {"host_budget": found.host.total + 4096}
+    assert planned(net, **room).fits_host and not planned(net, **room, copies=1).fits_host
+    offloaded = planned(net, **room, activations="offload")
+    assert offloaded.host.activations > 4096 and not offloaded.fits_host
+
+
 def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
     found = planned(model, host_budget="0B")
     assert found.disk_nbytes > 0
