@@ -84,7 +84,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
         host_budget: Bytes of host memory for weights, gradients and optimizer state, such as "24GiB". What does not fit
             stays in the files that it was loaded from, as far as it is frozen, and is read from there for each visit
-            (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory.
+            (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
+            what is free less the system's share.
+        disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``: it lies there in
+            a nameless file while the run lasts, and is stepped in windows, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -108,6 +111,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
         host_budget: int | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -129,6 +133,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             host_memory=host_memory,
             compile_units=compile_units,
             host_budget=host_budget,
+            disk=disk,
         )
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._device_given = device is not None
@@ -341,8 +346,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-            for parameter, values in optimizer.state.items():
-                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, on_host)
+            for parameter in list(optimizer.state):
+                optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, on_host)
                 if self._streaming is not None and id(parameter) in groups:
                     self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
         if self._streaming is not None:
