@@ -196,6 +196,6 @@ def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[i
         f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
         f"their files{spilled} the run takes {format_bytes(placed.host.total)} of host memory ({terms}). {spill}"
         f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
-        f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own type, "
-        "from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
+        f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own "
+        "type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
     )

@@ -22,7 +22,7 @@ import functools
 import itertools
 import operator
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +61,14 @@ _params = operator.itemgetter("params")
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 
-PIECE = 1 << 17  # elements of a piece per thread, since each core has a cache of its own
 # ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
 GRAIN = 32768
+PIECE = 1 << 19  # elements: few enough to stay in caches, many enough for what Python costs between operators
 # A tensor of fewer pieces is left whole: the caches hold enough of it for the loop's overhead per piece to cost more.
 FEWEST_PIECES = 4
+# With fewer pieces for each thread the loop is faster than threads that take turns in Python, unless a busy machine
+# keeps its operators waiting for their slowest thread.
+FEWEST_IN_TURN = 16
 # Elements: a multiple of what any vectorized loop reads at once (at most 64: two AVX-512 registers in half precision).
 LINE = 256
 # Threads of a step (Rule 6), which take turns in Python. On a machine with more cores they share operators with others.
@@ -194,7 +197,7 @@ class Cutting:
         threads = torch.get_num_threads()
         params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         numel = sum(map(Tensor.numel, params))
-        in_turn = threads > 1 and numel >= FEWEST_PIECES * piece * threads and function_mode_count() == 0
+        in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
         compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
         if (in_turn or compiles) and needs_order(optimizer):
             in_turn = compiles = False
@@ -342,24 +345,25 @@ def is_scalar(value: Any) -> bool:
 
 def state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     """Return the state to update if parameter, gradient and state have the same order in flat memory; else None."""
-    state = optimizer.state.get(param, {})
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+    state: State | None = optimizer.state.get(param)
+    if not state or not has_gradient_in_step(param):
         return None
     if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
         return None
-    return state if is_in_step(param, [value for value in state.values() if not is_scalar(value)]) else None
+    for other in state.values():
+        if not isinstance(other, Tensor):
+            return None
+        if other.dim() and not (_is_plain(other) and same_order(param, other)):
+            return None
+    return state
 
 
-def is_in_step(param: Tensor, partners: Sequence[Tensor]) -> bool:
-    """Whether parameter, gradient and these tensors have the same order in flat memory."""
-    grad = param.grad
-    if (
-        type(param) not in (Tensor, torch.nn.Parameter, HostParameter)
-        or type(grad) is not Tensor
-        or grad.dtype != param.dtype
-    ):
+def has_gradient_in_step(param: Tensor) -> bool:
+    """Whether a parameter and its gradient have the same order in flat memory."""
+    if type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
         return False
-    return _is_plain(param) and all(_is_plain(other) and same_order(param, other) for other in (grad, *partners))
+    grad = param.grad
+    return type(grad) is Tensor and grad.dtype == param.dtype and _is_plain(grad) and same_order(param, grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -50,7 +50,7 @@ from .pieces import (
     Regrouped,
     ShadowStep,
     State,
-    is_in_step,
+    has_gradient_in_step,
     is_scalar,
     keeps_no_state,
     needs_order,
@@ -307,7 +307,7 @@ class StateOnDisk:
         if shadow.state.get(param):
             state = state_in_step(shadow, param) or {}
             return {key: value for key, value in state.items() if not is_scalar(value)}
-        if id(param) not in self.parameters or keeps_no_state(shadow, group) or not is_in_step(param, []):
+        if id(param) not in self.parameters or keeps_no_state(shadow, group) or not has_gradient_in_step(param):
             return {}
         if not param.dim() or not param.numel():
             return {}

@@ -101,7 +101,9 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
         assert found["disk_written"] > found["disk_read"] > 0
 
 
-@pytest.mark.parametrize("name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
 def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator):
     case = FAMILIES[name].case

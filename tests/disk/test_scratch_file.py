@@ -184,7 +184,9 @@ def test_a_write_that_fails_says_where(number, file, monkeypatch):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwritev", fail)
-    with pytest.raises(DiskError, match=f"could not be written at byte {place.offset}: {os.strerror(number)}") as caught:
+    with pytest.raises(
+        DiskError, match=f"could not be written at byte {place.offset}: {os.strerror(number)}"
+    ) as caught:
         file.write(buffer.memory, place.offset, 5 * BLOCK)
     assert caught.value.errno == number and caught.value.writes
 
@@ -194,7 +196,9 @@ def test_a_disk_that_is_full_says_how_much_is_missing(file, monkeypatch, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(DiskError, match=r"Optimizer state needs 4\.00 MiB there, and .*iB are free: nothing was stepped"):
+    with pytest.raises(
+        DiskError, match=r"Optimizer state needs 4\.00 MiB there, and .*iB are free: nothing was stepped"
+    ):
         file.tensors([torch.empty(1 << 20)])
     with pytest.raises(DiskError, match="raise host_budget"):
         check_room(str(tmp_path), 1 << 60)

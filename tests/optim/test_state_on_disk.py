@@ -103,7 +103,9 @@ def threads():
     torch.set_num_threads(before)
 
 
-@parity.product(kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True])
+@parity.product(
+    kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True]
+)
 def test_steps_in_windows_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
     threads(count)
     cls, options = KINDS[kind]
