@@ -45,8 +45,8 @@ OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where
 BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
-# Waits for reads of files: `TESTS` stream nothing from files, so these were not deleted yet.
-FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py"}
+# Waits for reads and writes of files: `TESTS` have nothing in files, so these were not deleted yet.
+FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py", "disk/state_ring.py", "optim/state_on_disk.py"}
 LONGEST_S = 900
 
 

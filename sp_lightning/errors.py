@@ -41,9 +41,11 @@ class HostMemoryError(SuperpipelineError, RuntimeError):
 class DiskError(SuperpipelineError, RuntimeError):
     """A file could not be read or written: which file, where in it, and the system's number for why."""
 
+    GO_ON = "go on from the last checkpoint"
+
     def __init__(self, *, path: str, offset: int, errno: int, writes: bool = False, outcome: str = "") -> None:
         self.path, self.offset, self.errno, self.writes = path, offset, errno, writes
-        outcome = outcome or (
+        self.outcome = outcome = outcome or (
             "Weights on the host are as they were; check the disk, or load the model from another copy of the file"
         )
         done = "written" if writes else "read"
@@ -54,9 +56,14 @@ class DiskError(SuperpipelineError, RuntimeError):
     def in_step(self, stepped: int, of: int) -> DiskError:
         """Make the same error, in an optimizer's step that it ended."""
         return self.with_outcome(
-            f"The optimizer had stepped {stepped} of {of} parameters, and state on the disk is that of no step: go on "
-            "from the last checkpoint"
+            f"The optimizer had stepped {stepped} of {of} parameters, and state on the disk is that of no step: "
+            f"{self.GO_ON}"
         )
+
+    def going_on_from(self, checkpoint: str | None) -> DiskError:
+        """Make the same error with the path of the last checkpoint, if it is one to go on from."""
+        names = checkpoint is not None and self.outcome.endswith(self.GO_ON)
+        return self.with_outcome(f"{self.outcome}, {checkpoint}") if names else self
 
     def with_outcome(self, outcome: str) -> DiskError:
         """Make the same error with another account of what it left."""

@@ -21,9 +21,9 @@ import torch
 
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
+from . import state_ring
 from .direct_file import BLOCK
 from .direct_ring import BUFFERS, PIECE
-from .window_ring import WINDOWS, buffer_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Budgeted:
     in_files: int  # bytes of weights
     spilled: list[int] = field(default_factory=list)  # units whose state is on disk
     on_disk: int = 0  # bytes of that state
-    window: int = 0  # bytes of a buffer through which state is stepped
+    buffer: int = 0  # bytes of a buffer through which state is stepped
 
 
 def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: int, spills: bool = False) -> Budgeted:
@@ -98,12 +98,12 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
     in_files = sum(units[index].in_files for index in chosen)
     if not spills or host.total <= budget or not host.optimizer:
         return Budgeted(units=chosen, host=host, in_files=in_files)
-    window = buffer_nbytes(sum(unit.state for unit in units))
-    over = host.total + WINDOWS * window - budget
+    buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units))
+    over = host.total + state_ring.BUFFERS * buffer - budget
     spilled = evenly({index: unit.state for index, unit in enumerate(units)}, over)
     on_disk = sum(units[index].state for index in spilled)
-    host = replace(host, optimizer=host.optimizer - on_disk, ring=host.ring + WINDOWS * window)
-    return Budgeted(units=chosen, host=host, in_files=in_files, spilled=spilled, on_disk=on_disk, window=window)
+    host = replace(host, optimizer=host.optimizer - on_disk, ring=host.ring + state_ring.BUFFERS * buffer)
+    return Budgeted(units=chosen, host=host, in_files=in_files, spilled=spilled, on_disk=on_disk, buffer=buffer)
 
 
 def choose(

@@ -87,7 +87,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``: it lies there in
-            a nameless file while the run lasts, and is stepped in windows, with the same bits (docs/disk.md).
+            a nameless file while the run lasts, and is stepped in portions, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -136,6 +136,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             disk=disk,
         )
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
+        self._last_checkpoint: str | None = None  # of this run
         self._device_given = device is not None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # whose averages we keep on the host
         self._callback: SuperpipelineCallback | None = None  # added to runs without a callback of the user's
@@ -228,6 +229,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 own_gradients=self.writes_gradients,
                 autocasts=str(self.precision_plugin.precision).endswith("mixed"),
             )
+        self.handle.last_checkpoint = self._last_checkpoint
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
@@ -253,6 +255,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             for callback in self._averages:
                 set_average_device(callback, None)
             self._averages.clear()
+            self._last_checkpoint = None
             self.leave_ranks()
             self._remove_callback()
             self._base_teardown()
@@ -294,6 +297,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
+        self._note_checkpoint(checkpoint_path)
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -315,6 +319,13 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        self._note_checkpoint(filepath)
+
+    def _note_checkpoint(self, path: Any) -> None:
+        """Note the checkpoint from which a run that fails can go on."""
+        self._last_checkpoint = os.fspath(path)
+        if self.handle is not None:
+            self.handle.last_checkpoint = self._last_checkpoint
 
     def _waiting_for_parameters(
         self, what: str, done: Callable[[nn.Parameter], bool]

@@ -1,13 +1,13 @@
-"""Optimizer state that lies in the scratch file, and steps of its parameters in windows.
+"""Optimizer state that lies in the scratch file, and steps of its parameters in portions.
 
 1. Of the chosen parameters, state of their shape lies in the file (scratch_file.py): ``optimizer.state`` shows tensors
    over it. Scalars stay in memory, and so does state that other code refers to, as long as it does.
-2. What is elementwise is stepped in windows: state comes into a buffer, is stepped there as any other, and goes back,
-   while the next windows are read and those before are written (window_ring.py). All else is stepped on the tensors as
+2. What is elementwise is stepped in portions: state comes into a buffer, is stepped there as any other, and goes back,
+   while the next portions are read and those before are written (state_ring.py). All else is stepped on the tensors as
    they are, which is right, at the speed of page faults: other classes of optimizers, ``foreach``, parameters that
    share bytes or scalars. The result is the same to the last bit.
-3. A window consists of whole pieces (pieces.py, Rule 5), which may end inside a block. Of such a block the first window
-   keeps its part in memory, and the next one writes it.
+3. A portion consists of whole pieces (pieces.py, Rule 5), which may end inside a block. Of such a block the first
+   portion keeps its part in memory, and the next one writes it.
 4. Scalars are stepped by a parameter's last part, and the parts before it step copies. A parameter whose last part was
    not stepped has the scalars that it had.
 5. The first step makes state: its parts have none, torch makes it for each piece in memory, and it goes to the disk
@@ -37,7 +37,7 @@ from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import Place, ScratchFile
-from ..disk.window_ring import AHEAD, Run, WindowRing, as_few_runs
+from ..disk.state_ring import AHEAD, Run, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.layout import is_dense
 from ..memory.weights import Conversion
@@ -114,7 +114,7 @@ class Range(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """Some pieces of a parameter, one after the other, in a window."""
+    """Some pieces of a parameter, one after the other, in a portion."""
 
     of: Spilled
     first: int
@@ -133,7 +133,7 @@ class Part:
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
 
 
-class Window(NamedTuple):
+class Portion(NamedTuple):
     """Parts that are in one buffer together."""
 
     parts: list[Part]
@@ -150,7 +150,7 @@ class StateOnDisk:
         self._buffer_nbytes = buffer_nbytes
         self._counters = counters
         self._fuses = fuses
-        self._made_ring: WindowRing | None = None
+        self._made_ring: StateRing | None = None
         self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -160,7 +160,7 @@ class StateOnDisk:
         return 0 if self._made_ring is None else self._made_ring.nbytes
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
-        """Have an optimizer's state lie in the file from now on, and its steps be in windows if it has a shadow."""
+        """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
             self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
@@ -229,8 +229,8 @@ class StateOnDisk:
         place, content, ring = self._file.place_of(target), _flat(source).view(torch.uint8), self._ring
         assert place is not None
         try:
-            for begin in range(0, place.nbytes, ring.window_nbytes):
-                buffer, piece = ring.take(), content[begin : begin + ring.window_nbytes]
+            for begin in range(0, place.nbytes, ring.buffer_nbytes):
+                buffer, piece = ring.take(), content[begin : begin + ring.buffer_nbytes]
                 buffer.flat[: piece.nbytes].copy_(piece)
                 ring.write(buffer, [Run(place.offset + begin, 0, blocks(piece.nbytes))])
             ring.drain()
@@ -240,9 +240,9 @@ class StateOnDisk:
         self._counters.disk_written += place.nbytes
 
     @property
-    def _ring(self) -> WindowRing:
+    def _ring(self) -> StateRing:
         if self._made_ring is None:
-            self._made_ring = WindowRing(self._file, self._buffer_nbytes, self._counters)
+            self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters)
         return self._made_ring
 
     # ---- steps
@@ -252,13 +252,13 @@ class StateOnDisk:
         return rest(optimizer)
 
     def _regroup(self, regroup: Regroup, shadow: Any, conversions: Conversions) -> Regrouped:
-        """Step in windows what can be; let the others be regrouped as ever."""
+        """Step in portions what can be; let the others be regrouped as ever."""
         with self._lock, torch.no_grad():
             shadow.param_groups = self._step(shadow, conversions)
         return regroup(shadow, conversions)
 
     def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
-        """Step in windows what can be (Rule 2), and return the groups with the other parameters."""
+        """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
         groups: list[Group] = shadow.param_groups
         spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
         if not spilled or _share_state(shadow):
@@ -278,7 +278,7 @@ class StateOnDisk:
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
     def _spilled(self, shadow: Any, conversions: Conversions) -> Iterator[Spilled]:
-        """Yield the parameters that can be stepped in windows, in the order of the groups."""
+        """Yield the parameters that can be stepped in portions, in the order of the groups."""
         for group in shadow.param_groups:
             if not takes_the_loop(group):
                 continue
@@ -330,25 +330,25 @@ class StateOnDisk:
                         shadow.state[param]  # a defaultdict
 
     def _run(self, shadow: Any, spilled: list[Spilled], done: list[Spilled]) -> None:
-        """Step parameters window by window, reading ahead and writing behind; list those that were stepped."""
+        """Step parameters portion by portion, reading ahead and writing behind; list those that were stepped."""
         ring, cutting = self._ring, Cutting.of(shadow, PIECE)
         for one in spilled:
-            one.lengths = _lengths(one, cutting, ring.window_nbytes)
-        todo = _windows(spilled, ring.window_nbytes)
-        ahead: deque[Window] = deque()
+            one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
+        todo = _portions(spilled, ring.buffer_nbytes)
+        ahead: deque[Portion] = deque()
         try:
             self._read_on(todo, ahead)
             while ahead:
-                window = ahead[0]
-                ring.wait(window.reads)
-                self._step_window(shadow, window, cutting)
-                ring.write(window.buffer, as_few_runs(run for part in window.parts for run in part.written()))
+                portion = ahead[0]
+                ring.wait(portion.reads)
+                self._step_portion(shadow, portion, cutting)
+                ring.write(portion.buffer, as_few_runs(run for part in portion.parts for run in part.written()))
                 ahead.popleft()
-                done += [part.of for part in window.parts if part.is_last]
+                done += [part.of for part in portion.parts if part.is_last]
                 self._read_on(todo, ahead)
             ring.drain()
         except BaseException:
-            ring.recover(read for window in ahead for read in window.reads)
+            ring.recover(read for portion in ahead for read in portion.reads)
             raise
         for one in spilled:
             nbytes = one.param.numel() * one.element_nbytes
@@ -361,26 +361,26 @@ class StateOnDisk:
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
-    def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Window]) -> None:
+    def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Portion]) -> None:
         while len(ahead) < AHEAD and (parts := next(todo, None)) is not None:
             buffer = self._ring.take()
             runs = as_few_runs(range_.run for part in parts if not part.of.is_new for range_ in part.ranges)
-            ahead.append(Window(parts, buffer, self._ring.read(buffer, runs)))
+            ahead.append(Portion(parts, buffer, self._ring.read(buffer, runs)))
 
-    def _step_window(self, shadow: Any, window: Window, cutting: Cutting) -> None:
-        buffer = window.buffer
-        for part in window.parts:
+    def _step_portion(self, shadow: Any, portion: Portion, cutting: Cutting) -> None:
+        buffer = portion.buffer
+        for part in portion.parts:
             for key, run, head, _ in part.ranges:
                 if head:
                     buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])
             if part.of.is_new:
                 _make_state(shadow, part, buffer)
-        made = [part for part in window.parts if not part.of.is_new]
+        made = [part for part in portion.parts if not part.of.is_new]
         for fuses in (False, True):
             parts = [part for part in made if part.of.fuses is fuses]
             if parts:
                 _step_parts(shadow, parts, buffer, None if fuses else cutting)
-        for part in window.parts:
+        for part in portion.parts:
             for key, run, head, nbytes in part.ranges:
                 end = head + nbytes
                 if not part.is_last and end % BLOCK:
@@ -470,8 +470,8 @@ def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
     return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)
 
 
-def _windows(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
-    """Cut parameters into windows, each as many pieces as a buffer has room for."""
+def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
+    """Cut parameters into portions, each as many pieces as a buffer has room for."""
     parts: list[Part] = []
     end = 0
     for one in spilled:

@@ -20,7 +20,7 @@ from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
-from ..errors import OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -101,6 +101,7 @@ class Handle:
         self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
+        self.last_checkpoint: str | None = None  # that was written or read, as far as is known
         self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
@@ -215,10 +216,13 @@ class Handle:
     def explaining(self) -> Iterator[None]:
         """Turn errors of the user's code in this context into errors that say what to do.
 
-        These are errors about device memory, about tensors on two devices, and about compiled graphs that break.
+        These are errors about device memory, about tensors on two devices, about compiled graphs that break, and about
+        a disk.
         """
         try:
             yield
+        except DiskError as error:
+            raise error.going_on_from(self.last_checkpoint) from error.__cause__
         except SuperpipelineError:
             raise
         except torch.OutOfMemoryError as error:
@@ -434,8 +438,8 @@ class Handle:
 
             assert self.options.disk is not None
             if self._disk is None:
-                file, window = ScratchFile(self.options.disk), choice.placed.window
-                self._disk = StateOnDisk(file, window, self._counters, self.options.fused_optimizer)
+                file, buffer = ScratchFile(self.options.disk), choice.placed.buffer
+                self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
             self._disk.parameters = {id(p) for index in choice.placed.spilled for _, p in units[index].params}
 
     def _register_hosts(self) -> None:

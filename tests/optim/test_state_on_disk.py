@@ -1,21 +1,18 @@
 """Optimizers whose state lies in the scratch file step to the bits of those whose state is in memory."""
 
 import contextlib
-import copy
-import errno
 import itertools
 import os
+import time
 
 import pytest
 import torch
-from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 import parity
 from sp_lightning.core.telemetry import Counters
-from sp_lightning.disk.direct_file import BLOCK
 from sp_lightning.disk.scratch_file import ScratchFile
-from sp_lightning.disk.window_ring import SMALLEST
-from sp_lightning.errors import DiskError
+from sp_lightning.disk.state_ring import SMALLEST
 from sp_lightning.optim.pieces import FUSED, fuse, step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 
@@ -33,7 +30,7 @@ KINDS = {
     "rprop": (Rprop, {}),
     "asgd": (ASGD, {"t0": 1}),
 }
-# Elements: of one block, of several windows, whose pieces end inside of blocks where threads share them, and of none.
+# Elements: of one block, of several portions, whose pieces end inside of blocks where threads share them, and of none.
 SHAPES = [(3, 5), (300, 401), (7,), (99_991,), (), (0,), (64, 32), (131_072 + 2, 3)]
 
 
@@ -62,9 +59,9 @@ def file(tmp_path):
 
 
 @contextlib.contextmanager
-def on_disk(file, optimizer, fuses=False, window=SMALLEST):
-    """State of all parameters in the file, with small windows."""
-    disk = StateOnDisk(file, window, Counters(), fuses)
+def on_disk(file, optimizer, fuses=False, buffer=SMALLEST):
+    """State of all parameters in the file, with small buffers."""
+    disk = StateOnDisk(file, buffer, Counters(), fuses)
     disk.parameters = {id(param) for group in optimizer.param_groups for param in group["params"]}
     shadow = (fuse if fuses else step_in_pieces)(optimizer)
     disk.attach(optimizer, shadow)
@@ -106,7 +103,7 @@ def threads():
 @parity.product(
     kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True]
 )
-def test_steps_in_windows_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
+def test_steps_in_portions_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
     threads(count)
     cls, options = KINDS[kind]
     dtype = getattr(torch, dtype)
@@ -125,6 +122,23 @@ def test_steps_in_windows_have_the_bits_of_the_loop(kind, dtype, count, fuses, n
         assert (disk._counters.disk_read, disk._counters.disk_written) == traffic(optimizer, fuses, whole)
     if reference is not None:
         reference.close()
+
+
+@pytest.mark.parametrize("slow", ["preadv", "pwritev"])
+def test_a_slow_disk_is_waited_for(slow, file, monkeypatch):
+    real = getattr(os, slow)
+    delays = itertools.cycle([0.02, 0.001, 0.01])
+    monkeypatch.setattr(os, slow, lambda *given: time.sleep(next(delays)) or real(*given))
+    ours, theirs = parameters(shapes=SHAPES[:4]), parameters(shapes=SHAPES[:4])
+    optimizer, plain = AdamW(ours), AdamW(theirs)
+    with on_disk(file, optimizer) as disk:
+        for step in range(2):
+            give_gradients(ours, step)
+            give_gradients(theirs, step)
+            optimizer.step()
+            plain.step()
+            assert_equal(ours, theirs, optimizer, plain)
+        assert disk._counters.stall_ms["disk"] > 0
 
 
 def traffic(optimizer, fuses, nbytes):

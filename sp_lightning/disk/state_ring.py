@@ -1,10 +1,10 @@
-"""The ring of buffers through which optimizer state comes from the scratch file and goes back, window by window.
+"""The ring of buffers through which optimizer state comes from the scratch file and goes back, portion by portion.
 
-1. A *window* is a set of ranges of the file that are in one buffer together. Windows are read ahead of the one that is
-   stepped and written behind it, by threads that wait in the kernel for reads and writes of MiBs.
+1. A *portion* is a set of ranges of the file that are in one buffer together. Portions are read ahead of the one that
+   is stepped and written behind it, by threads that wait in the kernel for reads and writes of MiBs.
 2. A buffer is taken again only after what it had was written. What was written is on the disk when `drain` returns, or
    one of its writes raised.
-3. After an error the ring is as it was before: `drain` waits for all that is under way.
+3. After an error the ring is as it was before: `recover` waits for all that is under way.
 4. No forked process gets the buffers (direct_ring.py, Rule 6).
 """
 
@@ -23,15 +23,15 @@ from .direct_file import blocks
 from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
 from .scratch_file import ScratchFile
 
-WINDOW = 32 << 20  # bytes
+BUFFER = 32 << 20  # bytes
 SMALLEST = 1 << 16
-WINDOWS = 8
-AHEAD = 5  # windows that are read before they are stepped; the others are stepped or written
+BUFFERS = 8
+AHEAD = 5  # portions that are read before they are stepped; the others are stepped or written
 
 
 def buffer_nbytes(state: int) -> int:
-    """Return the bytes of a buffer for windows of so much state."""
-    return max(SMALLEST, min(WINDOW, blocks(state)))
+    """Return the bytes of a buffer for portions of so much state."""
+    return max(SMALLEST, min(BUFFER, blocks(state)))
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ def as_few_runs(runs: Iterable[Run]) -> list[Run]:
     return joined
 
 
-class WindowRing:
+class StateRing:
     """The buffers, and the threads that read and write them."""
 
     def __init__(self, file: ScratchFile, nbytes: int, counters: Counters) -> None:
@@ -62,7 +62,7 @@ class WindowRing:
         self._file = file
         self._counters = counters
         allocator = HostAllocator()
-        self._buffers = [buffer_over(allocator.plain(blocks(nbytes))) for _ in range(WINDOWS)]
+        self._buffers = [buffer_over(allocator.plain(blocks(nbytes))) for _ in range(BUFFERS)]
         self._free = deque(self._buffers)
         self._written: deque[tuple[Buffer, list[Future[None]]]] = deque()  # in the order of their writes
         self._readers = ThreadPoolExecutor(READERS, "superpipeline-state-read")
@@ -74,17 +74,14 @@ class WindowRing:
         return sum(buffer.flat.nbytes for buffer in self._buffers)
 
     @property
-    def window_nbytes(self) -> int:
+    def buffer_nbytes(self) -> int:
         """Bytes of one buffer."""
         return self._buffers[0].flat.nbytes
 
     def take(self) -> Buffer:
         """Take a buffer; wait for the oldest write if all are in use (Rule 2)."""
         if not self._free:
-            buffer, writes = self._written[0]
-            self.wait(writes)
-            self._written.popleft()
-            self._free.append(buffer)
+            self._end_write()
         return self._free.popleft()
 
     def read(self, buffer: Buffer, runs: Sequence[Run]) -> list[Future[None]]:
@@ -110,10 +107,14 @@ class WindowRing:
     def drain(self) -> None:
         """Wait until all is written (Rule 2)."""
         while self._written:
-            buffer, writes = self._written[0]
-            self.wait(writes)
-            self._written.popleft()
-            self._free.append(buffer)
+            self._end_write()
+
+    def _end_write(self) -> None:
+        """Wait for the oldest write; its buffer is free then."""
+        buffer, writes = self._written[0]
+        self.wait(writes)
+        self._written.popleft()
+        self._free.append(buffer)
 
     def recover(self, reads: Iterable[Future[None]]) -> None:
         """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""
