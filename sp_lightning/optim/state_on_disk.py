@@ -63,6 +63,7 @@ from .pieces import (
 )
 
 log = logging.getLogger(__name__)
+NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
 Regroup = Callable[[Optimizer, Conversions], Regrouped]
 
 
@@ -164,15 +165,16 @@ class StateOnDisk:
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
             self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
-            log.info(
-                "superpipeline: %s does not step each element by itself: its state on %s is read and written through "
-                "the page cache, which takes several times as long",
-                type(optimizer).__name__,
-                self._file.folder,
-            )
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.regroup = functools.partial(self._regroup, shadow.regroup)
+        if shadow is None or not all(map(takes_the_loop, optimizer.param_groups)):
+            log.info(
+                "superpipeline: %s cannot be stepped in portions: its state in %s is read and written through the page "
+                "cache, which takes several times as long",
+                type(optimizer).__name__,
+                self._file.folder,
+            )
         self.adopt(optimizer)
 
     def close(self) -> None:
@@ -466,7 +468,7 @@ def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
         most = most // BLOCK * BLOCK or BLOCK // 8
         return tuple(min(most, numel - first) for first in range(0, numel, most))
     if one.is_new:
-        cutting = replace(cutting, in_turn=False)
+        cutting = replace(cutting, in_turn=False, piece=NEW_PIECE)
     return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)
 
 

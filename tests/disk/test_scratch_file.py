@@ -4,7 +4,10 @@ import contextlib
 import errno
 import gc
 import os
+import random
 import stat
+import threading
+import time
 
 import pytest
 import torch
@@ -243,3 +246,48 @@ def test_a_filesystem_without_direct_transfers_goes_through_the_page_cache(how, 
         assert not buffer.flat[:20000].any()
         assert not file.is_direct
     assert sum("optimizer state goes through the page cache" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.slow
+def test_user_code_and_transfers_see_each_other_at_any_time(file):
+    """Random reads and writes of both sides, while other threads fault pages in."""
+    block, count, seconds = 1 << 20, 64, 20
+    (flat,) = file.tensors([torch.empty(block * count // 8, dtype=torch.int64)])
+    offset, buffer, rng = file.place_of(flat).offset, memory(block), random.Random(0)
+    parts, here = flat.view(count, -1), buffer.flat.view(torch.int64)
+    expected = torch.zeros_like(parts, device="cpu").clone()
+    ends = threading.Event()
+
+    def look():
+        own = random.Random(1)
+        while not ends.is_set():
+            parts[own.randrange(count), own.randrange(block // 8)].item()
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    end, done = time.monotonic() + seconds, 0
+    try:
+        while time.monotonic() < end:
+            done += 1
+            at, kind = rng.randrange(count), rng.choice(["write", "read", "user write", "user read", "user element"])
+            if kind == "write":
+                here.fill_(done)
+                file.write(buffer.memory, offset + at * block, block)
+                expected[at] = done
+            elif kind == "user write":
+                parts[at] = expected[at] = done
+            elif kind == "user element":
+                element = rng.randrange(block // 8)
+                parts[at, element] = expected[at, element] = -done
+            elif kind == "read":
+                here.zero_()
+                file.read(buffer.memory, offset + at * block, block)
+                assert torch.equal(here, expected[at]), done
+            else:
+                assert torch.equal(parts[at], expected[at]), done
+    finally:
+        ends.set()
+        for reader in readers:
+            reader.join()
+    assert torch.equal(parts, expected) and done > 200
