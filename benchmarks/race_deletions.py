@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py")
-_OF_RANKS = ("waits", "schedules", "stream_by_hand", "features_with_ddp", "refusals", "failures", "parity_with_ddp")
+_OF_RANKS = "waits schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp parity_with_ddp".split()
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
