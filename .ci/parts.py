@@ -39,6 +39,7 @@ class Part(NamedTuple):
 
 EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
 STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "runtime"))
+PARITY = "tests/ranks/test_parity_with_ddp.py"
 RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
@@ -47,10 +48,13 @@ PARTS = {
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "plans": Part(("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/core/")),
-    "ranks-parity": Part(("tests/ranks/test_parity_with_ddp.py",), RANKS),
+    "ranks-traits": Part((f"{PARITY}::test_two_ranks_are_ddp_for_every_trait",), RANKS),
+    "ranks-families": Part((f"{PARITY}::test_two_ranks_train_families_as_ddp",), RANKS),
+    "ranks-settings": Part((PARITY,), RANKS),
     "ranks-features": Part(("tests/ranks/test_features_with_ddp.py", "tests/ranks/test_resume.py"), RANKS),
     "ranks-schedules": Part(("tests/ranks/test_schedules.py",), RANKS),
     "ranks-recipes": Part(("tests/ranks/test_recipes_with_ddp.py",), ("examples/", "sp_lightning/ranks/")),
+    "ranks-failures": Part(("tests/ranks/test_failures.py",), RANKS),
     "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py")
-_OF_RANKS = ("waits", "schedules", "stream_by_hand", "features_with_ddp", "refusals", "failures", "parity_with_ddp")
+_OF_RANKS = "waits schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp parity_with_ddp".split()
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
@@ -46,8 +46,9 @@ OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where
 BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
-# Waits for reads of files: `TESTS` stream nothing from files, so these were not deleted yet.
-FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py", "disk/checkpoint_file.py"}
+# Waits for reads and writes of files: `TESTS` have nothing in files, so these were not deleted yet.
+FOR_FILES = {f"disk/{name}.py" for name in ("direct_ring", "file_store", "state_ring", "checkpoint_file")}
+FOR_FILES |= {"optim/state_on_disk.py"}
 LONGEST_S = 900
 
 

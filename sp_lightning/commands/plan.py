@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .fit_config import Run
 
 WIDTH = 120  # of tables that no terminal shows
-OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget"
+OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate", "devices"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
     parser.add_argument("--host-budget", help="host bytes beyond which frozen weights stay in files, such as 24GiB")
+    parser.add_argument("--disk", help="a folder on a local SSD, for optimizer state beyond that budget")
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
@@ -280,6 +281,8 @@ def _bytes_table(plan: Plan) -> Any:
     device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
     host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
     host.append(("total", plan.host.total))
+    if plan.on_disk:
+        host.append(("on disk", plan.on_disk))
     for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
         cells = (text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else size(nbytes)))
         table.add_row(*cells)

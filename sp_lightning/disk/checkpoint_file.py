@@ -5,7 +5,7 @@
 2. A storage is copied in pieces, each by a thread with a buffer of its own. The whole blocks of a piece go to the disk
    directly. The bytes before and after them share a block with torch's structure: they go through the page cache, as
    that does, so that no block is written both ways.
-3. What lies over the mapping of an open file is read from that file (mapped_files.py).
+3. What lies over the mapping of an open file is read from that file (direct_file.py).
 4. A zip file has a checksum of each entry twice, behind the entry's bytes and in the directory at the end, and torch
    adds a fingerprint of all. It does not see the bytes of a hole, whose checksum it takes for 0: all three are replaced
    once all pieces are written.
@@ -28,8 +28,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from ..compat.serialization import FINGERPRINT, save_with_holes, with_fingerprint
-from .mapped_files import MappedFile, find
-from .source_files import BLOCK, DIRECT, REFUSALS
+from .direct_file import BLOCK, DIRECT, REFUSALS, DirectFile, holder
 
 LARGE = 1 << 20  # bytes: smaller storages are written by torch
 PIECE = 16 << 20  # bytes
@@ -50,7 +49,7 @@ class Hole(NamedTuple):
     begin: int  # the first byte of the storage
     address: int  # of the storage, which lives as long as its copies: it may be a copy of a device's
     nbytes: int
-    source: tuple[MappedFile, int] | None
+    source: tuple[DirectFile, int] | None
     pieces: list[tuple[int, Future[int]]]  # bytes of each, and its checksum
 
     def checksum(self) -> int:
@@ -92,7 +91,7 @@ class _Copies:
         begin, nbytes = self._begin_of(header), storage.nbytes()
         os.posix_fallocate(self._fd, begin, nbytes)
         address = storage.data_ptr()
-        hole = Hole(header, begin, address, nbytes, find(address, nbytes), [])
+        hole = Hole(header, begin, address, nbytes, holder(address, nbytes), [])
         self._holes.append(hole)
         at = 0
         while at < nbytes and not self._failed:

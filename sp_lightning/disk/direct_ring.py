@@ -34,8 +34,10 @@ from torch import Tensor
 
 from ..core.telemetry import Counters
 from ..memory.device import Device
+from ..memory.pinned import libc
 from ..memory.staging import Around, Copies, StagedCopy
-from .source_files import BLOCK, Place, SourceFile
+from .direct_file import BLOCK, blocks
+from .source_files import Place, SourceFile
 
 PIECE = 64 << 20  # bytes
 GAP = 1 << 20  # bytes between two weights that cost less to read than a read of its own
@@ -188,7 +190,7 @@ class DirectRing:
         for pool in (self._order, self._threads, self._sender):
             pool.shutdown()
         for buffer in self._all():
-            _keep_from_forks(buffer.flat, False)
+            keep_from_forks(buffer.flat, False)
 
     def _all(self) -> list[Buffer]:
         return self._buffers + ([] if self._converted is None else [self._converted])
@@ -271,17 +273,19 @@ class DirectRing:
 
 
 def _buffer(device: Device, nbytes: int) -> Buffer:
-    """Allocate a buffer that begins at a multiple of BLOCK, and that forked processes do not get (Rule 6)."""
-    nbytes = -(-nbytes // BLOCK) * BLOCK
+    """Allocate a buffer (Rule 6)."""
+    nbytes = blocks(nbytes)
     whole = device.staging(nbytes + BLOCK)
     first = -whole.data_ptr() % BLOCK
-    flat = whole[first : first + nbytes]
-    _keep_from_forks(flat, True)
-    return Buffer(flat, memoryview((ctypes.c_uint8 * nbytes).from_address(flat.data_ptr())).cast("B"))
+    return buffer_over(whole[first : first + nbytes])
 
 
-def _keep_from_forks(flat: Tensor, kept: bool) -> None:
-    advice = mmap.MADV_DONTFORK if kept else mmap.MADV_DOFORK
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.madvise(flat.data_ptr(), flat.nbytes, advice)
+def buffer_over(flat: Tensor) -> Buffer:
+    """Make a buffer of memory that begins at a multiple of BLOCK; forked processes do not get it (Rule 6)."""
+    keep_from_forks(flat, True)
+    return Buffer(flat, memoryview((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())).cast("B"))
+
+
+def keep_from_forks(flat: Tensor, kept: bool) -> None:
+    """Keep memory from forked processes, or let them have it again."""
+    libc().madvise(flat.data_ptr(), flat.nbytes, mmap.MADV_DONTFORK if kept else mmap.MADV_DOFORK)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.references import shares_storage
+from ..core.host import host_memory
+from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
@@ -20,10 +22,11 @@ from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
+from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing
 from .file_store import FileUnitStore
 from .placement import Budgeted, choose
-from .source_files import BLOCK, Found, Place, SourceFile, check_available, filesystem, find, is_network
+from .source_files import Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
 DeviceType = Callable[[torch.dtype], torch.dtype]
@@ -101,6 +104,17 @@ class WeightFiles:
         return self._ring
 
 
+def usual_budget(units: Sequence[Unit]) -> int:
+    """Return the bytes of host memory for a run whose budget is not given: what is free, less the system's share.
+
+    Weights that are in memory already belong to the run.
+    """
+    memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
+    filed = find(parameters)
+    here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)
+    return max(1, memory.free + here - headroom(memory.total))
+
+
 def choose_files(
     units: Sequence[Unit],
     device: Device,
@@ -108,8 +122,9 @@ def choose_files(
     compute_dtype: torch.dtype | None,
     may_cast: bool,
     only_inference: bool,
+    spills: bool = False,
 ) -> Choice | None:
-    """Choose what stays in files, so that a run keeps to the budget; None if nothing has to. Opens no file.
+    """Choose what stays in files or goes to the disk, for a budget; None if nothing has to. Opens no file.
 
     Args:
         units: All units, the resident rest included; their weights are as they were loaded.
@@ -118,27 +133,29 @@ def choose_files(
         compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
         may_cast: Weights may come to travel in autocast's type.
         only_inference: No training follows.
+        spills: The optimizer's state may be on disk.
     """
     check_available(budget)
     found = _found(units, device, only_inference)
     filed = {key: at.nbytes for key, at in found.items()}
-    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference)
+    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference, spills=spills)
     if placed.host.total > budget > 0:
-        raise HostMemoryError(_not_met(units, budget, placed, found))
-    if not placed.units:
+        raise HostMemoryError(_not_met(units, budget, placed, found, spills))
+    if not placed.units and not placed.spilled:
         return None
     ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
-    log.info(
-        "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
-        format_bytes(placed.in_files),
-        len(placed.units),
-        len(units),
-        format_bytes(placed.host.total),
-    )
+    if placed.units:
+        log.info(
+            "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
+            format_bytes(placed.in_files),
+            len(placed.units),
+            len(units),
+            format_bytes(placed.host.total),
+        )
     return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
 
 
-def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int) -> Mapping[str, Any]:
+def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -> Mapping[str, Any]:
     """Return a module's state in which weights that the files have already are its own: loading writes none of them.
 
     A weight in a file that is written leaves it, for good, even by the same bytes.
@@ -194,15 +211,20 @@ def _filesystem_of(path: str) -> str:
         return ""  # it is gone, which is an error once it is opened
 
 
-def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found]) -> str:
+def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found], spills: bool) -> str:
     parameters = [parameter for unit in units for _, parameter in unit.params if id(parameter) not in found]
     trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     others = sum(parameter.nbytes for parameter in parameters) - trains
     terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
+    spilled, spill = "", ""
+    if spills:
+        spilled = f" and {format_bytes(placed.on_disk)} of optimizer state on the disk"
+    elif placed.host.optimizer:
+        spill = "Give disk= a folder on a local SSD for the optimizer's state. "
     return (
         f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
-        f"their files the run takes {format_bytes(placed.host.total)} of host memory ({terms}). Of the weights in "
-        f"memory {format_bytes(trains)} require gradients (freeze what does not train: requires_grad_(False)), and "
-        f"{format_bytes(others)} are in no file as they are (load them in the files' own type, "
-        "from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
+        f"their files{spilled} the run takes {format_bytes(placed.host.total)} of host memory ({terms}). {spill}"
+        f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
+        f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own "
+        "type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
     )

@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..disk.source_files import DIRECT, filesystem
+from ..disk.direct_file import DIRECT, filesystem
+from ..disk.scratch_file import rotates
 from ..errors import OptionError
 
 CHUNK = 8 << 20  # bytes of a transfer
@@ -75,7 +76,7 @@ def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | 
     return DiskSpeed(
         folder=path,
         filesystem=filesystem(device),
-        rotates=_rotates(device),
+        rotates=rotates(device),
         is_direct=direct is not None,
         read_bytes_per_s=read,
         write_bytes_per_s=first,
@@ -151,15 +152,3 @@ def _direct(fd: int) -> Iterator[int | None]:
         yield direct
     finally:
         os.close(direct)
-
-
-def _rotates(device: int) -> bool:
-    """Whether a disk rotates; False if the kernel does not say, as of a virtual one."""
-    block = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    if "virt" in os.path.realpath(block):
-        return False
-    for place in (f"{block}/queue/rotational", f"{block}/../queue/rotational"):  # a disk's, or a partition's disk
-        if os.path.exists(place):
-            with open(place, encoding="ascii") as file:
-                return file.read().strip() == "1"
-    return False

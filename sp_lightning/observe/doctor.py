@@ -22,7 +22,7 @@ import torch
 
 from ..core.host import gpus_by_vendor, host_memory, is_wsl2, lock_limit, numa_nodes, usable_cores
 from ..core.machine import Machine
-from ..disk.source_files import is_network
+from ..disk.direct_file import is_network
 from ..errors import OptionError
 from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT

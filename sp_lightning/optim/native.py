@@ -53,6 +53,13 @@ WIRES = {torch.bfloat16: 1, torch.float16: 2}
 ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 
+class Scalars(ctypes.Array[ctypes.c_float]):
+    """The numbers that a parameter's step takes beside its tensors."""
+
+    _type_ = ctypes.c_float
+    _length_ = 8
+
+
 class Tensors(ctypes.Structure):
     """One parameter with its gradient, state and scalars, as native.cpp reads them."""
 
@@ -61,7 +68,7 @@ class Tensors(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("state", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
-        ("scalar", ctypes.c_float * 8),
+        ("scalar", Scalars),
         ("wire", ctypes.c_void_p),
         ("wire_type", ctypes.c_int32),
         ("wire_has_nan", ctypes.c_int32),
@@ -299,7 +306,7 @@ class Library:
                     mine = {name: state[name].clone() for name in names} | {"": param.detach().clone()}
                     partners = [None if name is None else mine[name] for name in recipe.state(group)]
                     step = state["step"].item() + 1 if "step" in state else 0
-                    requests.append(arguments(mine[""], grad, partners, recipe.scalars(group, step)))
+                    requests.append(arguments(mine[""], grad, partners, Scalars(*recipe.scalars(group, step))))
                     ours.append((mine, {name: state[name] for name in names} | {"": param}))
             cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
             compared |= bool(requests)
@@ -311,13 +318,12 @@ class Library:
 
 
 def arguments(
-    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Sequence[float], wire: Tensor | None = None
+    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Scalars, wire: Tensor | None = None
 ) -> Tensors:
     """Return what native.cpp reads of a parameter: addresses, which the caller keeps alive, and numbers."""
-    addresses = (ctypes.c_void_p * 3)(*(None if tensor is None else tensor.data_ptr() for tensor in state))
-    numbers = param.numel(), (ctypes.c_float * 8)(*scalars)
+    addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in state])
     converts = (None if wire is None else wire.data_ptr()), LIBRARY.wire_type(wire)
-    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, *numbers, *converts)
+    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, param.numel(), scalars, *converts)
 
 
 def _array(tensors: Sequence[Tensors]) -> Any:
@@ -484,7 +490,7 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     if len(counts) not in (0, len(candidates)):
         return False
     done = [count.item() + 1 for count in counts] or [0.0] * len(candidates)
-    scalars = {count: recipe.scalars(group, count) for count in set(done)}
+    scalars = {count: Scalars(*recipe.scalars(group, count)) for count in set(done)}
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
     tensors = _array(
         [

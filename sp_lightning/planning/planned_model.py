@@ -9,7 +9,8 @@
 4. Listed numbers agree with a dry run of the same model within a tenth, by a test: in half precision and under
    autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 5. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
-   those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned.
+   those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned. With
+   a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
+from ..disk import state_ring
+from ..disk.placement import Budgeted, UnitPlacement, choose, within
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
@@ -68,6 +71,7 @@ class Requirements:
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
+    on_disk: int = 0  # bytes of the optimizer's state that lie there: read and written once in a step
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -162,26 +166,27 @@ class TracedModel(PlannedModel):
         return (one, two) if one.is_like(two) else None
 
     def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
-        in_files, _ = self._in_files(trace, options)
+        in_files, placed = self._placed(trace, options)
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
         costs, works = _costs(trace, options, machine)
         costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-        return Requirements(costs, works, trace.peak, trace.sizes, trace)
+        spilled = [p for index in placed.spilled for _, p in trace.units[index].params if p.requires_grad and p.dim()]
+        on_disk = whole_states(self.states()) * sum(p.nbytes for p in spilled)
+        return Requirements(costs, works, trace.peak, trace.sizes, trace, on_disk)
 
-    def _in_files(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], int]:
-        """Return the bytes of weights that stay in files, and those of the ring that reads them (Rule 5).
+    def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
+        """Return the bytes of weights that stay in files, and what is where (Rule 5).
 
         The former are by the indices of units and the ids of parameters.
         """
         if options.host_budget is None:
-            return {}, 0
-        from ..disk.placement import choose
-
+            return {}, Budgeted(units=[], host=HostBytes(), in_files=0)
         filed = [self._filed(unit) for unit in trace.units]
         everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
-        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=True)
+        spills = options.disk is not None
+        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=True, spills=spills)
         if placed.units:
             taken = (
                 ""
@@ -189,7 +194,7 @@ class TracedModel(PlannedModel):
                 else "frozen weights are taken to be in local files as they are; "
             )
             self.notes.append(f"{taken}the speed at which files are read is assumed, not measured")
-        return {index: filed[index] for index in placed.units}, placed.host.ring
+        return {index: filed[index] for index in placed.units}, placed
 
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters (Rule 5)."""
@@ -210,14 +215,15 @@ class TracedModel(PlannedModel):
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None
         trace = needs.trace
-        in_files, ring = self._in_files(trace, options)
+        in_files, placed = self._placed(trace, options)
         units = []
         for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
             filed = in_files.get(unit.index, {})
             kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         stowed = sum(work.stowed_nbytes for work in needs.works)
-        return host_bytes(units, states=self.states(), activations=stowed, ring=ring)
+        host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
+        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self.states())
 
     def states(self) -> float:
         assert self._states is not None
@@ -504,7 +510,9 @@ class ListedModel(PlannedModel):
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
-        return Requirements(costs, _sweep(costs), peak, sizes)
+        spilled = sum(self._workload.parts[index].parameters for index in self._placed(options).spilled)
+        on_disk = whole_states(self._states) * self._host_width(options) * spilled
+        return Requirements(costs, _sweep(costs), peak, sizes, on_disk=on_disk)
 
     @property
     def logits_nbytes(self) -> int:
@@ -517,15 +525,27 @@ class ListedModel(PlannedModel):
         return ListedModel(self._workload, self.rows, Options(), self._precision, self._optimizer, True)
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
-        parts, width = self._workload.parts, self._host_width(options)
-        wires = [(part.parameters, self._wire_width(part, options)) for part in parts]
-        weights = width * self._workload.parameters
-        return HostBytes(
-            weights=weights,
-            wire=sum(count * wire for count, wire in wires if wire != width),
-            gradients=weights,
-            optimizer=int(self._states * weights),
-        )
+        units, placed = self._units(options), self._placed(options)
+        host = host_bytes(units, states=self._states, ring=placed.host.ring)
+        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self._states)
+
+    def _units(self, options: Options) -> list[UnitHostBytes]:
+        """List the host memory of the parts."""
+        width, units = self._host_width(options), []
+        for part in self._workload.parts:
+            nbytes, wire = part.parameters * width, self._wire_width(part, options)
+            units.append(UnitHostBytes(weights=nbytes, wire=part.parameters * wire * (wire != width), trained=nbytes))
+        return units
+
+    def _placed(self, options: Options) -> Budgeted:
+        """Choose what is on the disk, of a workload whose weights all train (Rule 5)."""
+        units = self._units(options)
+        whole = host_bytes(units, states=STATES["AdamW"])
+        placements = [
+            UnitPlacement(whole=unit, kept=unit, in_files=0, state=STATES["AdamW"] * unit.trained) for unit in units
+        ]
+        budget, spills = options.host_budget, options.disk is not None
+        return within(placements, whole.total if budget is None else budget, whole, 0, spills)
 
     def states(self) -> float:
         return self._states
@@ -701,6 +721,18 @@ def _forward(module: nn.Module, batch: Any) -> Any:
 
 
 QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need it installed
+
+
+def whole_states(states: float) -> int:
+    """Count the state tensors of a parameter's shape, which can be on disk; an optimizer's others stay in memory."""
+    return int(states + 1e-3)
+
+
+def without_state(host: HostBytes, placed: Budgeted, trained: int, states: float) -> HostBytes:
+    """Return what host memory is left to, of so many bytes that train in units whose state is on disk (Rule 5)."""
+    on_disk = whole_states(states) * trained
+    ring = 0 if on_disk or not placed.spilled else state_ring.BUFFERS * placed.buffer  # allocated by the first state
+    return replace(host, optimizer=host.optimizer - on_disk, ring=host.ring - ring)
 
 
 def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:

@@ -95,6 +95,8 @@ def make_plan(
     if link is not None:
         profile = with_link(profile, link)
     left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", least=0)
+    if parsed.disk is not None and parsed.host_budget is None:
+        parsed = replace(parsed, host_budget=max(1, profile.host_nbytes - left))
     if isinstance(module, str):
         found = listed(module)
         if found is None:
@@ -268,6 +270,7 @@ class _Planner:
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
             devices=self.ranks.size,
+            on_disk=self.needs.on_disk,
             # As much memory is read and written as by an optimizer without state.
             accumulating_s=self._simulated(self.needs, chosen.window, chosen.transfer, self._stepping(0, "")).step_s,
         )

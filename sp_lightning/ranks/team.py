@@ -28,11 +28,11 @@ class Team:
 
     def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore]) -> None:
         self.ranks = ranks
+        # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
         self.exchange = Exchange(ranks, device, stores)
         self.faces = Faces(ranks, self.exchange.board, stores)
         self.clipping = Clipping(ranks, self.exchange, stores)
         self.owners = Owners(ranks, self.exchange.board, self.faces, self.clipping, stores)
-        self.exchange.board.meet()  # the first rank's weights are in place
         self.faces.are_true()
 
     def exchange_gradients(self) -> None:

@@ -26,13 +26,12 @@ from ..core.host import host_memory
 from ..core.machine import Machine
 from ..memory.device import Device
 from ..optim import native
-from ..optim.pieces import FEWEST_PIECES, fuse, step_in_pieces
+from ..optim.pieces import FEWEST_PIECES, PIECE, fuse, step_in_pieces
 
 MIB = 2**20
 FIRST_COPY = 16 * MIB
 LEAST_COPY = 4096
 MEMORY_SHARE = 8  # measuring uses at most one part in so many of the free memory
-PIECE = 1 << 17  # elements, the default of step_in_pieces
 
 
 @dataclass(frozen=True)

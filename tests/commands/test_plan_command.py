@@ -223,6 +223,7 @@ VALUES = {
     "transfer": ["2", "--window", "3"],
     "memory_budget": ["{budget}"],  # less than the model
     "host_budget": ["1KiB"],
+    "disk": [".", "--host-budget", "0B"],
     "units": ["Linear"],
     "activations": ["recompute+offload"],
     "master_weights": ["--precision", "bf16-true"],
@@ -273,6 +274,7 @@ NONSENSE = {
     "transfer": "Foo",
     "memory_budget": "Foo",
     "host_budget": "Foo",
+    "disk": "",
     "units": "Foo",
     "activations": "Foo",
 }

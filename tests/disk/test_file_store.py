@@ -423,9 +423,7 @@ def test_an_average_of_the_weights_is_a_copy_beside_the_budget_and_the_log_says_
     case, average = in_files.filed(models.case("mlp")), lambda: [EMAWeightAveraging(decay=0.9)]
     parity.check(case, {"host_budget": "0B"}, accelerator=device.type, make_callbacks=average, epochs=2)
     size = format_bytes(sum(p.nbytes for p in case.make().parameters()))
-    said = (
-        f"EMAWeightAveraging copies all weights ({size}) into host memory, those in files too, beside host_budget=0 B"
-    )
+    said = f"EMAWeightAveraging copies all weights ({size}) into host memory, those in files too, beside host_budget"
     assert any(said in message for message in caplog.messages)
 
 

@@ -81,6 +81,55 @@ def test_a_plan_leaves_in_files_what_a_run_does(tmp_path):
     assert len(seen) > 2
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
+def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp_path):
+    options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "wire_dtype": "as-is"}
+    net = model(tmp_path)
+    expected = planned(net, optimizer=kind, **options)
+    with sp_lightning.stream(net, device, units=UNITS, transfer=1, **options) as handle:
+        optimizer = getattr(torch.optim, kind)([p for p in net.parameters() if p.requires_grad])
+        moved = []
+        for _ in range(4):
+            before = handle.stats()
+            step(net, torch.ones(4, 64, device=device))
+            optimizer.step()
+            optimizer.zero_grad()
+            after = handle.stats()
+            moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
+        ring = 0 if handle._disk is None else handle._disk.ring_nbytes
+        assert handle.engine.files.ring_nbytes + ring <= expected.host.ring
+    assert moved[-1] == moved[-2] == [expected.disk_nbytes + expected.on_disk, expected.on_disk]
+    assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
+
+
+def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
+    net = model()
+    whole, least = planned(net).host.total, planned(net, host_budget="0B", disk=str(tmp_path)).host
+    seen = set()
+    for budget in range(least.total, whole, 10_000):
+        options = {"host_budget": budget, "disk": str(tmp_path)}
+        with sp_lightning.stream(net, "cpu", units=UNITS, wire_dtype="as-is", **options) as handle:
+            spilled = (
+                0
+                if handle._disk is None
+                else sum(2 * p.nbytes for p in net.parameters() if id(p) in handle._disk.parameters and p.requires_grad)
+            )
+        found = planned(net, **options)
+        assert found.on_disk == spilled and found.fits
+        seen.add(spilled)
+    assert len(seen) > 2 or whole <= least.total
+
+
+def test_a_listed_model_needs_less_host_memory_with_a_disk():
+    options = {"precision": "bf16-true", "master_weights": True, "machine": "rtx4090", "activations": "recompute"}
+    plain = plan("llama3-8b", 32768, **options)
+    found = plan("llama3-8b", 32768, host_budget="0B", disk="/", **options)
+    assert found.on_disk == plain.host.optimizer == 8 * plain.parameters and found.host.optimizer == 0
+    assert found.host.total == plain.host.total - found.on_disk + found.host.ring
+    some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
+    assert some.fits_host and 0 < some.on_disk < found.on_disk
+
+
 def test_without_a_budget_nothing_is_on_disk(tmp_path):
     found = planned(model(tmp_path))
     assert found.disk_nbytes == 0 and found.host.ring == 0 and found.notes == ()

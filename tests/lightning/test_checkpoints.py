@@ -18,7 +18,12 @@ from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
-SIDES = {"plain": parity.plain_strategy, "streaming": functools.partial(parity.streaming_strategy, window=2)}
+SIDES = {
+    "plain": parity.plain_strategy,
+    "streaming": functools.partial(parity.streaming_strategy, window=2),
+    "on disk": lambda accelerator: parity.streaming_strategy(accelerator, window=2, host_budget="0B", disk=os.getcwd()),
+}
+CROSSINGS = [(one, other) for one in SIDES for other in SIDES if (one, other) != ("plain", "plain")]
 CASE = models.case("mlp")
 
 
@@ -94,7 +99,7 @@ def tensors(checkpoint):
 
 
 @BOTH
-@pytest.mark.parametrize("writer, reader", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
+@pytest.mark.parametrize("writer, reader", CROSSINGS)
 def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
@@ -106,14 +111,15 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
 
 
 @BOTH
+@pytest.mark.parametrize("side", ["streaming", "on disk"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "two"])
-def test_states_of_other_optimizers_cross_over(optimizer, accelerator, tmp_path):
+def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
-    fit("streaming", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
+    fit(side, accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
     assert_same(expected, state_of(*fit("plain", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
     fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
-    assert_same(expected, state_of(*fit("streaming", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
+    assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
 
 
 @pytest.mark.parametrize("make_module", [Module, Filtered, Adapted])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pathlib
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,18 +21,20 @@ import pytest
 import ranked_runs
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import models
 import sp_lightning
-from sp_lightning.errors import PeerError
+from sp_lightning.errors import ExactnessError, PeerError
+from sp_lightning.memory import unit_store
 from sp_lightning.memory.weights import same_bytes
 from sp_lightning.ranks import faces
 from sp_lightning.ranks.board import Board, Ranks
 from sp_lightning.ranks.connection import connect
 
 SLOW_S = 1.0  # for which the second rank is not there
-ALIVE_S = 4.0  # for which a rank that failed stays alive
+ALIVE_S = 30.0  # for which a rank that failed stays alive at most
 
 
 @contextlib.contextmanager
@@ -46,19 +50,32 @@ def connected() -> Iterator[Ranks]:
         ranks.close()
 
 
-def after_a_failure(what: str, failed: int) -> tuple[str, bool]:
-    """Wait for a rank that failed and is still alive; return the error, and whether it came at once."""
+def _noticed() -> pathlib.Path:
+    return pathlib.Path(tempfile.gettempdir(), f"noticed-{os.environ['MASTER_PORT']}")
+
+
+def stay_until_noticed() -> bool:
+    """Stay alive until another rank has noticed that this one failed; return whether one has."""
+    until = time.monotonic() + ALIVE_S
+    while not _noticed().exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    found = _noticed().exists()
+    _noticed().unlink(missing_ok=True)
+    return found
+
+
+def after_a_failure(what: str, failed: int) -> str | bool:
+    """Wait for a rank that failed, and return the error; that rank stays until then, and returns whether it came."""
     with connected() as ranks:
         if ranks.rank == failed:
             ranks.fail()
-            time.sleep(ALIVE_S)
-            return "", True
-        begin = time.monotonic()
+            return stay_until_noticed()
         try:
             {"meeting": lambda: ranks.meet("a meeting"), "memory": lambda: Board(ranks, 1)}[what]()
         except PeerError as error:
-            return str(error), time.monotonic() - begin < ALIVE_S / 2
-        return "no error", False
+            _noticed().touch()
+            return str(error)
+        return "no error"
 
 
 class SlowWords:
@@ -174,32 +191,85 @@ def edited_before_a_step() -> bool:
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
             optimizer.step()
-        pairs = zip(net.parameters(), plain.parameters(), strict=True)
-        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        return same_values(net, plain)
+
+
+def weights_of_a_slow_first_rank() -> bool:
+    """Stream a model whose weights the first rank is slow to put in place; return whether this rank finds them."""
+    torch.manual_seed(0)
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    plain, adopt = copy.deepcopy(net), unit_store.UnitStore._adopt
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(unit_store.UnitStore, "_adopt", lambda *args: (time.sleep(SLOW_S), adopt(*args))[1])
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+            return same_values(net, plain)
+
+
+def weights_after_a_slow_step() -> bool:
+    """Step weights of which the second rank is slow to step its part; return whether this rank finds all of them."""
+    torch.manual_seed(0)
+    net, rank = nn.Linear(64, 64), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    plain = copy.deepcopy(net)
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
+        clipping = handle.engine.team.clipping
+        multiply = clipping.multiply
+        if rank == 1:
+            clipping.multiply = lambda: (time.sleep(SLOW_S), multiply())[1]  # it follows the comparison before a step
+        for model in (net, plain):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        return same_values(net, plain)
+
+
+def edited_without_an_optimizer() -> str:
+    """Step by hand, otherwise on the second rank; return the error of the backward that follows."""
+    torch.manual_seed(0)
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        try:
+            for step in range(3):
+                net(torch.ones(2, 8)).sum().backward()
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.sub_(parameter.grad, alpha=0.1 + 0.1 * (rank and step))
+        except (ExactnessError, PeerError) as error:
+            return f"in step {step}: {error}"
+    return "no error"
+
+
+def same_values(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(mine, its) for mine, its in zip(one.parameters(), other.parameters(), strict=True))
 
 
 class Collective(L.Callback):
-    """The second rank fails where the first one comes to a collective, and stays alive for a while."""
+    """The second rank fails where the first one comes to a collective, and stays alive until that is noticed."""
+
+    found: str | bool = "no error"
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.global_rank == 1:
             trainer.strategy.ranks.fail()
-            time.sleep(ALIVE_S)
+            self.found = stay_until_noticed()
             raise KeyboardInterrupt
-        begin = time.monotonic()
         try:
             trainer.strategy.reduce(torch.ones(()))
         except PeerError as error:
-            self.found = str(error), time.monotonic() - begin < ALIVE_S / 2
+            _noticed().touch()
+            self.found = str(error)
             raise KeyboardInterrupt from None
 
 
-def in_a_collective() -> tuple[str, bool]:
-    """Return the error in a Trainer's collective for which another rank does not come, and whether it came at once."""
+def in_a_collective() -> str | bool:
+    """Return the error in a Trainer's collective for which another rank does not come; on that, whether it came."""
     callback = Collective()
     with contextlib.suppress(SystemExit, KeyboardInterrupt):
         _trainer(callback).fit(*_task())
-    return getattr(callback, "found", ("", True))
+    return callback.found
 
 
 class Meets(L.Callback):
@@ -280,6 +350,30 @@ def bytes_of_its_own(checkpoint: str) -> int:
     callback = Written(checkpoint)
     _trainer(callback).fit(*_task())
     return callback.found
+
+
+def loaded_with_fabric(checkpoint: str) -> tuple[int, bool]:
+    """Load with Fabric; return how many bytes this rank has of its own then, and whether the state is that."""
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="superpipeline")
+    fabric.launch()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    net, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    moments: list[list[Tensor]] = []
+    for step in range(2):
+        fabric.backward(net(torch.ones(2, 64) + step).sum())
+        optimizer.step()
+        moments.append(_moments(optimizer))
+        if step == 0:
+            fabric.save(checkpoint, {"net": net, "optimizer": optimizer})
+    adopt = fabric.strategy.handles[0].state_loaded
+    if fabric.global_rank == 1:
+        fabric.strategy.handles[0].state_loaded = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
+    fabric.load(checkpoint, {"net": net, "optimizer": optimizer})
+    stores = [unit.store for unit in fabric.strategy.handles[0].engine.units]
+    own = sum(end - start for store in stores for start, end in store.shared.private())
+    pairs = zip(_moments(optimizer), moments[0], strict=True)
+    return own, all(torch.equal(one, other) for one, other in pairs)
 
 
 def save(checkpoint: str) -> None:
