@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..planning import Plan
     from .fit_config import Run
 
+MEASURED_S = 10.0  # of the disk
 WIDTH = 120  # of tables that no terminal shows
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "precision", "accumulate", "devices"  # that a config says
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
     parser.add_argument("--cores", type=int, help="physical cores for the optimizer (default: all of the machine's)")
     parser.add_argument("--link", help="gen4x8, or bytes per second such as 12GB (default: the machine's)")
+    parser.add_argument(
+        "--disk-speed",
+        help="bytes per second that the disk reads and writes, such as 7GB,5GB (default: measured for 10 s, if "
+        "--machine is here and --disk a folder; else that of a drive on PCIe 4)",
+    )
     parser.add_argument("--copies", type=int, help="copies of the weights, such as an EMA callback's (default: 0)")
     parser.add_argument("--accumulate", type=int, help="batches before the optimizer steps (default: 1)")
     parser.add_argument("--samples", type=int, help="rows in an epoch: prints how long the run takes")
@@ -96,6 +102,7 @@ def main(args: argparse.Namespace) -> int:
         host_headroom=args.host_headroom,
         cores=args.cores,
         link=args.link,
+        disk_speed=_disk_speed(args, run),
         copies=run.copies,
         trained_copies=run.trained_copies,
         devices=run.devices,
@@ -118,6 +125,17 @@ def main(args: argparse.Namespace) -> int:
 
         draw(found, args.plot)
     return 0 if found.fits else 1
+
+
+def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
+    """Return the speed that was given, or that of this machine's disk; None if a plan has to assume one."""
+    disk = run.options.get("disk")
+    if args.disk_speed is not None or args.machine != "here" or disk is None or not pathlib.Path(disk).is_dir():
+        return args.disk_speed  # type: ignore[no-any-return]
+    from ..observe.disk_speed import measure_disk
+
+    found = measure_disk(disk, MEASURED_S)
+    return f"{found.read_bytes_per_s:.0f},{found.sustained_bytes_per_s:.0f},{max(0.5, found.duplex):.2f}"
 
 
 def in_place_of_fit(args: argparse.Namespace) -> bool:
@@ -300,10 +318,10 @@ def _time_table(plan: Plan) -> Any:
     table = _table("Time of a step", "", unit)
     table.add_row("predicted", time(plan.step_s))
     table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
-    if plan.disk_nbytes:
+    if plan.disk_read_nbytes:
         from ..options import format_bytes
 
-        table.add_row(f"reading {format_bytes(plan.disk_nbytes)} from files", time(plan.disk_s))
+        table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))
         if plan.disk_written_nbytes:
             table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
     table.add_row("compute", time(plan.simulation.compute_s))

@@ -81,18 +81,21 @@ def with_link(machine: Machine, link: str | float) -> Machine:
     return replace(machine, up_bytes_per_s=rate, down_bytes_per_s=rate)
 
 
-def with_disk(machine: Machine, disk: str) -> Machine:
-    """Return the machine with a disk that reads and writes so many bytes per second, such as "7GB,1.5GB"."""
-    rates = []
-    for rate in disk.split(","):
-        try:
-            rates.append(parse_bytes(rate.strip().removesuffix("/s"), "disk"))
-        except OptionError:
-            rates.append(0)
-    if not 1 <= len(rates) <= 2 or min(rates) <= 0:
-        allowed = 'bytes per second read and written, such as "7GB,5GB"'
-        raise OptionError(argument="disk", found=disk, allowed=allowed)
-    return replace(machine, disk_bytes_per_s=float(rates[0]), disk_out_bytes_per_s=float(rates[-1]))
+def with_disk(machine: Machine, speed: str) -> Machine:
+    """Return the machine with another disk: bytes per second that it reads and writes, such as "7GB,1.5GB".
+
+    A third number is the share of that which each direction keeps while both run, such as "7GB,1.5GB,0.5".
+    """
+    allowed = 'bytes per second read and written, such as "7GB,5GB", and a share from 0.5 to 1 as in "7GB,5GB,0.75"'
+    given = [part.strip().removesuffix("/s") for part in speed.split(",")]
+    try:
+        read, written = (float(parse_bytes(rate, "disk_speed")) for rate in given[:2])
+        duplex = float(given[2]) if len(given) > 2 else machine.disk_duplex
+    except ValueError:  # such as an OptionError
+        read = written = duplex = 0.0
+    if min(read, written) <= 0 or not 0.5 <= duplex <= 1 or len(given) > 3:
+        raise OptionError(argument="disk_speed", found=speed, allowed=allowed)
+    return replace(machine, disk_bytes_per_s=read, disk_out_bytes_per_s=written, disk_duplex=duplex)
 
 
 def link_bytes_per_s(link: str | float) -> float:

@@ -505,7 +505,7 @@ class _Host:
 
     def _step(self, index: int, after: list[Task | None]) -> None:
         unit, machine = self._units[index], self._machine
-        on_disk, read = bool(unit.state_read_nbytes or unit.state_written_nbytes), None
+        on_disk, read, written = bool(unit.state_read_nbytes or unit.state_written_nbytes), None, None
         parts = PARTS if self._into_forward or on_disk else 1
         work = _in_memory_s(unit, machine) / parts
         reads = unit.state_read_nbytes / machine.disk_bytes_per_s / parts
@@ -515,7 +515,9 @@ class _Host:
                 read = self._issue("disk in", index, reads, after if read is None else [read], "state")
             stepped = self._issue("optimizer", index, work, [*after, read])
             after = [stepped]
-            self._stepped[index] = self._issue("disk out", index, writes, after, "state") if on_disk else stepped
+            if on_disk:
+                written = self._issue("disk out", index, writes, [stepped, written], "state")
+            self._stepped[index] = written or stepped
 
     def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None], phase: str = "") -> Task:
         earlier = [task for task in after if task is not None]

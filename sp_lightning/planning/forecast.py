@@ -90,13 +90,18 @@ class Plan:
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes that a step reads from files: of weights, and of the optimizer's state on a disk."""
-        return self.simulation.disk_nbytes + self.simulation.state_read_nbytes
+        """Bytes of weights that a step reads from their files."""
+        return self.simulation.disk_nbytes
+
+    @property
+    def disk_read_nbytes(self) -> int:
+        """Bytes that a step reads from the disk, the optimizer's state included."""
+        return self.disk_nbytes + self.simulation.state_read_nbytes
 
     @property
     def disk_s(self) -> float:
         """Seconds in which the disk reads these bytes."""
-        return self.disk_nbytes / self.machine.disk_bytes_per_s
+        return self.disk_read_nbytes / self.machine.disk_bytes_per_s
 
     @property
     def disk_written_nbytes(self) -> int:
@@ -251,6 +256,7 @@ class Plan:
             "fits": self.fits,
             "host_available": self.host_available,
             "disk_nbytes": self.disk_nbytes,
+            "disk_read_nbytes": self.disk_read_nbytes,
             "disk_written_nbytes": self.disk_written_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],

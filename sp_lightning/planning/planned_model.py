@@ -71,7 +71,11 @@ class Requirements:
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
-    on_disk: int = 0  # bytes of the optimizer's state that lie there: read and written once in a step
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes of the optimizer's state that lie there: read and written once in a step."""
+        return sum(cost.state_read_nbytes for cost in self.costs)
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -170,9 +174,12 @@ class TracedModel(PlannedModel):
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
         costs, works = _costs(trace, options, machine)
         costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-        spilled = [p for index in placed.spilled for _, p in trace.units[index].params if p.requires_grad and p.dim()]
-        on_disk = whole_states(self.states()) * sum(p.nbytes for p in spilled)
-        return Requirements(costs, works, trace.peak, trace.sizes, trace, on_disk)
+        states = whole_states(self.states())
+        spilled = {
+            unit.name: states * sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim())
+            for unit in (trace.units[index] for index in placed.spilled)
+        }
+        return Requirements(_with_state(costs, spilled), works, trace.peak, trace.sizes, trace)
 
     def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
         """Return the bytes of weights that stay in files, and what is where (Rule 5).
@@ -187,13 +194,8 @@ class TracedModel(PlannedModel):
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
         spills = options.disk is not None
         placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=True, spills=spills)
-        if placed.units:
-            taken = (
-                ""
-                if self._names_in_files is not None
-                else "frozen weights are taken to be in local files as they are; "
-            )
-            self.notes.append(f"{taken}the speed at which files are read is assumed, not measured")
+        if placed.units and self._names_in_files is None:
+            self.notes.append("frozen weights are taken to be in local files as they are")
         return {index: filed[index] for index in placed.units}, placed
 
     def _filed(self, unit: Unit) -> dict[int, int]:
@@ -510,9 +512,10 @@ class ListedModel(PlannedModel):
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
-        spilled = sum(self._workload.parts[index].parameters for index in self._placed(options).spilled)
-        on_disk = whole_states(self._states) * self._host_width(options) * spilled
-        return Requirements(costs, _sweep(costs), peak, sizes, on_disk=on_disk)
+        each = whole_states(self._states) * self._host_width(options)
+        spilled = [self._workload.parts[index] for index in self._placed(options).spilled]
+        costs = _with_state(costs, {part.name: each * part.parameters for part in spilled})
+        return Requirements(costs, _sweep(costs), peak, sizes)
 
     @property
     def logits_nbytes(self) -> int:
@@ -721,6 +724,12 @@ def _forward(module: nn.Module, batch: Any) -> Any:
 
 
 QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need it installed
+
+
+def _with_state(costs: Sequence[UnitCost], spilled: Mapping[str, int]) -> list[UnitCost]:
+    """Return the costs with the bytes of state that a step of each unit reads from the disk and writes there."""
+    of_each = ((cost, spilled.get(cost.name, 0)) for cost in costs)
+    return [replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes) for cost, nbytes in of_each]
 
 
 def whole_states(states: float) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
-from ..core.machine import PROFILES, Machine, headroom, with_cores, with_link
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, UnitCost, simulate
@@ -71,6 +71,7 @@ def make_plan(
     host_headroom: int | str | None,
     cores: int | None,
     link: str | float | None,
+    disk_speed: str | None,
     copies: int,
     trained_copies: int,
     devices: int,
@@ -94,6 +95,8 @@ def make_plan(
         profile = with_cores(profile, cores)
     if link is not None:
         profile = with_link(profile, link)
+    if disk_speed is not None:
+        profile = with_disk(profile, disk_speed)
     left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", least=0)
     if parsed.disk is not None and parsed.host_budget is None:
         parsed = replace(parsed, host_budget=max(1, profile.host_nbytes - left))
@@ -120,7 +123,11 @@ def make_plan(
         raise OptionError(argument="devices", found=devices, allowed="an int >= 1")
     own_gradients = own_gradients or precision == "16-mixed"  # which scales them
     both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
-    return _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks).plan()
+    planner = _Planner(source, profile, target, precision, parsed, left, _named(optimizer), both, ranks)
+    if disk_speed is None and any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs):
+        rates = f"{profile.disk_bytes_per_s / 1e9:g} GB/s read, {profile.disk_out_bytes_per_s / 1e9:g} written"
+        source.notes.append(f"the disk's speed is assumed, not measured: {rates} (disk_speed; doctor --disk measures)")
+    return planner.plan()
 
 
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:

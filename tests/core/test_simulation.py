@@ -169,7 +169,7 @@ def test_state_and_weights_of_large_models_take_what_a_drive_takes(model, each):
         result = simulated(units, window=2, machine=drive, steps_into_forward=True)
         first = units[0].step_s(drive)
         assert round(result.floor.disk + first) == seconds
-        assert result.floor.binds == "disk" and result.floor.disk <= result.step_s
+        assert result.floor.binds == "disk" and result.floor.disk + first <= result.step_s * (1 + 1e-9)
         assert result.step_s <= 1.15 * seconds
         assert result.state_read_nbytes == result.state_written_nbytes == each * sum(u.parameters for u in units)
 

@@ -99,6 +99,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
         ring = 0 if handle._disk is None else handle._disk.ring_nbytes
         assert handle.engine.files.ring_nbytes + ring <= expected.host.ring
     assert moved[-1] == moved[-2] == [expected.disk_nbytes + expected.on_disk, expected.on_disk]
+    assert moved[-1] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
     assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
 
 
@@ -130,9 +131,29 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     assert some.fits_host and 0 < some.on_disk < found.on_disk
 
 
+FLOORS = {"llama3-8b": (13, 22, 64.2, 18_700), "llama3-70b": (113, 194, 564, 2_130)}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_plan_with_state_on_disk_takes_what_a_drive_takes(name):
+    """With few tokens, on a drive whose directions are free of each other, and on one with one pipe."""
+    free, shared, gigabytes, steps = FLOORS[name]
+    options = {"precision": "bf16-mixed", "machine": "rtx4090", "host_budget": "0B", "disk": "/"}
+    for duplex, seconds in ((1, free), (0.5, shared)):
+        found = plan(name, 2048, disk_speed=f"7GB,5GB,{duplex}", **options)
+        assert found.binds == "disk" and found.floor_s <= found.step_s <= 1.2 * seconds
+        assert 0.97 * seconds <= found.floor_s <= 1.05 * seconds
+        assert found.disk_read_nbytes == found.disk_written_nbytes == found.on_disk == 8 * found.parameters
+        assert f"writes {gigabytes:.3g} GB to the disk: {steps:,} steps to 1,200 TB" in found.wear
+        assert not any("assumed" in note for note in found.notes)
+    assumed = plan(name, 2048, **options)
+    assert any("assumed, not measured: 7 GB/s read, 5 written" in note for note in assumed.notes)
+    assert f"{found.disk_written_s:.3g}" == f"{8 * found.parameters / 5e9:.3g}"
+
+
 def test_without_a_budget_nothing_is_on_disk(tmp_path):
     found = planned(model(tmp_path))
-    assert found.disk_nbytes == 0 and found.host.ring == 0 and found.notes == ()
+    assert found.disk_nbytes == 0 and found.host.ring == 0 and found.notes == () and found.wear == ""
 
 
 def test_a_module_whose_weights_are_in_memory_has_none_in_files():
@@ -159,7 +180,8 @@ def test_what_a_budget_does_not_count_in_a_run_is_counted_by_a_plan(tmp_path):
 def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
     found = planned(model, host_budget="0B")
     assert found.disk_nbytes > 0
-    assert any("taken to be in local files" in note and "assumed, not measured" in note for note in found.notes)
+    for said in ("taken to be in local files", "the disk's speed is assumed, not measured: 7 GB/s read, 5 written"):
+        assert any(said in note for note in found.notes)
 
 
 def test_the_disk_binds_where_it_is_slower_than_the_link():
