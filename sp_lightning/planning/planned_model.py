@@ -71,7 +71,7 @@ class Requirements:
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
-    on_disk: int = 0  # bytes of the optimizer's state that lie there: read and written once in a step
+    on_disk: int = 0  # bytes of state, and of weights that train, on a disk: read and written once in a step
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -170,8 +170,11 @@ class TracedModel(PlannedModel):
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
         costs, works = _costs(trace, options, machine)
         costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-        spilled = [p for index in placed.spilled for _, p in trace.units[index].params if p.requires_grad and p.dim()]
-        on_disk = whole_states(self.states()) * sum(p.nbytes for p in spilled)
+        trained = [
+            sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
+            for unit in trace.units
+        ]
+        on_disk = moved_nbytes(placed, trained, self.states())
         return Requirements(costs, works, trace.peak, trace.sizes, trace, on_disk)
 
     def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
@@ -223,7 +226,7 @@ class TracedModel(PlannedModel):
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         stowed = sum(work.stowed_nbytes for work in needs.works)
         host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
-        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self.states())
+        return without_disk(host, placed, units, self.states())
 
     def states(self) -> float:
         assert self._states is not None
@@ -510,8 +513,10 @@ class ListedModel(PlannedModel):
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
-        spilled = sum(self._workload.parts[index].parameters for index in self._placed(options).spilled)
-        on_disk = whole_states(self._states) * self._host_width(options) * spilled
+        width = self._host_width(options)
+        on_disk = moved_nbytes(
+            self._placed(options), [part.parameters * width for part in self._workload.parts], self._states
+        )
         return Requirements(costs, _sweep(costs), peak, sizes, on_disk=on_disk)
 
     @property
@@ -527,7 +532,7 @@ class ListedModel(PlannedModel):
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         units, placed = self._units(options), self._placed(options)
         host = host_bytes(units, states=self._states, ring=placed.host.ring)
-        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self._states)
+        return without_disk(host, placed, units, self._states)
 
     def _units(self, options: Options) -> list[UnitHostBytes]:
         """List the host memory of the parts."""
@@ -542,7 +547,14 @@ class ListedModel(PlannedModel):
         units = self._units(options)
         whole = host_bytes(units, states=STATES["AdamW"])
         placements = [
-            UnitPlacement(whole=unit, kept=unit, in_files=0, state=STATES["AdamW"] * unit.trained) for unit in units
+            UnitPlacement(
+                whole=unit,
+                kept=unit,
+                in_files=0,
+                state=STATES["AdamW"] * unit.trained,
+                masters=options.master_weights * unit.weights,
+            )
+            for unit in units
         ]
         budget, spills = options.host_budget, options.disk is not None
         return within(placements, whole.total if budget is None else budget, whole, 0, spills)
@@ -728,11 +740,18 @@ def whole_states(states: float) -> int:
     return int(states + 1e-3)
 
 
-def without_state(host: HostBytes, placed: Budgeted, trained: int, states: float) -> HostBytes:
-    """Return what host memory is left to, of so many bytes that train in units whose state is on disk (Rule 5)."""
-    on_disk = whole_states(states) * trained
-    ring = 0 if on_disk or not placed.spilled else state_ring.BUFFERS * placed.buffer  # allocated by the first state
-    return replace(host, optimizer=host.optimizer - on_disk, ring=host.ring - ring)
+def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
+    """Return the host memory of a run less what is on the disk (Rule 5)."""
+    state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
+    weights = sum(units[index].weights for index in placed.masters)
+    ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
+    return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
+
+
+def moved_nbytes(placed: Budgeted, trained: Sequence[int], states: float) -> int:
+    """Return the bytes that a step reads and writes, of units with so many bytes that train (Rule 5)."""
+    state = whole_states(states) * sum(trained[index] for index in placed.spilled)
+    return state + sum(trained[index] for index in placed.masters)
 
 
 def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:
