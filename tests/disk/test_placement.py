@@ -82,16 +82,16 @@ def test_master_weights_go_to_the_disk_only_where_all_of_a_unit_goes_up_as_wire_
     )
 
 
-def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_budget_requires():
+def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_budget_requires(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1)
     whole = UnitHostBytes(weights=4000, wire=2000, trained=4000)
     units = [UnitPlacement(whole=whole, kept=whole, in_files=0, state=8000, masters=4000) for _ in range(10)]
     full = host_bytes([whole] * 10, states=2)
     ring = state_ring.BUFFERS * state_ring.buffer_nbytes(80_000)
-    for missing in range(0, 140_000, 7000):
+    for missing in range(7000, 140_000, 7000):
         found = within(units, full.total + ring - missing, full, 0, True)
         state, masters = len(found.spilled), len(found.masters)
-        if missing <= 0:
-            continue
         assert state == min(10, -(-missing // 8000))
         assert masters == (0 if missing <= 80_000 else min(10, -(-(missing - 80_000) // 4000)))
         assert found.host.total == full.total + ring - found.on_disk and found.on_disk == 8000 * state + 4000 * masters

@@ -522,3 +522,51 @@ def test_a_module_grows_while_its_master_weights_are_on_disk(device):
                 assert all(masters_on_disk(handle, net))
     for name, weight in nets[1].state_dict().items():
         assert torch.equal(nets[0].state_dict()[name], weight), name
+
+
+# ---- other ways to run, and memory
+
+
+def test_a_loop_with_fabric_and_its_checkpoints(tmp_path):
+    def go(strategy, path, resumes):
+        fabric = L.Fabric(accelerator="cpu", strategy=strategy)
+        net = stack()
+        net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+        state = {"net": net, "optimizer": optimizer}
+        if resumes:
+            fabric.load(path, state)
+        for _ in range(2):
+            optimizer.zero_grad()
+            fabric.backward(net(batch()).square().mean())
+            optimizer.step()
+        fabric.save(path, state)
+        values = [value.clone() for entry in optimizer.optimizer.state.values() for value in entry.values()]
+        values += [parameter.detach().clone() for parameter in net.parameters()]
+        for handle in getattr(fabric.strategy, "handles", ()):
+            handle.close()
+        return values
+
+    def streaming():
+        return sp_lightning.SuperpipelineFabricStrategy(host_budget="0B", disk=os.getcwd())
+
+    for first, second in itertools.product([streaming, lambda: "auto"], repeat=2):
+        found = [go(strategy(), tmp_path / "checkpoint", number) for number, strategy in enumerate((first, second))]
+        expected = [go("auto", tmp_path / "plain", number) for number in range(2)]
+        for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_memory_stays_within_what_the_choice_says(tmp_path):
+    """First step and loading of state included; anonymous and locked memory."""
+    import json
+    import pathlib
+    import subprocess
+    import sys
+
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
+    command = [sys.executable, str(script), "--run", "disk", "--gigabytes", "0.55", "--folder", str(tmp_path)]
+    said = subprocess.run(command, input="step\n" * 3 + "end\n", stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = json.loads(said.splitlines()[-1])
+    assert found["there"] + found["growth"] <= 1.1 * found["planned"]
+    assert os.listdir(tmp_path) == []
