@@ -6,7 +6,9 @@
 3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
-5. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
+5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory: with a compute type of their
+   own (master weights), unit by unit.
+6. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
 """
@@ -21,6 +23,7 @@ import torch
 
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
+from ..memory.weights import BY_ITSELF
 from . import state_ring
 from .direct_file import BLOCK
 from .direct_ring import BUFFERS, PIECE
@@ -34,6 +37,7 @@ class UnitPlacement:
     kept: UnitHostBytes
     in_files: int  # bytes of weights that can stay in files
     state: int = 0  # bytes of the optimizer's state that can be on disk
+    masters: int = 0  # bytes of FP32 weights that can be on disk, since their wire copies travel
     resident: bool = False
 
     @property
@@ -74,7 +78,8 @@ class Budgeted:
     host: HostBytes
     in_files: int  # bytes of weights
     spilled: list[int] = field(default_factory=list)  # units whose state is on disk
-    on_disk: int = 0  # bytes of that state
+    masters: list[int] = field(default_factory=list)  # units whose FP32 weights are on disk
+    on_disk: int = 0  # bytes of that state and those weights
     buffer: int = 0  # bytes of a buffer through which state is stepped
 
 
@@ -99,11 +104,32 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
     if not spills or host.total <= budget or not host.optimizer:
         return Budgeted(units=chosen, host=host, in_files=in_files)
     buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units))
-    over = host.total + state_ring.BUFFERS * buffer - budget
-    spilled = evenly({index: unit.state for index, unit in enumerate(units)}, over)
-    on_disk = sum(units[index].state for index in spilled)
-    host = replace(host, optimizer=host.optimizer - on_disk, ring=host.ring + state_ring.BUFFERS * buffer)
-    return Budgeted(units=chosen, host=host, in_files=in_files, spilled=spilled, on_disk=on_disk, buffer=buffer)
+    host = replace(host, ring=host.ring + state_ring.BUFFERS * buffer)
+    spilled = evenly({index: unit.state for index, unit in enumerate(units)}, host.total - budget)
+    state = sum(units[index].state for index in spilled)
+    host = replace(host, optimizer=host.optimizer - state)
+    # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
+    may_follow = {index: units[index].masters for index in spilled if index not in chosen}
+    masters = evenly(may_follow, host.total - budget) if host.total > budget else []
+    weights = sum(units[index].masters for index in masters)
+    host = replace(host, weights=host.weights - weights)
+    return Budgeted(
+        units=chosen,
+        host=host,
+        in_files=in_files,
+        spilled=spilled,
+        masters=masters,
+        on_disk=state + weights,
+        buffer=buffer,
+    )
+
+
+def masters_nbytes(parameters: Sequence[torch.Tensor], compute_dtype: torch.dtype | None) -> int:
+    """Return the bytes of a unit's weights that can be on disk (Rule 5): all go up as wire copies, or none can."""
+    if compute_dtype is None or not any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
+        return 0
+    travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with the others' wire copies
+    return UnitHostBytes.of(parameters).weights if travel else 0
 
 
 def choose(
@@ -136,6 +162,7 @@ def choose(
                 kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
                 state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
+                masters=masters_nbytes(parameters, compute_dtype),
                 resident=unit.resident,
             )
         )

@@ -24,7 +24,7 @@ from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing
-from .file_store import FileUnitStore
+from .file_store import FileUnitStore, MasterStore
 from .placement import Budgeted, choose
 from .source_files import Found, Place, SourceFile, check_available, find
 
@@ -43,9 +43,10 @@ class Choice(NamedTuple):
 class WeightFiles:
     """The files that weights of a model stay in, and the ring through which they are read."""
 
-    def __init__(self, device: Device, choice: Choice) -> None:
-        """Open the files of the weights that stay there."""
+    def __init__(self, device: Device, choice: Choice, move: Callable[[Tensor], Tensor]) -> None:
+        """Open the files of the weights that stay there; `move` writes a tensor to the scratch file."""
         self.placed = choice.placed
+        self._move = move
         self._device = device
         self._files: dict[str, SourceFile] = {}
         self._stores: list[FileUnitStore] = []
@@ -70,6 +71,8 @@ class WeightFiles:
             for index, (_, parameter) in enumerate(unit.params)
             if id(parameter) in self._places
         }
+        if unit.index in self.placed.masters:
+            return MasterStore(unit, device, counters, owner, device_dtype, self._move)
         if not places:
             return UnitStore(unit, device, counters, owner, device_dtype)
         store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)

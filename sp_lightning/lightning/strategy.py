@@ -86,8 +86,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             stays in the files that it was loaded from, as far as it is frozen, and is read from there for each visit
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
-        disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``: it lies there in
-            a nameless file while the run lasts, and is stepped in portions, with the same bits (docs/disk.md).
+        disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of FP32
+            ``master_weights``: it lies there in a nameless file while the run lasts, and is stepped in portions, with
+            the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.

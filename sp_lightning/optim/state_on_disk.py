@@ -14,7 +14,9 @@
    from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with one
    element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
-7. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
+7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
+   converted from there.
+8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
    of neither step. A run goes on from its last checkpoint.
 """
 
@@ -63,6 +65,7 @@ from .pieces import (
 )
 
 log = logging.getLogger(__name__)
+WEIGHT = ""  # the key of the parameter itself among what it has in the file
 NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
 Regroup = Callable[[Optimizer, Conversions], Regrouped]
 
@@ -74,7 +77,7 @@ class Spilled:
     param: Tensor
     group: Group
     entry: State
-    views: dict[str, Tensor]  # the state in the file
+    views: dict[str, Tensor]  # the state in the file, and the parameter under WEIGHT if it is there
     places: dict[str, Place]
     is_new: bool  # whether this step makes the state (Rule 5)
     fuses: bool
@@ -88,10 +91,13 @@ class Spilled:
         self.grad = _flat(self.param.grad)  # type: ignore[arg-type]  # it has one
         self.before = {key: value.clone() for key, value in self.entry.items() if is_scalar(value)}  # Rule 4
 
-    @property
-    def element_nbytes(self) -> int:
-        """Bytes of state of an element."""
-        return sum(view.itemsize for view in self.views.values())
+    def nbytes(self, reads: bool = False) -> int:
+        """Count the bytes that a step writes, or reads."""
+        return sum(view.nbytes for key, view in self.views.items() if not (reads and self.makes(key)))
+
+    def makes(self, key: str) -> bool:
+        """Whether this step makes what is under the key, of which nothing is to be read."""
+        return self.is_new and key != WEIGHT
 
     def nbytes_in_buffer(self, first: int, count: int) -> int:
         """Count the bytes that so many elements take in a buffer."""
@@ -127,6 +133,17 @@ class Part:
     def slice(self) -> slice:
         """The elements."""
         return slice(self.first, self.first + sum(self.lengths))
+
+    def piece(self, buffer: Buffer) -> Tensor:
+        """Return the part of the parameter that is stepped, in the buffer if it came from the file."""
+        for range_ in self.ranges:
+            if range_.key == WEIGHT:
+                return range_.tensor(buffer, self.of.flat.dtype)
+        return self.of.flat[self.slice]
+
+    def read(self) -> Iterator[Run]:
+        """Yield what comes from the file."""
+        return (range_.run for range_ in self.ranges if not self.of.makes(range_.key))
 
     def written(self) -> Iterator[Run]:
         """Yield what goes back: a last block that the next part shares does not (Rule 3)."""
@@ -214,6 +231,15 @@ class StateOnDisk:
                 self._copy(state[parameter][key], tensor)
                 state[parameter][key] = tensor
 
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file with the values of this one (Rule 7); one that is too small stays in memory."""
+        with self._lock, torch.no_grad():
+            if not tensor.dim() or not tensor.numel():
+                return tensor.clone()
+            (made,) = self._file.tensors([tensor])
+            self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
+            return made
+
     def _can_move(self, parameter: Tensor, value: Any) -> bool:
         return (
             type(value) is Tensor
@@ -290,29 +316,38 @@ class StateOnDisk:
             makes: dict[torch.dtype, State] = {}  # by the types of parameters (Rule 5)
             for param in group["params"]:
                 views = self._views(shadow, group, param, makes)
-                if not views:
+                if views is None:
                     continue
+                if self._file.place_of(param) is not None:
+                    views = {WEIGHT: param.detach(), **views}
                 places = {key: self._file.place_of(view) for key, view in views.items()}
                 entry = shadow.state.get(param, {})
                 known = {key: place for key, place in places.items() if place is not None}
-                if len(known) == len(places):
+                if known and len(known) == len(places):
                     conversion = conversions.get(param)
                     if conversion is not None and not same_order(param, conversion.wire):
                         conversion = None
-                    fused = fuses and bool(entry)
-                    yield Spilled(param, group, entry, views, known, not entry, fused, conversion=conversion)
+                    fused, is_new = fuses and bool(entry), not entry and not keeps_no_state(shadow, group)
+                    yield Spilled(param, group, entry, views, known, is_new, fused, conversion=conversion)
 
-    def _views(self, shadow: Any, group: Group, param: Tensor, makes: dict[torch.dtype, State]) -> dict[str, Tensor]:
-        """Return the state of a parameter that is to be in the file, which is made if the parameter has none."""
-        if param.grad is None:
-            return {}
+    def _views(
+        self, shadow: Any, group: Group, param: Tensor, makes: dict[torch.dtype, State]
+    ) -> dict[str, Tensor] | None:
+        """Return the state of a parameter that is to be in the file, which is made if the parameter has none.
+
+        None if the parameter cannot be stepped in portions.
+        """
+        if param.grad is None or not param.dim() or not param.numel():
+            return None
         if shadow.state.get(param):
-            state = state_in_step(shadow, param) or {}
-            return {key: value for key, value in state.items() if not is_scalar(value)}
-        if id(param) not in self.parameters or keeps_no_state(shadow, group) or not has_gradient_in_step(param):
+            state = state_in_step(shadow, param)
+            return None if state is None else {key: value for key, value in state.items() if not is_scalar(value)}
+        if not has_gradient_in_step(param):
+            return None
+        if keeps_no_state(shadow, group):
             return {}
-        if not param.dim() or not param.numel():
-            return {}
+        if id(param) not in self.parameters:
+            return None
         if param.dtype not in makes:
             makes[param.dtype] = _made_for_one_element(shadow, group, param.dtype)
         like = {
@@ -353,20 +388,18 @@ class StateOnDisk:
             ring.recover(read for portion in ahead for read in portion.reads)
             raise
         for one in spilled:
-            nbytes = one.param.numel() * one.element_nbytes
-            self._counters.disk_written += nbytes
+            self._counters.disk_written += one.nbytes()
+            self._counters.disk_read += one.nbytes(reads=True)
             if one.is_new:
                 shadow.state[one.param].update(one.entry)
-            else:
-                self._counters.disk_read += nbytes
-                torch.autograd.graph.increment_version(list(one.views.values()))
+            torch.autograd.graph.increment_version(list(one.views.values()))
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
     def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Portion]) -> None:
         while len(ahead) < AHEAD and (parts := next(todo, None)) is not None:
             buffer = self._ring.take()
-            runs = as_few_runs(range_.run for part in parts if not part.of.is_new for range_ in part.ranges)
+            runs = as_few_runs(run for part in parts for run in part.read())
             ahead.append(Portion(parts, buffer, self._ring.read(buffer, runs)))
 
     def _step_portion(self, shadow: Any, portion: Portion, cutting: Cutting) -> None:
@@ -383,6 +416,8 @@ class StateOnDisk:
             if parts:
                 _step_parts(shadow, parts, buffer, None if fuses else cutting)
         for part in portion.parts:
+            _convert(part, buffer)
+        for part in portion.parts:
             for key, run, head, nbytes in part.ranges:
                 end = head + nbytes
                 if not part.is_last and end % BLOCK:
@@ -398,7 +433,7 @@ def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cut
     group: Group | None = None
     for part in parts:
         one = part.of
-        piece = one.flat[part.slice]
+        piece = part.piece(buffer)
         piece.grad = one.grad[part.slice]
         entry = {range_.key: range_.tensor(buffer, one.views[range_.key].dtype) for range_ in part.ranges}
         scalars = one.entry if part.is_last else one.before
@@ -420,6 +455,20 @@ def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cut
     type(shadow).step.__wrapped__(step)
 
 
+def _convert(part: Part, buffer: Buffer) -> None:
+    """Convert a part of a weight that is in the buffer into its wire copy, if compiled code did not yet.
+
+    A NaN has other bits where a vector ends: then the whole weight is converted later, from the file (Rule 7).
+    """
+    if part.ranges[0].key == WEIGHT and part.of.conversion is not None:
+        if part.of.is_new:
+            part.of.conversions.append(Conversion(_flat(part.of.conversion.wire)[part.slice]))
+        conversion, piece = part.of.conversions[-1], part.piece(buffer)
+        if conversion.source is None and not piece.isnan().any():
+            conversion.wire.copy_(piece)
+            conversion.done(piece)
+
+
 def _share_state(shadow: Any) -> bool:
     """Whether a tensor of the state belongs to several parameters."""
     entries = (shadow.state.get(param, {}) for group in shadow.param_groups for param in group["params"])
@@ -435,13 +484,15 @@ def _scalar(value: Tensor, part: Part) -> Tensor:
 def _make_state(shadow: Any, part: Part, buffer: Buffer) -> None:
     """Step a part whose state torch makes, and copy that into a buffer (Rule 5)."""
     one = part.of
-    pieces = _split(one.flat[part.slice], part.lengths)
+    pieces = _split(part.piece(buffer), part.lengths)
     for piece, grad in zip(pieces, _split(one.grad[part.slice], part.lengths), strict=True):
         piece.grad = grad
     step = shadow_of(shadow)
     step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)
     type(shadow).step.__wrapped__(step)
     for range_ in part.ranges:
+        if range_.key == WEIGHT:
+            continue
         targets = _split(range_.tensor(buffer, one.views[range_.key].dtype), part.lengths)
         for piece, target in zip(pieces, targets, strict=True):
             target.copy_(step.state[piece][range_.key])
@@ -463,7 +514,7 @@ def _made_for_one_element(shadow: Any, group: Group, dtype: torch.dtype) -> Stat
 def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
     """Cut a parameter into pieces, of which at least one fits into a buffer with so much room."""
     numel = one.param.numel()
-    most = (room - 2 * BLOCK * len(one.views)) // one.element_nbytes
+    most = (room - 2 * BLOCK * len(one.views)) // sum(view.itemsize for view in one.views.values())
     if one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
         most = most // BLOCK * BLOCK or BLOCK // 8
         return tuple(min(most, numel - first) for first in range(0, numel, most))

@@ -80,7 +80,7 @@ class Plan:
     flops: float = 0.0
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
-    on_disk: int = 0  # bytes of optimizer state on the disk, which a step reads and writes once
+    on_disk: int = 0  # bytes of state, and of weights that train, on a disk: read and written once in a step
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
 
     @property

@@ -74,7 +74,7 @@ class Requirements:
 
     @property
     def on_disk(self) -> int:
-        """Bytes of the optimizer's state that lie there: read and written once in a step."""
+        """Bytes of state, and of weights that train, on a disk: read and written once in a step."""
         return sum(cost.state_read_nbytes for cost in self.costs)
 
     @property
@@ -174,12 +174,12 @@ class TracedModel(PlannedModel):
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
         costs, works = _costs(trace, options, machine)
         costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-        states = whole_states(self.states())
-        spilled = {
-            unit.name: states * sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim())
-            for unit in (trace.units[index] for index in placed.spilled)
-        }
-        return Requirements(_with_state(costs, spilled), works, trace.peak, trace.sizes, trace)
+        trained = [
+            sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
+            for unit in trace.units
+        ]
+        costs = _with_moved(costs, [unit.name for unit in trace.units], placed, trained, self.states())
+        return Requirements(costs, works, trace.peak, trace.sizes, trace)
 
     def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
         """Return the bytes of weights that stay in files, and what is where (Rule 5).
@@ -225,7 +225,7 @@ class TracedModel(PlannedModel):
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         stowed = sum(work.stowed_nbytes for work in needs.works)
         host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
-        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self.states())
+        return without_disk(host, placed, units, self.states())
 
     def states(self) -> float:
         assert self._states is not None
@@ -512,9 +512,9 @@ class ListedModel(PlannedModel):
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
-        each = whole_states(self._states) * self._host_width(options)
-        spilled = [self._workload.parts[index] for index in self._placed(options).spilled]
-        costs = _with_state(costs, {part.name: each * part.parameters for part in spilled})
+        width, whole = self._host_width(options), self._workload.parts
+        trained = [part.parameters * width for part in whole]
+        costs = _with_moved(costs, [part.name for part in whole], self._placed(options), trained, self._states)
         return Requirements(costs, _sweep(costs), peak, sizes)
 
     @property
@@ -530,7 +530,7 @@ class ListedModel(PlannedModel):
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         units, placed = self._units(options), self._placed(options)
         host = host_bytes(units, states=self._states, ring=placed.host.ring)
-        return without_state(host, placed, sum(units[index].trained for index in placed.spilled), self._states)
+        return without_disk(host, placed, units, self._states)
 
     def _units(self, options: Options) -> list[UnitHostBytes]:
         """List the host memory of the parts."""
@@ -545,7 +545,14 @@ class ListedModel(PlannedModel):
         units = self._units(options)
         whole = host_bytes(units, states=STATES["AdamW"])
         placements = [
-            UnitPlacement(whole=unit, kept=unit, in_files=0, state=STATES["AdamW"] * unit.trained) for unit in units
+            UnitPlacement(
+                whole=unit,
+                kept=unit,
+                in_files=0,
+                state=STATES["AdamW"] * unit.trained,
+                masters=options.master_weights * unit.weights,
+            )
+            for unit in units
         ]
         budget, spills = options.host_budget, options.disk is not None
         return within(placements, whole.total if budget is None else budget, whole, 0, spills)
@@ -726,9 +733,24 @@ def _forward(module: nn.Module, batch: Any) -> Any:
 QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need it installed
 
 
-def _with_state(costs: Sequence[UnitCost], spilled: Mapping[str, int]) -> list[UnitCost]:
-    """Return the costs with the bytes of state that a step of each unit reads from the disk and writes there."""
-    of_each = ((cost, spilled.get(cost.name, 0)) for cost in costs)
+def _with_moved(
+    costs: Sequence[UnitCost], names: Sequence[str], placed: Budgeted, trained: Sequence[int], states: float
+) -> list[UnitCost]:
+    """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 5).
+
+    Args:
+        costs: Of units, by their names.
+        names: Of all units, as `placed` counts them.
+        placed: What is where.
+        trained: Bytes of each unit's weights that train.
+        states: State tensors per parameter.
+    """
+    moved = dict.fromkeys(names, 0)
+    for index in placed.spilled:
+        moved[names[index]] += whole_states(states) * trained[index]
+    for index in placed.masters:
+        moved[names[index]] += trained[index]
+    of_each = ((cost, moved.get(cost.name, 0)) for cost in costs)
     return [replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes) for cost, nbytes in of_each]
 
 
@@ -737,11 +759,12 @@ def whole_states(states: float) -> int:
     return int(states + 1e-3)
 
 
-def without_state(host: HostBytes, placed: Budgeted, trained: int, states: float) -> HostBytes:
-    """Return what host memory is left to, of so many bytes that train in units whose state is on disk (Rule 5)."""
-    on_disk = whole_states(states) * trained
-    ring = 0 if on_disk or not placed.spilled else state_ring.BUFFERS * placed.buffer  # allocated by the first state
-    return replace(host, optimizer=host.optimizer - on_disk, ring=host.ring - ring)
+def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
+    """Return the host memory of a run less what is on the disk (Rule 5)."""
+    state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
+    weights = sum(units[index].weights for index in placed.masters)
+    ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
+    return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
 
 
 def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:

@@ -430,8 +430,6 @@ class Handle:
         """Open the files that weights stay in, and make the one for the optimizer's state."""
         from ..disk.weight_files import WeightFiles
 
-        if choice.placed.units:
-            self._files = WeightFiles(self.device, choice)
         if choice.placed.spilled:
             from ..disk.scratch_file import ScratchFile
             from ..optim.state_on_disk import StateOnDisk
@@ -441,6 +439,13 @@ class Handle:
                 file, buffer = ScratchFile(self.options.disk), choice.placed.buffer
                 self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
             self._disk.parameters = {id(p) for index in choice.placed.spilled for _, p in units[index].params}
+        if choice.placed.units or choice.placed.masters:
+            self._files = WeightFiles(self.device, choice, self._moved)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a weight to the scratch file and return the tensor there."""
+        assert self._disk is not None
+        return self._disk.moved(tensor)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""

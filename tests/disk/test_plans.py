@@ -103,6 +103,26 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
     assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, device, tmp_path):
+    options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "master_weights": True}
+    net = model().requires_grad_(True)
+    expected = planned(net, optimizer=kind, precision="bf16-true", **options)
+    with sp_lightning.stream(net, device, units=UNITS, transfer=1, **options) as handle:
+        optimizer = getattr(torch.optim, kind)(net.parameters())
+        moved = []
+        for _ in range(4):
+            before = handle.stats()
+            step(net, torch.ones(4, 64, device=device, dtype=torch.bfloat16))
+            optimizer.step()
+            optimizer.zero_grad()
+            after = handle.stats()
+            moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
+    assert moved[-1] == moved[-2] == [expected.on_disk] * 2
+    assert expected.on_disk == (3 if kind == "AdamW" else 1) * sum(p.nbytes for p in net.parameters())
+    assert expected.host.weights == 0 and expected.host.wire > 0
+
+
 def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     net = model()
     whole, least = planned(net).host.total, planned(net, host_budget="0B", disk=str(tmp_path)).host
@@ -125,10 +145,12 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     options = {"precision": "bf16-true", "master_weights": True, "machine": "rtx4090", "activations": "recompute"}
     plain = plan("llama3-8b", 32768, **options)
     found = plan("llama3-8b", 32768, host_budget="0B", disk="/", **options)
-    assert found.on_disk == plain.host.optimizer == 8 * plain.parameters and found.host.optimizer == 0
+    assert found.on_disk == 12 * plain.parameters and found.host.optimizer == found.host.weights == 0
     assert found.host.total == plain.host.total - found.on_disk + found.host.ring
     some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
-    assert some.fits_host and 0 < some.on_disk < found.on_disk
+    assert some.fits_host and 0 < some.on_disk < 8 * plain.parameters and some.host.weights == 4 * plain.parameters
+    more = plan("llama3-8b", 32768, host_budget="64GiB", disk="/", **options)
+    assert more.fits_host and 8 * plain.parameters < more.on_disk < found.on_disk and more.host.optimizer == 0
 
 
 FLOORS = {"llama3-8b": (13, 22, 64.2, 18_700), "llama3-70b": (113, 194, 564, 2_130)}
