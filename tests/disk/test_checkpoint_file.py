@@ -25,6 +25,8 @@ import models
 import parity
 from sp_lightning.disk import checkpoint_file
 from sp_lightning.disk.checkpoint_file import BLOCK, LARGE, PIECE, joined, save
+from sp_lightning.disk.direct_file import DirectFile
+from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.source_files import SourceFile
 from sp_lightning.errors import DiskError, SourceFileError
 from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
@@ -157,25 +159,31 @@ def test_a_read_that_fails_is_an_error_and_the_previous_file_stays(tmp_path, mon
     assert torch.load(path) == {"old": 1} and {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "source"}
 
 
+@pytest.mark.parametrize("place", ["files", "disk"])
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO], ids=["", "asynchronous"])
-def test_a_run_whose_weights_are_in_files_writes_the_plain_run_s_checkpoints(plugin, device, tmp_path, monkeypatch):
+def test_a_run_with_weights_in_files_or_state_on_a_disk_writes_the_plain_run_s_checkpoints(
+    plugin, place, device, tmp_path, monkeypatch
+):
     monkeypatch.setattr(checkpoint_file, "LARGE", 1)
     monkeypatch.setattr(checkpoint_file, "PIECE", 2 * BLOCK)
     if device.type == "simgpu":
         importlib.import_module("simgpu.lightning")
-    directly, original = [], SourceFile.read
+    directly, original = [], DirectFile.read
 
     def reading(self, *args):
-        directly.append(threading.current_thread().name)
+        if threading.current_thread().name.startswith("superpipeline-save"):
+            directly.append(type(self))
         original(self, *args)
 
-    monkeypatch.setattr(SourceFile, "read", reading)
+    monkeypatch.setattr(DirectFile, "read", reading)
 
     def run(side):
         case = (in_files.filed if side == "files" else in_files.frozen)(models.case("mlp"))
         strategy = parity.plain_strategy(device.type)
-        if side == "files":
-            strategy = parity.streaming_strategy(device.type, host_budget="0B", window=2, transfer=1)
+        if side != "plain":
+            options = {"host_budget": "0B", "window": 2, "transfer": 1}
+            options |= {"disk": tmp_path} if side == "disk" else {}
+            strategy = parity.streaming_strategy(device.type, **options)
         L.seed_everything(0, verbose=False)
         saver = ModelCheckpoint(tmp_path / side, "{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = L.Trainer(
@@ -193,14 +201,14 @@ def test_a_run_whose_weights_are_in_files_writes_the_plain_run_s_checkpoints(plu
         assert all(zipfile.ZipFile(path).testzip() is None for path in found.values())
         return {name: dict(parity.leaves(torch.load(path, weights_only=False))) for name, path in found.items()}
 
-    expected, actual = run("plain"), run("files")
+    expected, actual = run("plain"), run(place)
     assert expected.keys() == actual.keys() and len(actual) == 3
     for name, leaves in expected.items():
         assert leaves.keys() == actual[name].keys()
         for leaf, value in leaves.items():
             if isinstance(value, torch.Tensor):
                 assert not parity.difference(value.cpu(), actual[name][leaf].cpu()), (name, leaf)
-    assert plugin is not None or any(name.startswith("superpipeline-save") for name in directly)
+    assert plugin is not None or set(directly) == {SourceFile if place == "files" else ScratchFile}
 
 
 # ---- writes that are short, refused, or fail
