@@ -231,13 +231,14 @@ class Recorder(StepListener):
         self._batches[trains] += 1
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        if self._now is None:
+        of_pass = self._now  # likewise
+        if of_pass is None:
             return _NOTHING
         now: Callable[[], Any] = time.perf_counter
         if lane not in OF_THE_HOST:
             stream = self._clock.up if lane == "up" else self._clock.down
             now = lambda: self._clock.moment(stream)  # noqa: E731
-        return _Work(_Entry(lane, unit, phase, "", nbytes), self._now.entries, now)
+        return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
         now = self._computing
@@ -292,8 +293,9 @@ class Recorder(StepListener):
     # ---- details
 
     def _add(self, entry: _Entry) -> None:
-        if self._now is not None:
-            self._now.entries.append(entry)
+        now = self._now  # which the calling thread may end meanwhile
+        if now is not None:
+            now.entries.append(entry)
 
     def _begin_compute(self, unit: str, phase: str) -> Any:
         moment = self._clock.moment(self._clock.compute)

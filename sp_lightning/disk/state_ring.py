@@ -11,13 +11,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from ..core.telemetry import Counters
+from ..core.telemetry import Counters, Lane
 from ..memory.pinned import HostAllocator
 from .direct_file import blocks
 from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
@@ -86,23 +85,29 @@ class StateRing:
 
     def read(self, buffer: Buffer, runs: Sequence[Run]) -> list[Future[None]]:
         """Begin to read these runs into a buffer."""
-        return [self._readers.submit(self._file.read, buffer.memory[run.at :], run.offset, run.nbytes) for run in runs]
+        return [self._begin(self._readers, "disk in", self._file.read, buffer, run) for run in runs]
 
     def write(self, buffer: Buffer, runs: Sequence[Run]) -> None:
         """Begin to write these runs of a buffer, which is free after that."""
-        writes = [
-            self._writers.submit(self._file.write, buffer.memory[run.at :], run.offset, run.nbytes) for run in runs
-        ]
+        writes = [self._begin(self._writers, "disk out", self._file.write, buffer, run) for run in runs]
         self._written.append((buffer, writes))
+
+    def _begin(
+        self, threads: ThreadPoolExecutor, lane: Lane, move: Callable[..., None], buffer: Buffer, run: Run
+    ) -> Future[None]:
+        under_way = self._counters.listener.work(lane, "", "state", run.nbytes)
+
+        def transfer() -> None:
+            with under_way:
+                move(buffer.memory[run.at :], run.offset, run.nbytes)
+
+        return threads.submit(transfer)
 
     def wait(self, transfers: Iterable[Future[None]]) -> None:
         """Wait for transfers, and raise what one of them raised."""
-        begin = time.perf_counter()
-        try:
+        with self._counters.stall("disk"):
             for transfer in transfers:
                 transfer.result()
-        finally:
-            self._counters.stall_ms["disk"] += (time.perf_counter() - begin) * 1e3
 
     def drain(self) -> None:
         """Wait until all is written (Rule 2)."""

@@ -106,7 +106,7 @@ class RunReport:
         mean = {cause: statistics.fmean(c[cause] for c in causes) * 1e3 for cause in causes[0]}
         step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
         floor_s = self.floor_s()
-        on_disk = self._handle.engine.files is not None
+        on_disk = self._handle.options.uses_files
         return {
             "step_ms": step_ms,
             **({} if floor_s is None else {"floor_ms": floor_s * 1e3, "floor_share": floor_s * 1e3 / step_ms}),
@@ -115,7 +115,11 @@ class RunReport:
             "outside_ms": mean["other"],
             "up_gb_per_s": _rate(steps, "up"),
             "down_gb_per_s": _rate(steps, "down"),
-            **({"disk_in_gb_per_s": _rate(steps, "disk in")} if on_disk else {}),
+            **(
+                {"disk_in_gb_per_s": _rate(steps, "disk in"), "disk_out_gb_per_s": _rate(steps, "disk out")}
+                if on_disk
+                else {}
+            ),
             **self.memory(),
         }
 

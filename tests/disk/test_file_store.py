@@ -111,6 +111,27 @@ def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monk
         assert handle.stats()["stall_ms"]["disk"] > 10
 
 
+def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_path):
+    net = stack().requires_grad_(True)
+    with streamed(net, device, window=1, disk=tmp_path) as handle:
+        optimizer, recorder = torch.optim.AdamW(net.parameters()), handle.record()
+        for _ in range(5):
+            before = handle.stats()
+            net(batch(device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.stop_recording()
+        after = handle.stats()
+    for lane, name in (("disk in", "disk_read"), ("disk out", "disk_written")):
+        moved, found = after[name] - before[name], [step.nbytes(lane) for step in recorder.trained()]
+        assert moved <= max(found) <= moved + 4 * 2 * 40 * 4096 and found[-2] == found[-3]
+        spans = [span for step in recorder.trained() for span in step.of(lane)]
+        assert {span.phase for span in spans} == {"state"} and all(span.seconds > 0 for span in spans)
+    made = timeline.measured(recorder.trained(), "a net")
+    lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
+    assert "disk to host" in lanes and "host to disk" in lanes
+
+
 def test_it_streams_again_from_the_same_files(nets, device):
     plain, net = nets
     for _ in range(3):

@@ -58,7 +58,7 @@ def test_a_window_of_one_hides_nothing():
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        ("disk", "50 % of each step waits for the disk, from which weights are read; the disk is the limit: a larger"),
+        ("disk", "50 % of each step waits for the disk; the disk is the limit: a larger host_budget leaves less there"),
         ("weights", "50 % of each step waits for weights on their way up; the link is the limit: a larger batch"),
         ("gradients", "50 % of each step waits for gradients on their way down; the link is the limit"),
         ("activations", "50 % of each step waits for offloaded activations; the link is the limit: keep activations"),
