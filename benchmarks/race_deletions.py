@@ -39,14 +39,16 @@ WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finis
 WAITS |= {"wait_step", "wait_step_of", "_wait_steps", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "bench/referee.py", "bench/turns.py"}
+BESIDE |= {"observe/disk_speed.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where units are summed, which are not due yet
 BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
-# Waits for reads of files: `TESTS` stream nothing from files, so these were not deleted yet.
-FOR_FILES = {"disk/direct_ring.py", "disk/file_store.py"}
+# Waits for reads and writes of files: `TESTS` have nothing in files, so these were not deleted yet.
+FOR_FILES = {f"disk/{name}.py" for name in ("direct_ring", "file_store", "state_ring", "checkpoint_file")}
+FOR_FILES |= {"optim/state_on_disk.py"}
 LONGEST_S = 900
 
 

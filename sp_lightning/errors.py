@@ -39,14 +39,38 @@ class HostMemoryError(SuperpipelineError, RuntimeError):
 
 
 class DiskError(SuperpipelineError, RuntimeError):
-    """A read of a file failed: which file, where in it, and the system's number for why."""
+    """A file could not be read or written: which file, where in it, and the system's number for why."""
 
-    def __init__(self, *, path: str, offset: int, errno: int) -> None:
-        self.path, self.offset, self.errno = path, offset, errno
-        super().__init__(
-            f"{path} could not be read at byte {offset}: {os.strerror(errno)} (errno {errno}). Weights on the host are "
-            "as they were; check the disk, or load the model from another copy of the file"
+    GO_ON = "go on from the last checkpoint"
+
+    def __init__(self, *, path: str, offset: int, errno: int, writes: bool = False, outcome: str = "") -> None:
+        self.path, self.offset, self.errno, self.writes = path, offset, errno, writes
+        self.outcome = outcome = outcome or (
+            "Weights on the host are as they were; check the disk, or load the model from another copy of the file"
         )
+        done = "written" if writes else "read"
+        super().__init__(
+            f"{path} could not be {done} at byte {offset}: {os.strerror(errno)} (errno {errno}). {outcome}"
+        )
+
+    def in_step(self, stepped: int, of: int) -> DiskError:
+        """Make the same error, in an optimizer's step that it ended."""
+        return self.with_outcome(
+            f"The optimizer had stepped {stepped} of {of} parameters, and state on the disk is that of no step: "
+            f"{self.GO_ON}"
+        )
+
+    def going_on_from(self, checkpoint: str | None) -> DiskError:
+        """Make the same error with the path of the last checkpoint, if it is one to go on from."""
+        names = checkpoint is not None and self.outcome.endswith(self.GO_ON)
+        return self.with_outcome(f"{self.outcome}, {checkpoint}") if names else self
+
+    def with_outcome(self, outcome: str) -> DiskError:
+        """Make the same error with another account of what it left."""
+        path, offset, errno = self.path, self.offset, self.errno
+        error = DiskError(path=path, offset=offset, errno=errno, writes=self.writes, outcome=outcome)
+        error.__cause__ = self
+        return error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ Values come from Python, from YAML and from a command line: text that means a nu
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -46,7 +47,13 @@ class Options:
     master_weights: bool = False
     host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
     compile_units: bool = False
-    host_budget: int | None = None  # host bytes, beyond which frozen weights stay in their files
+    host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
+    disk: str | None = None  # a folder for optimizer state, and then master weights, that exceed the budget
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether weights or state may be in files."""
+        return self.host_budget is not None or self.disk is not None
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
@@ -64,6 +71,7 @@ class Options:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         self._normalise("memory_budget", _budget("memory_budget", self.memory_budget, "> 0"))
         self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
+        self._normalise("disk", _folder("disk", self.disk))
         self._normalise("units", _units(self.units))
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("host_memory", self.host_memory, HOST_MEMORY)
@@ -140,6 +148,14 @@ def _budget(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int 
         return nbytes
     allowed = f'None or bytes {bound}, an int or text such as "10GiB" or "10 GB"'
     raise OptionError(argument=argument, found=value, allowed=allowed)
+
+
+def _folder(argument: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, os.PathLike)) and (folder := os.fspath(value)) and isinstance(folder, str):
+        return os.path.abspath(os.path.expanduser(folder))
+    raise OptionError(argument=argument, found=value, allowed="None or the path of a folder on a local disk")
 
 
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:

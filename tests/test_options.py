@@ -34,6 +34,7 @@ def test_the_defaults_are_valid_and_normal():
         "compile_units": False,
         "wire_dtype": "auto",
         "host_budget": None,
+        "disk": None,
     }
 
 
@@ -97,6 +98,18 @@ def test_a_host_budget_is_bytes_and_may_be_none(value, expected):
 @pytest.mark.parametrize("value", [-1, True, False, 1.5, b"10GiB"])
 def test_a_host_budget_that_is_no_number_of_bytes_is_refused(value):
     refused("host_budget must be None or bytes >= 0.*, got " + re.escape(repr(value)), host_budget=value)
+
+
+def test_a_disk_is_the_path_of_a_folder_and_may_be_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in (str(tmp_path / "nvme"), tmp_path / "nvme", "nvme"):
+        assert Options.parse(disk=given).disk == str(tmp_path / "nvme")
+    assert Options.parse(disk=None).disk is None
+
+
+@pytest.mark.parametrize("value", ["", 3, True, b"/nvme"])
+def test_a_disk_that_is_no_path_is_refused(value):
+    refused("disk must be None or the path of a folder on a local disk, got " + re.escape(repr(value)), disk=value)
 
 
 def test_a_budget_that_is_no_size_is_refused():

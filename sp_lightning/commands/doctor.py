@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..observe.disk_speed import DiskSpeed
     from ..observe.doctor import Report
 
 
@@ -13,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--device", help="device that computes, such as cuda:0 or cpu (default: the first accelerator)")
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
+    parser.add_argument("--disk", help="a folder on the disk that is to have weights or state, to be measured as well")
     parser.add_argument("--quick", action="store_true", help="measure for seconds instead of half a minute")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -23,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
 
     from ..observe.doctor import doctor
 
-    report = doctor(args.device, args.folder, args.quick)
+    report = doctor(args.device, args.folder, args.quick, args.disk)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -83,6 +85,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW {how}, {fused}"),
         ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),
         ("disk", _disk(report)),
+        *([("disk for weights and state", _disk_for_state(facts.disk))] if facts.disk is not None else []),
         ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),
     ]
 
@@ -100,3 +103,14 @@ def _disk(report: Report) -> str:
     facts = report.facts
     write, read = facts.disk_write_bytes_per_s / 1e9, facts.disk_read_bytes_per_s / 1e9
     return f"{write:.2f} GB/s written, {read:.2f} read, {format_bytes(facts.disk_free_nbytes)} free ({facts.folder})"
+
+
+def _disk_for_state(disk: DiskSpeed) -> str:
+    from ..options import format_bytes
+
+    how = "direct" if disk.is_direct else "through the page cache"
+    return (
+        f"{disk.read_bytes_per_s / 1e9:.2f} GB/s read, {disk.write_bytes_per_s / 1e9:.2f} written, "
+        f"{disk.sustained_bytes_per_s / 1e9:.2f} after {format_bytes(disk.written_nbytes)}; each keeps "
+        f"{disk.duplex:.0%} while both run; {how} ({disk.folder}, {disk.filesystem or 'unknown filesystem'})"
+    )

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..planning import Plan
     from .fit_config import Run
 
+MEASURED_S = 10.0  # of the disk
 WIDTH = 120  # of tables that no terminal shows
-OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget"
+OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
 SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
     parser.add_argument("--cores", type=int, help="physical cores for the optimizer (default: all of the machine's)")
     parser.add_argument("--link", help="gen4x8, or bytes per second such as 12GB (default: the machine's)")
+    parser.add_argument(
+        "--disk-speed",
+        help="bytes per second that the disk reads and writes, such as 7GB,5GB (default: measured for 10 s, if "
+        "--machine is here and --disk a folder; else that of a drive on PCIe 4)",
+    )
     parser.add_argument("--copies", type=int, help="copies of the weights, such as an EMA callback's (default: 0)")
     parser.add_argument("--accumulate", type=int, help="batches before the optimizer steps (default: 1)")
     parser.add_argument("--samples", type=int, help="rows in an epoch: prints how long the run takes")
@@ -63,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
     parser.add_argument("--host-budget", help="host bytes beyond which frozen weights stay in files, such as 24GiB")
+    parser.add_argument("--disk", help="a folder on a local SSD, for optimizer state and master weights beyond that")
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
@@ -98,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
         host_headroom=args.host_headroom,
         cores=args.cores,
         link=args.link,
+        disk_speed=_disk_speed(args, run),
         copies=run.copies,
         trained_copies=run.trained_copies,
         devices=run.devices,
@@ -123,6 +131,17 @@ def main(args: argparse.Namespace) -> int:
 
         draw(found, args.plot)
     return 0 if found.fits else 1
+
+
+def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
+    """Return the speed that was given, or that of this machine's disk; None if a plan has to assume one."""
+    disk = run.options.get("disk")
+    if args.disk_speed is not None or args.machine != "here" or disk is None or not pathlib.Path(disk).is_dir():
+        return args.disk_speed  # type: ignore[no-any-return]
+    from ..observe.disk_speed import measure_disk
+
+    found = measure_disk(disk, MEASURED_S)
+    return f"{found.read_bytes_per_s:.0f},{found.sustained_bytes_per_s:.0f},{max(0.5, found.duplex):.2f}"
 
 
 def in_place_of_fit(args: argparse.Namespace) -> bool:
@@ -233,6 +252,8 @@ def _print(plan: Plan, note: str, run: dict[str, float], tokens: int | None) -> 
     console.print()
     for line in [*plan.notes, note] if note else plan.notes:
         console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    if plan.wear:
+        console.print(f"Wear: {plan.wear}", markup=False, soft_wrap=True)
     console.print(_speed(plan, run), markup=False, soft_wrap=True)
     # What is in parentheses stays in its line.
     change, *others = (_filled(said, plan, tokens) for said in re.split(r"; (?![^(]*\))", plan.first))
@@ -301,6 +322,8 @@ def _bytes_table(plan: Plan) -> Any:
     device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
     host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
     host.append(("total", plan.host.total))
+    if plan.on_disk:
+        host.append(("on disk", plan.on_disk))
     for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
         cells = (text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else size(nbytes)))
         table.add_row(*cells)
@@ -320,10 +343,12 @@ def _time_table(plan: Plan) -> Any:
         table.add_row("reading the prompts, and the first token", time(plan.reading_s))
     table.add_row("predicted", time(plan.step_s))
     table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
-    if plan.disk_nbytes:
+    if plan.disk_read_nbytes:
         from ..options import format_bytes
 
-        table.add_row(f"reading {format_bytes(plan.disk_nbytes)} from files", time(plan.disk_s))
+        table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))
+        if plan.disk_written_nbytes:
+            table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
     table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))

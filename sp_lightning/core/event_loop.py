@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-LaneName = Literal["up", "compute", "down", "optimizer"]
+MOST_TASKS = 1 << 40  # more than there are
+LaneName = Literal["disk in", "up", "compute", "down", "optimizer", "disk out"]
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class Task:
     unit: int
     work: float  # seconds, if nothing slows it down
     number: int  # in the order of issue
+    phase: str = ""  # as of a span (telemetry.py)
     waits: int = 0  # how many tasks it still waits for
     then: list[Task] = field(default_factory=list)  # the tasks that wait for this one
     blocker: Task | None = None  # the task whose end let this one start
@@ -58,10 +60,26 @@ class NewestFirst(InOrder):
             self.may_start(task)
 
     def may_start(self, task: Task) -> None:
-        heapq.heappush(self._heap, (-task.number, task))
+        heapq.heappush(self._heap, (self._rank(task), task))
 
     def take(self) -> Task | None:
         return heapq.heappop(self._heap)[1] if self._heap else None
+
+    def _rank(self, task: Task) -> int:
+        return -task.number
+
+
+class WeightsFirst(NewestFirst):
+    """A lane that runs, of the tasks that may start, weights in the order of issue, and then state."""
+
+    def __init__(self, newest_state_first: bool) -> None:
+        super().__init__()
+        self._newest_first = newest_state_first
+
+    def _rank(self, task: Task) -> int:
+        if task.phase != "state":
+            return task.number - MOST_TASKS
+        return MOST_TASKS - task.number if self._newest_first else task.number
 
 
 def run(lanes: dict[LaneName, InOrder], rates_of: Callable[[Collection[LaneName]], Mapping[LaneName, float]]) -> None:

@@ -22,7 +22,10 @@ SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix p
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
-DISK = 7e9  # bytes/s that a local drive on four lanes of PCIe 4 reads in large pieces
+# A local drive on four lanes of PCIe 4, in large pieces: bytes/s read, bytes/s written, the share of that in each
+# direction while both run (assumed: some drives share one pipe, 0.5), and bytes that it may be written in its life.
+DISK_READ, DISK_WRITE, DISK_DUPLEX = 7e9, 5e9, 0.75
+ENDURANCE = 1200e12  # the rating of a consumer drive of 2 TB
 
 CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
 
@@ -55,7 +58,9 @@ class Machine:
     # more where weights travel in half precision: gradients are widened first (6), and wire copies are written (2).
     optimizer_bytes_per_parameter: float = 28
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
-    disk_bytes_per_s: float = DISK  # of weights that stay in their files
+    disk_bytes_per_s: float = DISK_READ
+    disk_out_bytes_per_s: float = DISK_WRITE  # sustained
+    disk_duplex: float = DISK_DUPLEX  # as `duplex`
 
 
 def headroom(host_nbytes: int) -> int:
@@ -75,6 +80,23 @@ def with_link(machine: Machine, link: str | float) -> Machine:
     """Return the machine with another link: "gen4x8" (PCIe 4 with 8 lanes), or bytes per second such as "12GB"."""
     rate = link_bytes_per_s(link)
     return replace(machine, up_bytes_per_s=rate, down_bytes_per_s=rate)
+
+
+def with_disk(machine: Machine, speed: str) -> Machine:
+    """Return the machine with another disk: bytes per second that it reads and writes, such as "7GB,1.5GB".
+
+    A third number is the share of that which each direction keeps while both run, such as "7GB,1.5GB,0.5".
+    """
+    allowed = 'bytes per second read and written, such as "7GB,5GB", and a share from 0.5 to 1 as in "7GB,5GB,0.75"'
+    given = [part.strip().removesuffix("/s") for part in speed.split(",")]
+    try:
+        read, written = (float(parse_bytes(rate, "disk_speed")) for rate in given[:2])
+        duplex = float(given[2]) if len(given) > 2 else machine.disk_duplex
+    except ValueError:  # such as an OptionError
+        read = written = duplex = 0.0
+    if min(read, written) <= 0 or not 0.5 <= duplex <= 1 or len(given) > 3:
+        raise OptionError(argument="disk_speed", found=speed, allowed=allowed)
+    return replace(machine, disk_bytes_per_s=read, disk_out_bytes_per_s=written, disk_duplex=duplex)
 
 
 def link_bytes_per_s(link: str | float) -> float:

@@ -20,7 +20,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ from typing import Any, Protocol
 from .telemetry import _NOTHING, Lane, Span, StepListener, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
+DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
+OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # by its clock
 KEPT = 16  # recorded passes from which figures are made
 
 
@@ -142,7 +144,7 @@ class _Pass:
         spans = [
             Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
         ]
-        spans.sort(key=lambda span: span.start)
+        spans = sorted([*_one_after_the_other(spans)], key=lambda span: span.start)
         return RecordedStep(
             number=self.number,
             kind=self.kind,
@@ -157,6 +159,16 @@ class _Pass:
         if isinstance(moment, float):
             return moment
         return self.start + float(self.reference.elapsed_time(moment)) / 1e3
+
+
+def _one_after_the_other(spans: Iterable[Span]) -> Iterator[Span]:
+    """Let each span of a disk lane, whose transfers overlap, begin no earlier than the one before it ended."""
+    until = dict.fromkeys(DISK_LANES, 0.0)
+    for span in sorted(spans, key=lambda span: span.end):
+        if span.lane in until:
+            span = span._replace(start=max(span.start, until[span.lane]))
+            until[span.lane] = span.end
+        yield span
 
 
 class _Work:
@@ -219,13 +231,14 @@ class Recorder(StepListener):
         self._batches[trains] += 1
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        if self._now is None:
+        of_pass = self._now  # likewise
+        if of_pass is None:
             return _NOTHING
         now: Callable[[], Any] = time.perf_counter
-        if lane != "optimizer":
+        if lane not in OF_THE_HOST:
             stream = self._clock.up if lane == "up" else self._clock.down
             now = lambda: self._clock.moment(stream)  # noqa: E731
-        return _Work(_Entry(lane, unit, phase, "", nbytes), self._now.entries, now)
+        return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
         now = self._computing
@@ -280,8 +293,9 @@ class Recorder(StepListener):
     # ---- details
 
     def _add(self, entry: _Entry) -> None:
-        if self._now is not None:
-            self._now.entries.append(entry)
+        now = self._now  # which the calling thread may end meanwhile
+        if now is not None:
+            now.entries.append(entry)
 
     def _begin_compute(self, unit: str, phase: str) -> Any:
         moment = self._clock.moment(self._clock.compute)

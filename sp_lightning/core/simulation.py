@@ -2,20 +2,26 @@
 
 1. Work is issued in the order in which the runtime's calling thread issues it, by the same ``Schedule``. As in the
    runtime, no decision depends on time, so all work of several steps is issued first and timed afterwards.
-2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer. A task
-   starts as soon as everything it waits for has ended and its lane is free; lanes keep the order of issue.
+2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer; and
+   two more for a disk, which is read and written. A task starts as soon as everything it waits for has ended and its
+   lane is free; lanes keep the order of issue.
 3. Up: after a unit was evicted, every later load waits for the compute issued before it (unit_store.py, Rule 3).
 4. Compute: a visit waits for its unit's bytes. Packing a unit's gradients waits until the ones packed before are down
    (gradients.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
 5. The next step begins when the whole optimizer step is done. With ``steps_into_forward`` only a unit's load waits, for
    that unit's own step. The host then first steps the unit whose gradients arrived last, because forward needs it
    first, and turns to a more urgent unit between the pieces of another one.
-6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs.
+6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs; so is each of the
+   disk's.
 7. Units that stay on the device are loaded on demand, at their first visit after a step changed them.
 8. Several ranks, one for each device, share the host's memory. All do the same at the same time, so one rank's lanes
    are simulated. A copy up reads the memory, for each rank. A copy down writes it, and the owner of the sum reads it.
    The optimizer, which the ranks cut, takes as much of the memory's bandwidth as there is. What runs at a time and
    would take more than all of it is slowed down, each by the same factor.
+
+9. What is read from files goes up while more is read: a load is over when both lanes are done. State on the disk is
+   read, stepped and written in pieces, one after the other; the unit is stepped when all are written, because the
+   buffers between the lanes are small. Weights are read first.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -33,7 +39,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import OptionError
-from .event_loop import InOrder, LaneName, NewestFirst, Task, run
+from .event_loop import InOrder, LaneName, NewestFirst, Task, WeightsFirst, run
 from .machine import Machine
 from .schedule import Schedule
 from .telemetry import Span
@@ -41,6 +47,7 @@ from .telemetry import Span
 Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # stalls, by lane
+ON_DISK: dict[LaneName, str] = {"disk in": "disk", "disk out": "disk"}
 
 DOWN_ACCESSES = (
     2  # to the host's memory, for each byte of a gradient: written by its rank, read by the owner of the sum
@@ -63,10 +70,17 @@ class UnitCost:
     input_nbytes: int = 0  # the part of that which "recompute" saves
     resident: bool = False  # stays on the device, outside the window
     disk_nbytes: int = 0  # of each load, that are read from files
+    state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
+    state_written_nbytes: int = 0
 
     def up_s(self, machine: Machine) -> float:
         """Return the seconds of a load: files are read while what was read goes up."""
         return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
+
+    def step_s(self, machine: Machine) -> float:
+        """Return the seconds of the optimizer's step: state is read and written beside it."""
+        on_disk = _disk_s(machine, self.state_read_nbytes, self.state_written_nbytes)
+        return self.trained * max(_in_memory_s(self, machine), on_disk)
 
     @property
     def trained(self) -> bool:
@@ -103,7 +117,9 @@ class LowerBound:
     first_down: float
     first_step: float
     first_up: float
-    disk: float  # of up_forward and up_backward, what loads take longer because of the disk
+    disk_forward: float  # of what is read from files
+    disk_backward: float
+    disk: float  # of all but the first unit's step, in both directions
     duplex: float
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
     host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
@@ -111,7 +127,7 @@ class LowerBound:
     @property
     def forward(self) -> float:
         """Forward's part of the bound."""
-        return max(self.compute_forward, self.up_forward)
+        return max(self.compute_forward, self.up_forward, self.disk_forward)
 
     @property
     def link_backward(self) -> float:
@@ -121,7 +137,7 @@ class LowerBound:
     @property
     def backward(self) -> float:
         """Backward's part of the bound."""
-        return max(self.compute_backward, self.link_backward)
+        return max(self.compute_backward, self.link_backward, self.disk_backward)
 
     @property
     def seconds(self) -> float:
@@ -130,7 +146,8 @@ class LowerBound:
 
     @property
     def _of_one(self) -> float:
-        return max(self.forward + self.backward, self.optimizer) + self.first_down + self.first_step + self.first_up
+        longest = max(self.forward + self.backward, self.optimizer, self.disk)
+        return longest + self.first_down + self.first_step + self.first_up
 
     @property
     def bound(self) -> float:
@@ -140,6 +157,7 @@ class LowerBound:
             self.up_forward + self.up_backward + self.first_up,
             self.down + self.first_down,
             self.optimizer + self.first_step,
+            self.disk,
             self.host,
         )
 
@@ -148,12 +166,13 @@ class LowerBound:
         """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
         if self.host > self._of_one:
             return "host memory"
-        if self.optimizer > self.forward + self.backward:
-            return "optimizer"
+        if max(self.optimizer, self.disk) > self.forward + self.backward:
+            return "disk" if self.disk > self.optimizer else "optimizer"
         compute = (self.compute_forward, self.compute_backward)
         if compute == (self.forward, self.backward):
             return "compute"
-        return "disk" if self.disk else "link"
+        files = (self.disk_forward == self.forward, self.disk_backward == self.backward)
+        return "disk" if any(files) and max(self.disk_forward, self.disk_backward) else "link"
 
 
 @dataclass(frozen=True)
@@ -168,6 +187,8 @@ class Simulation:
     waits: list[Span]  # of compute
     floor: LowerBound
     disk_nbytes: int = 0  # read from files
+    state_read_nbytes: int = 0  # from the disk, for the optimizer
+    state_written_nbytes: int = 0
 
     @property
     def merit(self) -> float:
@@ -212,15 +233,22 @@ def simulate(
     run(host.lanes, _rates(machine, ranks))
     begin, end = starts[-2].start, starts[-1].start
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
+    lanes: dict[str, str] = {str(lane): cause for lane, cause in WAITS.items()}
+    if any(task.lane in ON_DISK for task in host.tasks):
+        lanes["disk"] = "disk"
     return Simulation(
         step_s=end - begin,
         compute_s=math.fsum(task.work for task in host.tasks if task.lane == "compute" and begin <= task.start < end),
-        stall_s={lane: math.fsum(wait.seconds for wait in waits if wait.stall == WAITS[lane]) for lane in WAITS},
+        stall_s={
+            lane: math.fsum(wait.seconds for wait in waits if wait.stall == cause) for lane, cause in lanes.items()
+        },
         peak_nbytes=host.peak,
         timeline=_timeline(host.tasks, units, begin, end),
         waits=waits,
         floor=floor(units, schedule.window, machine, recompute, ranks),
         disk_nbytes=read[-1] - read[-2],
+        state_read_nbytes=sum(unit.state_read_nbytes for unit in units if unit.trained),
+        state_written_nbytes=sum(unit.state_written_nbytes for unit in units if unit.trained),
     )
 
 
@@ -232,9 +260,14 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
         shares["down"] = ranks * DOWN_ACCESSES * machine.down_bytes_per_s / machine.dram_bytes_per_s
         shares["optimizer"] = 1.0
 
+    both: list[tuple[tuple[LaneName, LaneName], float]]
+    both = [(("up", "down"), machine.duplex), (("disk in", "disk out"), machine.disk_duplex)]
+
     def rates(busy: Collection[LaneName]) -> dict[LaneName, float]:
-        both = "up" in busy and "down" in busy
-        found = {name: machine.duplex if both and name in ("up", "down") else 1.0 for name in busy}
+        found = dict.fromkeys(busy, 1.0)
+        for ways, share in both:
+            if all(way in busy for way in ways):
+                found |= dict.fromkeys(ways, share)
         taken = sum(found[name] * shares.get(name, 0.0) for name in busy)
         return found if taken <= 1 else {name: found[name] / (taken if name in shares else 1.0) for name in busy}
 
@@ -253,28 +286,34 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     backward = math.fsum(unit.backward_flops for unit in units) + recompute * forward
     copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
     copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
-    stepped = math.fsum(_step_s(unit, machine) for unit in units)
+    stepped = math.fsum(unit.step_s(machine) for unit in units)
     return LowerBound(
         compute_forward=forward / machine.flops_per_s,
         compute_backward=backward / machine.flops_per_s,
-        up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s + _disk_s(come, machine),
-        up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s + _disk_s(again, machine),
+        up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s,
+        up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s,
         down=sum(unit.down_nbytes for unit in rest) / machine.down_bytes_per_s,
-        optimizer=math.fsum(_step_s(unit, machine) for unit in rest),
+        optimizer=math.fsum(_in_memory_s(unit, machine) for unit in rest),
         first_down=first.down_nbytes / machine.down_bytes_per_s,
-        first_step=_step_s(first, machine),
+        first_step=first.step_s(machine),
         first_up=first.trained * first.up_s(machine),
-        disk=_disk_s((*come, *again), machine),
+        disk_forward=sum(unit.disk_nbytes for unit in come) / machine.disk_bytes_per_s,
+        disk_backward=sum(unit.disk_nbytes for unit in again) / machine.disk_bytes_per_s,
+        disk=_disk_s(
+            machine,
+            sum(unit.disk_nbytes for unit in (*come, *again)) + sum(u.trained * u.state_read_nbytes for u in rest),
+            sum(unit.trained * unit.state_written_nbytes for unit in rest),
+        ),
         duplex=machine.duplex,
         chain=_chain(units, machine, recompute),
         host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
 
 
-def _disk_s(units: Sequence[UnitCost], machine: Machine) -> float:
-    """Return the seconds that loads of these units take longer because of the disk."""
-    filed = (unit for unit in units if unit.disk_nbytes)
-    return math.fsum(unit.up_s(machine) - unit.up_nbytes / machine.up_bytes_per_s for unit in filed)
+def _disk_s(machine: Machine, read: int, written: int) -> float:
+    """Return the seconds in which the disk can read and write so many bytes, at best at once (Rule 6)."""
+    reads, writes = read / machine.disk_bytes_per_s, written / machine.disk_out_bytes_per_s
+    return max(reads, writes) + min(reads, writes) * (1 / machine.disk_duplex - 1)
 
 
 def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> float:
@@ -288,14 +327,14 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
     steps, up = 0.0, math.inf
     for unit, own in zip(units, flops, strict=True):
         if unit.trained:
-            steps += _step_s(unit, machine)
+            steps += _in_memory_s(unit, machine)
             up = min(up, unit.up_s(machine))
             longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
         left -= own / machine.flops_per_s
     return longest
 
 
-def _step_s(unit: UnitCost, machine: Machine) -> float:
+def _in_memory_s(unit: UnitCost, machine: Machine) -> float:
     return unit.trained * unit.parameters * machine.optimizer_bytes_per_parameter / machine.dram_bytes_per_s
 
 
@@ -319,6 +358,7 @@ class _Host:
         self.lanes = {name: InOrder() for name in LANES}
         if into_forward:
             self.lanes["optimizer"] = NewestFirst()
+        self.lanes |= {name: WeightsFirst(newest_state_first=into_forward) for name in ON_DISK}
         self._units = units
         self._residents = [index for index, unit in enumerate(units) if unit.resident]
         self._works = works
@@ -330,7 +370,8 @@ class _Host:
         self._order: list[int] = []
         self._last: int | None = None  # the unit visited last
         self._ready: dict[int, Task] = {}  # the last load of each unit
-        self._stepped: dict[int, Task] = {}  # the last step of each unit, or of its last piece
+        self._read: dict[int, Task] = {}  # the last reading of each unit's files
+        self._stepped: dict[int, Task] = {}  # the last step of each unit, or of its last piece, written if on disk
         self._arrived: list[tuple[int, Task]] = []  # gradients of units to step after backward
         self._begin: Task | None = None  # for which all work of the step waits (Rule 5)
         self._reader: Task | None = None  # the compute after which the next load may start (Rule 3)
@@ -435,13 +476,17 @@ class _Host:
 
     def _load(self, index: int) -> None:
         stepped = self._stepped.get(index) if self._into_forward else None
-        work = self._units[index].up_s(self._machine)
-        self.disk_nbytes += self._units[index].disk_nbytes
-        self._ready[index] = self._issue("up", index, work, [self._begin, self._reader, stepped])
+        unit, after = self._units[index], [self._begin, self._reader, stepped]
+        if unit.disk_nbytes:
+            self.disk_nbytes += unit.disk_nbytes
+            seconds = unit.disk_nbytes / self._machine.disk_bytes_per_s
+            self._read[index] = self._issue("disk in", index, seconds, after, "weights")
+        self._ready[index] = self._issue("up", index, unit.up_nbytes / self._machine.up_bytes_per_s, after)
 
     def _compute(self, index: int, flops: float, back: Task | None = None) -> Task:
         work = flops / self._machine.flops_per_s
-        self._computing = self._issue("compute", index, work, [self._begin, self._ready[index], back])
+        after = [self._begin, self._ready[index], self._read.get(index), back]
+        self._computing = self._issue("compute", index, work, after)
         return self._computing
 
     def _send(self, index: int) -> None:
@@ -460,17 +505,26 @@ class _Host:
             self._sending, self._packed_nbytes = None, 0
 
     def _step(self, index: int, after: list[Task | None]) -> None:
-        parts = PARTS if self._into_forward else 1
-        work = _step_s(self._units[index], self._machine) / parts
+        unit, machine = self._units[index], self._machine
+        on_disk, read, written = bool(unit.state_read_nbytes or unit.state_written_nbytes), None, None
+        parts = PARTS if self._into_forward or on_disk else 1
+        work = _in_memory_s(unit, machine) / parts
+        reads = unit.state_read_nbytes / machine.disk_bytes_per_s / parts
+        writes = unit.state_written_nbytes / machine.disk_out_bytes_per_s / parts
         for _ in range(parts):
-            self._stepped[index] = self._issue("optimizer", index, work, after)
-            after = [self._stepped[index]]
+            if on_disk:
+                read = self._issue("disk in", index, reads, after if read is None else [read], "state")
+            stepped = self._issue("optimizer", index, work, [*after, read])
+            after = [stepped]
+            if on_disk:
+                written = self._issue("disk out", index, writes, [stepped, written], "state")
+            self._stepped[index] = written or stepped
 
-    def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None]) -> Task:
+    def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None], phase: str = "") -> Task:
         earlier = [task for task in after if task is not None]
         if len(earlier) > 1:
             earlier = list({*earlier})
-        task = Task(lane, unit, work, number=len(self.tasks), waits=len(earlier), left=work)
+        task = Task(lane, unit, work, number=len(self.tasks), phase=phase, waits=len(earlier), left=work)
         for other in earlier:
             other.then.append(task)
         self.tasks.append(task)
@@ -496,19 +550,21 @@ def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: f
                 cause = waiting.blocker
                 since = max(cause.start, before.end)
                 name = units[cause.unit].name
-                waits.append(Span("compute", name, since - begin, waiting.start - begin, stall=WAITS[cause.lane]))
+                stall = (WAITS | ON_DISK)[cause.lane]
+                waits.append(Span("compute", name, since - begin, waiting.start - begin, stall=stall))
                 waiting = cause
     return sorted(waits, key=lambda span: span.start)
 
 
 def _timeline(tasks: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
-    """List the work that ended within the step; consecutive pieces of one unit's step are one span."""
+    """List the work that ended within the step; consecutive pieces of one unit's step and state are one span."""
     spans: dict[LaneName, list[Span]] = {}
     for task in sorted(tasks, key=lambda task: (task.start, task.number)):
         if begin < task.end <= end and task.end > task.start:
             lane = spans.setdefault(task.lane, [])
-            span = Span(task.lane, units[task.unit].name, task.start - begin, task.end - begin)
-            if task.lane == "optimizer" and lane and (lane[-1].unit, lane[-1].end) == (span.unit, span.start):
+            span = Span(task.lane, units[task.unit].name, task.start - begin, task.end - begin, task.phase)
+            in_pieces = task.lane == "optimizer" or task.lane in ON_DISK
+            if in_pieces and lane and (lane[-1].unit, lane[-1].end) == (span.unit, span.start):
                 span = lane.pop()._replace(end=span.end)
             lane.append(span)
     return sorted(itertools.chain(*spans.values()), key=lambda span: (span.start, LANES.index(span.lane)))

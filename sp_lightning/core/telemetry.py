@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 _NOTHING = contextlib.nullcontext()
-Lane = Literal["up", "compute", "down", "optimizer", "host"]
-CAUSES = ("compute", "weights", "gradients", "activations", "optimizer", "other")
+Lane = Literal["disk in", "up", "compute", "down", "optimizer", "disk out", "host"]
+CAUSES = ("compute", "disk", "weights", "gradients", "activations", "optimizer", "other")
 LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps, "host" the one that launches
 
 
@@ -41,10 +41,13 @@ class Span(NamedTuple):
 def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
     """Split the seconds between two moments by cause: one sum for each of CAUSES, which add up to the whole.
 
-    Lanes overlap, causes do not. Each moment counts for the first of these under way: compute, a stall of the compute
-    stream, a stall of the host, a step of the optimizer; or else for "other".
+    Lanes overlap, causes do not. Each moment counts for the first of these under way: compute, a wait of the host for
+    the disk, a stall of the compute stream, another stall of the host, a step of the optimizer; or else for "other".
     """
     layers = [("compute", [span for span in spans if span.lane == "compute" and not span.stall])]
+    layers.append(
+        ("disk", [span for span in spans if span.lane == "host" and span.stall == "disk"])
+    )  # then it launches
     for lane in ("compute", "host"):
         stalls = [span for span in spans if span.lane == lane and span.stall]
         layers += [(cause, [span for span in stalls if span.stall == cause]) for cause in CAUSES[1:-1]]
@@ -114,7 +117,8 @@ class Counters:
     fetches: int = 0  # units loaded
     bytes_up: int = 0
     bytes_down: int = 0
-    disk_read: int = 0  # bytes of weights that were read from their files
+    disk_read: int = 0  # bytes of weights, and of optimizer state, that were read from files
+    disk_written: int = 0  # bytes of optimizer state
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device

@@ -23,9 +23,9 @@ import contextlib
 import ctypes
 import mmap
 import queue
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,8 +34,10 @@ from torch import Tensor
 
 from ..core.telemetry import Counters
 from ..memory.device import Device
+from ..memory.pinned import libc
 from ..memory.staging import Around, Copies, StagedCopy
-from .source_files import BLOCK, Place, SourceFile
+from .direct_file import BLOCK, blocks
+from .source_files import Place, SourceFile
 
 PIECE = 64 << 20  # bytes
 GAP = 1 << 20  # bytes between two weights that cost less to read than a read of its own
@@ -120,10 +122,9 @@ class FileFill(StagedCopy):
         self.reading = self._reads.put
 
     def wait(self, stream: Any) -> None:
-        if not self.on_device.done():  # in recorded steps this is a part of the wait for weights
-            begin = time.perf_counter()
-            self.on_device.exception()
-            self._counters.stall_ms["disk"] += (time.perf_counter() - begin) * 1e3
+        if not self.on_device.done():
+            with self._counters.stall("disk"):
+                self.on_device.exception()
         super().wait(stream)
 
     def reads(self) -> Iterator[tuple[list[Target], Buffer, Future[None]]]:
@@ -164,6 +165,7 @@ class DirectRing:
         jobs: Sequence[Job],
         around: Around,
         files: Sequence[SourceFile],
+        unit: str = "",
     ) -> FileFill:
         """Start copies from memory and from files to the device.
 
@@ -175,9 +177,11 @@ class DirectRing:
             jobs: The pieces to read, with their targets.
             around: Entered before the first copy is queued, left after the last.
             files: All files that have any of these bytes (source_files.py, Rule 4).
+            unit: The name of what is filled.
         """
         fill = FileFill(counters)
-        self._order.submit(self._read, fill, jobs)
+        timed = [counters.listener.work("disk in", unit, "weights", piece.nbytes) for piece, _ in jobs]
+        self._order.submit(self._read, fill, jobs, timed)
         self._sender.submit(self._send, fill, copies, around, files)
         return fill
 
@@ -186,23 +190,26 @@ class DirectRing:
         for pool in (self._order, self._threads, self._sender):
             pool.shutdown()
         for buffer in self._all():
-            _keep_from_forks(buffer.flat, False)
+            keep_from_forks(buffer.flat, False)
 
     def _all(self) -> list[Buffer]:
         return self._buffers + ([] if self._converted is None else [self._converted])
 
     # ---- on the threads
 
-    def _read(self, fill: FileFill, jobs: Sequence[Job]) -> None:
+    def _read(self, fill: FileFill, jobs: Sequence[Job], timed: Sequence[AbstractContextManager[None]]) -> None:
+        def read(piece: Piece, memory: memoryview, under_way: AbstractContextManager[None]) -> None:
+            with under_way:
+                piece.file.read(memory, piece.begin, piece.nbytes)
+
         try:
-            for piece, targets in jobs:
+            for (piece, targets), under_way in zip(jobs, timed, strict=True):
                 if fill.on_device.done():  # it failed
                     break
                 buffer, after = self._free.get()
                 if after is not None:
                     after.synchronize()
-                read = self._threads.submit(piece.file.read, buffer.memory, piece.begin, piece.nbytes)
-                fill.reading((targets, buffer, read))
+                fill.reading((targets, buffer, self._threads.submit(read, piece, buffer.memory, under_way)))
         except BaseException as error:
             fill.fail(error)
         finally:
@@ -266,17 +273,19 @@ class DirectRing:
 
 
 def _buffer(device: Device, nbytes: int) -> Buffer:
-    """Allocate a buffer that begins at a multiple of BLOCK, and that forked processes do not get (Rule 6)."""
-    nbytes = -(-nbytes // BLOCK) * BLOCK
+    """Allocate a buffer (Rule 6)."""
+    nbytes = blocks(nbytes)
     whole = device.staging(nbytes + BLOCK)
     first = -whole.data_ptr() % BLOCK
-    flat = whole[first : first + nbytes]
-    _keep_from_forks(flat, True)
-    return Buffer(flat, memoryview((ctypes.c_uint8 * nbytes).from_address(flat.data_ptr())).cast("B"))
+    return buffer_over(whole[first : first + nbytes])
 
 
-def _keep_from_forks(flat: Tensor, kept: bool) -> None:
-    advice = mmap.MADV_DONTFORK if kept else mmap.MADV_DOFORK
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.madvise(flat.data_ptr(), flat.nbytes, advice)
+def buffer_over(flat: Tensor) -> Buffer:
+    """Make a buffer of memory that begins at a multiple of BLOCK; forked processes do not get it (Rule 6)."""
+    keep_from_forks(flat, True)
+    return Buffer(flat, memoryview((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())).cast("B"))
+
+
+def keep_from_forks(flat: Tensor, kept: bool) -> None:
+    """Keep memory from forked processes, or let them have it again."""
+    libc().madvise(flat.data_ptr(), flat.nbytes, mmap.MADV_DONTFORK if kept else mmap.MADV_DOFORK)

@@ -12,6 +12,8 @@ It follows the rules of a unit (unit_store.py), but for these:
 4. A fill that failed leaves the device's bytes stale, whatever they were: the next visit fills them again. The error is
    raised in whoever waits for the bytes; an eviction, which needs none, does not raise it.
 5. Every fill checks the unit's files, also for weights that left them: unwritten pages are still the file's.
+6. FP32 weights of which only wire copies travel may lie in the scratch file, as the optimizer's state does
+   (state_on_disk.py): a `MasterStore` has its wire copies in memory, and no slab.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ class FileUnitStore(UnitStore):
 
     def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
         assert after is None and self._jobs is not None
-        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files)
+        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files, self.unit.name)
 
     def wait_load(self) -> None:
         with self._failing():
@@ -187,3 +189,35 @@ class FileUnitStore(UnitStore):
             self.ready, self._ordered = idle, []
             self._device_stamp = self._device_stamp._replace(epoch=None)
             raise
+
+
+class MasterStore(UnitStore):
+    """Device buffer and wire copies of one unit, whose FP32 weights are in the scratch file (Rule 6)."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        device: Device,
+        counters: Counters,
+        owner: ParameterOwner,
+        device_dtype: Callable[[torch.dtype], torch.dtype],
+        move: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Adopt the unit's parameters, each of which `move` writes to the file; it returns the tensor there."""
+        self._move = move
+        super().__init__(unit, device, counters, owner, device_dtype)
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        return (self.slab, *(_bytes(true_data(parameter)) for parameter in self.params))
+
+    def _lay_out_slab(self) -> Layout:
+        """Lay out the parameters, of which none takes bytes in the slab."""
+        return Layout(super()._lay_out_slab().fields, 0)
+
+    def _place(self, weight: Weight) -> Tensor:
+        return self._move(true_data(weight.parameter))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

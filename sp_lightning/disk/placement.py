@@ -1,11 +1,14 @@
-"""Which weights stay in their files, so that the rest of a run fits into a budget of host memory.
+"""Which weights stay in their files, and which state goes to the disk, for a budget of host memory.
 
 1. Weights that nothing trains may stay: those that require no gradient and, in a run that only evaluates, all.
 2. A unit's weights stay together, all that can. First those of the resident rest, which are read once; then those of
    streamed units, spread evenly over the model, so that the disk works all the time instead of in bursts.
 3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
-4. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
+4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
+5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory: with a compute type of their
+   own (master weights), unit by unit.
+6. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
 """
@@ -14,14 +17,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
+from ..memory.weights import BY_ITSELF
+from . import state_ring
+from .direct_file import BLOCK
 from .direct_ring import BUFFERS, PIECE
-from .source_files import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,8 @@ class UnitPlacement:
     whole: UnitHostBytes
     kept: UnitHostBytes
     in_files: int  # bytes of weights that can stay in files
+    state: int = 0  # bytes of the optimizer's state that can be on disk
+    masters: int = 0  # bytes of FP32 weights that can be on disk, since their wire copies travel
     resident: bool = False
 
     @property
@@ -43,38 +50,48 @@ def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
     """Choose the units whose weights stay in files, so that so many bytes less are needed, or all (Rule 2)."""
     chosen = []
     for resident in (True, False):
-        these = [
-            (index, unit.saved) for index, unit in enumerate(units) if unit.resident == resident and unit.saved > 0
-        ]
-        there = sum(saved for _, saved in these)
-        left, passed = min(needed, there), 0
-        so_far = 0
-        for index, saved in these:
-            passed += saved
-            if so_far * there < left * passed:
-                chosen.append(index)
-                so_far += saved
-        needed -= so_far
+        spread = evenly({i: unit.saved for i, unit in enumerate(units) if unit.resident == resident}, needed)
+        needed -= sum(units[index].saved for index in spread)
+        chosen += spread
     return sorted(chosen)
+
+
+def evenly(saved: Mapping[int, int], needed: int) -> list[int]:
+    """Choose units spread evenly over the model, by the bytes that each saves, so that so many are saved, or all."""
+    these = {index: nbytes for index, nbytes in saved.items() if nbytes > 0}
+    there = sum(these.values())
+    left, passed, so_far = min(needed, there), 0, 0
+    chosen = []
+    for index, nbytes in these.items():
+        passed += nbytes
+        if so_far * there < left * passed:
+            chosen.append(index)
+            so_far += nbytes
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """The units whose weights stay in files, and the host memory that is left."""
+    """The units whose weights stay in files, those whose state is on disk, and the host memory that is left."""
 
     units: list[int]
     host: HostBytes
     in_files: int  # bytes of weights
+    spilled: list[int] = field(default_factory=list)  # units whose state is on disk
+    masters: list[int] = field(default_factory=list)  # units whose FP32 weights are on disk
+    on_disk: int = 0  # bytes of that state and those weights
+    buffer: int = 0  # bytes of a buffer through which state is stepped
 
 
-def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: int) -> Budgeted:
-    """Choose what stays in files so that the run fits into the budget, as far as that is possible (Rule 3).
+def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: int, spills: bool = False) -> Budgeted:
+    """Choose what stays in files, and what goes to the disk, so that the run fits into the budget (Rule 3).
 
     Args:
         units: All units, the resident rest included.
         budget: Bytes of host memory.
         whole: What the run takes if all weights are in memory.
         ring: Bytes of the buffers through which files are read, if any weight stays in one.
+        spills: The optimizer's state may be on disk.
     """
     over = whole.total - budget
     chosen = stay_in_files(units, over + ring) if over > 0 else []
@@ -83,7 +100,36 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
     host = replace(
         whole, weights=whole.weights - weights, wire=whole.wire - wire, ring=whole.ring + bool(chosen) * ring
     )
-    return Budgeted(units=chosen, host=host, in_files=sum(units[index].in_files for index in chosen))
+    in_files = sum(units[index].in_files for index in chosen)
+    if not spills or host.total <= budget or not host.optimizer:
+        return Budgeted(units=chosen, host=host, in_files=in_files)
+    buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units))
+    host = replace(host, ring=host.ring + state_ring.BUFFERS * buffer)
+    spilled = evenly({index: unit.state for index, unit in enumerate(units)}, host.total - budget)
+    state = sum(units[index].state for index in spilled)
+    host = replace(host, optimizer=host.optimizer - state)
+    # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
+    may_follow = {index: units[index].masters for index in spilled if index not in chosen}
+    masters = evenly(may_follow, host.total - budget) if host.total > budget else []
+    weights = sum(units[index].masters for index in masters)
+    host = replace(host, weights=host.weights - weights)
+    return Budgeted(
+        units=chosen,
+        host=host,
+        in_files=in_files,
+        spilled=spilled,
+        masters=masters,
+        on_disk=state + weights,
+        buffer=buffer,
+    )
+
+
+def masters_nbytes(parameters: Sequence[torch.Tensor], compute_dtype: torch.dtype | None) -> int:
+    """Return the bytes of a unit's weights that can be on disk (Rule 5): all go up as wire copies, or none can."""
+    if compute_dtype is None or not any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
+        return 0
+    travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with the others' wire copies
+    return UnitHostBytes.of(parameters).weights if travel else 0
 
 
 def choose(
@@ -93,6 +139,7 @@ def choose(
     compute_dtype: torch.dtype | None,
     may_cast: bool,
     trains: bool,
+    spills: bool = False,
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
 
@@ -103,6 +150,7 @@ def choose(
         compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
         may_cast: Weights may come to travel in autocast's type.
         trains: What requires gradients trains.
+        spills: The optimizer's state may be on disk.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
     placements = []
@@ -113,13 +161,16 @@ def choose(
                 whole=UnitHostBytes.of(parameters, travels),
                 kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
+                state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
+                masters=masters_nbytes(parameters, compute_dtype),
                 resident=unit.resident,
             )
         )
     whole = host_bytes([placement.whole for placement in placements], states=STATES["AdamW"], training=trains)
     largest = max((placement.in_files for placement in placements), default=0)
     converts = compute_dtype is not None or may_cast  # in a buffer of its own
-    return within(placements, budget, whole, (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK))
+    ring = (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
+    return within(placements, budget, whole, ring, spills and trains)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -9,17 +9,12 @@
    memory has them, and the pages next to it are still right as well.
 4. A file has to stay what it was when its weights were loaded: its size and its time of modification are compared
    before and after each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
-5. A read is complete or an error: short ones are continued, and all else is a DiskError. Reads are direct: whole blocks
-   into page-aligned memory. A filesystem that refuses direct reads, or whose direct reads differ from buffered ones, is
-   read through the page cache, which is dropped behind the reader.
-6. A network filesystem may show a change of a file late, or not at all: weights are not left there.
+5. A network filesystem may show a change of a file late, or not at all: weights are not left there.
 """
 
 from __future__ import annotations
 
 import bisect
-import errno
-import logging
 import mmap
 import os
 import sys
@@ -30,17 +25,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DiskError, OptionError, SourceFileError
+from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.parameters import true_data
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem
 
-log = logging.getLogger(__name__)
-
-BLOCK = 4096  # bytes: direct reads begin and end at multiples of it, in the file and in memory
 PAGE = mmap.PAGESIZE
-NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "fuse.sshfs", "ncpfs")
-DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # of direct reads by a filesystem
 
 # The highest byte of a page's entry in pagemap. A page that is present or swapped out, and no file's, was written.
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
@@ -146,45 +136,40 @@ def written(ranges: Sequence[tuple[int, int]]) -> list[int]:
     return found
 
 
-def filesystem(device: int) -> str:
-    """Return the type of the filesystem with this device number, such as "ext4"; "" if it is not listed."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            mount, _, about = line.partition(" - ")
-            if mount.split()[2] == number:
-                return about.split()[0]
-    return ""
-
-
-def is_network(kind: str) -> bool:
-    """Whether a type of filesystem is a network's (Rule 6)."""
-    return kind.startswith(NETWORK)
-
-
-class SourceFile:
+class SourceFile(DirectFile):
     """A file that weights stay in."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceFileError(
                 f"{path}, which weights were loaded from, cannot be opened again ({error.strerror}): leave it where "
                 "it was while its weights stay there (host_budget), or load the model again"
             ) from error
+        super().__init__(path, fd, filesystem(os.fstat(fd).st_dev), "its weights are read")
         self._state = self._now()
         self.nbytes = self._state[0]
-        self.filesystem = filesystem(os.fstat(self._fd).st_dev)
         with torch.inference_mode(False):
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._fd}", False, self.nbytes)
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, self.nbytes)
             assert isinstance(storage, torch.UntypedStorage)
             self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         address = self.flat.data_ptr()
         self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
-        self._direct: int | None = None
-        self.is_direct = self._probe()
+        if self.filesystem not in IN_MEMORY:
+            self._open_directly(os.O_RDONLY, self._reads_the_same)
+        OPEN.add(self)
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Return where in the file the bytes at this address of our mapping are.
+
+        None if they are not there, or a page of them was written (Rule 3). Raise if the file changed.
+        """
+        offset = address - self.flat.data_ptr()
+        if not 0 <= offset <= self.nbytes - nbytes:
+            return None
+        self.check()
+        return None if written([(address, nbytes)]) else offset
 
     def check(self) -> None:
         """Raise if the file is not what it was when its weights were loaded (Rule 4)."""
@@ -197,27 +182,6 @@ class SourceFile:
                 "model again, and write checkpoints to another path"
             )
 
-    def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
-        """Read bytes from a multiple of BLOCK on into memory that has room for whole blocks (Rule 5)."""
-        done = 0
-        while done < nbytes:
-            direct = self._direct if self.is_direct and done % BLOCK == 0 else None
-            fd, room = (self._fd, nbytes) if direct is None else (direct, -(-nbytes // BLOCK) * BLOCK)
-            try:
-                count = os.preadv(fd, [memory[done:room]], begin + done)
-            except OSError as error:
-                if direct is not None and error.errno in REFUSALS:
-                    self.is_direct = False
-                    self._say_buffered(str(error.strerror))
-                    continue
-                raise DiskError(path=self.path, offset=begin + done, errno=error.errno or errno.EIO) from error
-            if count == 0:
-                self.check()
-                raise DiskError(path=self.path, offset=begin + done, errno=errno.ENODATA)
-            done += count
-        if not self.is_direct:
-            os.posix_fadvise(self._fd, begin, nbytes, os.POSIX_FADV_DONTNEED)
-
     def bytes_of(self, offset: int, nbytes: int) -> Tensor:
         """Read bytes from anywhere in the file into ordinary memory."""
         first = offset // BLOCK * BLOCK
@@ -225,39 +189,15 @@ class SourceFile:
         self.read(memoryview(buffer), first, offset + nbytes - first)
         return torch.frombuffer(buffer, dtype=torch.uint8)[offset - first : offset - first + nbytes]
 
-    def close(self) -> None:
-        """Close the file; tensors over our mapping live on."""
-        for fd in (self._fd, self._direct):
-            if fd is not None:
-                os.close(fd)
-
     # ---- details
 
     def _now(self) -> tuple[int, int]:
+        assert self._fd is not None
         status = os.fstat(self._fd)
         return status.st_size, status.st_mtime_ns
 
-    def _probe(self) -> bool:
-        """Open the file for direct reads and try one (Rule 5); a file in memory has none."""
-        if self.filesystem in ("tmpfs", "ramfs"):
-            return False
-        why = "its direct reads differ from buffered ones"
+    def _reads_the_same(self, direct: int) -> bool:
+        assert self._fd is not None
         nbytes = min(BLOCK, self.nbytes)
         with mmap.mmap(-1, BLOCK) as buffer, memoryview(buffer) as memory:
-            try:
-                self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | DIRECT)
-                if os.preadv(self._direct, [memory], 0) == nbytes and memory[:nbytes] == os.pread(self._fd, nbytes, 0):
-                    return True
-            except OSError as error:
-                why = str(error.strerror)
-        self._say_buffered(why)
-        return False
-
-    def _say_buffered(self, why: str) -> None:
-        log.warning(
-            "superpipeline: %s, on %s, cannot be read directly (%s): its weights are read through the page cache, "
-            "which takes several times the processor's time",
-            self.path,
-            self.filesystem or "an unknown filesystem",
-            why,
-        )
+            return os.preadv(direct, [memory], 0) == nbytes and memory[:nbytes] == os.pread(self._fd, nbytes, 0)

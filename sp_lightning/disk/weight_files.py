@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from ..compat.references import shares_storage
+from ..core.host import host_memory
+from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
-from ..memory.parameters import ParameterOwner
+from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
+from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing
-from .file_store import FileUnitStore
+from .file_store import FileUnitStore, MasterStore
 from .placement import Budgeted, choose
-from .source_files import BLOCK, Found, Place, SourceFile, check_available, filesystem, find, is_network
+from .source_files import Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
 DeviceType = Callable[[torch.dtype], torch.dtype]
@@ -38,9 +43,10 @@ class Choice(NamedTuple):
 class WeightFiles:
     """The files that weights of a model stay in, and the ring through which they are read."""
 
-    def __init__(self, device: Device, choice: Choice) -> None:
-        """Open the files of the weights that stay there."""
+    def __init__(self, device: Device, choice: Choice, move: Callable[[Tensor], Tensor]) -> None:
+        """Open the files of the weights that stay there; `move` writes a tensor to the scratch file."""
         self.placed = choice.placed
+        self._move = move
         self._device = device
         self._files: dict[str, SourceFile] = {}
         self._stores: list[FileUnitStore] = []
@@ -65,6 +71,8 @@ class WeightFiles:
             for index, (_, parameter) in enumerate(unit.params)
             if id(parameter) in self._places
         }
+        if unit.index in self.placed.masters:
+            return MasterStore(unit, device, counters, owner, device_dtype, self._move)
         if not places:
             return UnitStore(unit, device, counters, owner, device_dtype)
         store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)
@@ -99,6 +107,17 @@ class WeightFiles:
         return self._ring
 
 
+def usual_budget(units: Sequence[Unit]) -> int:
+    """Return the bytes of host memory for a run whose budget is not given: what is free, less the system's share.
+
+    Weights that are in memory already belong to the run.
+    """
+    memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
+    filed = find(parameters)
+    here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)
+    return max(1, memory.free + here - headroom(memory.total))
+
+
 def choose_files(
     units: Sequence[Unit],
     device: Device,
@@ -106,8 +125,9 @@ def choose_files(
     compute_dtype: torch.dtype | None,
     may_cast: bool,
     only_inference: bool,
+    spills: bool = False,
 ) -> Choice | None:
-    """Choose what stays in files, so that a run keeps to the budget; None if nothing has to. Opens no file.
+    """Choose what stays in files or goes to the disk, for a budget; None if nothing has to. Opens no file.
 
     Args:
         units: All units, the resident rest included; their weights are as they were loaded.
@@ -116,24 +136,53 @@ def choose_files(
         compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
         may_cast: Weights may come to travel in autocast's type.
         only_inference: No training follows.
+        spills: The optimizer's state may be on disk.
     """
     check_available(budget)
     found = _found(units, device, only_inference)
     filed = {key: at.nbytes for key, at in found.items()}
-    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference)
+    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference, spills=spills)
     if placed.host.total > budget > 0:
-        raise HostMemoryError(_not_met(units, budget, placed, found))
-    if not placed.units:
+        raise HostMemoryError(_not_met(units, budget, placed, found, spills))
+    if not placed.units and not placed.spilled:
         return None
     ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
-    log.info(
-        "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
-        format_bytes(placed.in_files),
-        len(placed.units),
-        len(units),
-        format_bytes(placed.host.total),
-    )
+    if placed.units:
+        log.info(
+            "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
+            format_bytes(placed.in_files),
+            len(placed.units),
+            len(units),
+            format_bytes(placed.host.total),
+        )
     return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
+
+
+def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -> Mapping[str, Any]:
+    """Return a module's state in which weights that the files have already are its own: loading writes none of them.
+
+    A weight in a file that is written leaves it, for good, even by the same bytes.
+    """
+    check_available(budget)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    filed = find(parameters.values())
+    own = {
+        name: parameters[name]
+        for name, value in state.items()
+        if name in parameters and id(parameters[name]) in filed and _same_bytes(true_data(parameters[name]), value)
+    }
+    copied = copy.copy(state)  # with its attributes, such as torch's metadata
+    copied.update(own)  # type: ignore[attr-defined]
+    return copied
+
+
+def _same_bytes(one: Tensor, other: Any) -> bool:
+    if type(other) not in (Tensor, nn.Parameter) or other.layout is not torch.strided:
+        return False
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize)
+    return whole is not None and torch.equal(one.view(whole), other.view(whole))
 
 
 def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[int, Found]:
@@ -165,15 +214,20 @@ def _filesystem_of(path: str) -> str:
         return ""  # it is gone, which is an error once it is opened
 
 
-def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found]) -> str:
+def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found], spills: bool) -> str:
     parameters = [parameter for unit in units for _, parameter in unit.params if id(parameter) not in found]
     trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     others = sum(parameter.nbytes for parameter in parameters) - trains
     terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
+    spilled, spill = "", ""
+    if spills:
+        spilled = f" and {format_bytes(placed.on_disk)} of optimizer state on the disk"
+    elif placed.host.optimizer:
+        spill = "Give disk= a folder on a local SSD for the optimizer's state. "
     return (
         f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
-        f"their files the run takes {format_bytes(placed.host.total)} of host memory ({terms}). Of the weights in "
-        f"memory {format_bytes(trains)} require gradients (freeze what does not train: requires_grad_(False)), and "
-        f"{format_bytes(others)} are in no file as they are (load them in the files' own type, "
-        "from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
+        f"their files{spilled} the run takes {format_bytes(placed.host.total)} of host memory ({terms}). {spill}"
+        f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
+        f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own "
+        "type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
     )

@@ -62,6 +62,8 @@ class SuperpipelineCallback(Callback):
     ``compute_ms``       time in which units computed
     ``stall_weights_ms``, ``stall_gradients_ms``, ``stall_activations_ms``, ``stall_optimizer_ms``
                          time in which units waited, by what for
+    ``stall_disk_ms``, ``disk_in_gb_per_s``, ``disk_out_gb_per_s``
+                         the same for the disk, read and written; only with ``host_budget`` or ``disk``
     ``outside_ms``       the rest of the step: data loading, the loss, logging
     ``up_gb_per_s``, ``down_gb_per_s``
                          10**9 bytes per second while copies ran

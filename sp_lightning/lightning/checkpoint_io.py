@@ -6,16 +6,18 @@ import contextlib
 import errno
 import os
 import zipfile
-from collections.abc import Container
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import IO, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
+from ..errors import SuperpipelineError
 from .names import TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
+_UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
 
 
@@ -27,29 +29,32 @@ class MappedCheckpointIO(TorchCheckpointIO):
 
     copied_later: Container[str] = COPIED_BY_LIGHTNING  # entries that whoever loads a checkpoint copies by itself
 
+    def __init__(self, direct: bool = False) -> None:
+        """Write large tensors past the page cache if `direct` (disk/checkpoint_file.py)."""
+        self.direct = direct
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a local checkpoint straight from the tensors; leave any other path to Lightning, which copies first."""
         local = local_path(path)
         if storage_options is not None or local is None:
             return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-        folder = os.path.dirname(local)
-        os.makedirs(folder, exist_ok=True)
-        part = f"{local}.part"  # in the same directory: a rename across disks would not be atomic
+        os.makedirs(os.path.dirname(local), exist_ok=True)
         try:
-            with open(part, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                _sync(file.fileno())  # otherwise the disk may have the new name before it has the bytes
-            os.replace(part, local)
+            with _new_file(local) as file:
+                self._save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the cause
-            if not isinstance(reason, OSError):
+            if isinstance(error, SuperpipelineError) or not isinstance(reason, OSError):
                 raise
             raise OSError(reason.errno, f"{reason.strerror}; the previous checkpoint is intact", local) from error
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(part)
-        _sync_folder(folder)
+
+    def _save(self, checkpoint: dict[str, Any], file: IO[bytes]) -> None:
+        if self.direct:
+            from ..disk.checkpoint_file import save
+
+            save(checkpoint, file)
+        else:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Map a local checkpoint into memory; leave remote files and torch's old format to Lightning."""
@@ -71,9 +76,59 @@ def local_path(path: Any) -> str | None:
 
 def size_so_far(path: Any) -> int:
     """Return how many bytes of a checkpoint `MappedCheckpointIO` has written so far."""
-    with contextlib.suppress(OSError):
-        return os.path.getsize(f"{local_path(path)}.part")
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        return os.fstat(_UNDER_WAY[local_path(path) or ""].fileno()).st_size
     return 0
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[IO[bytes]]:
+    """Open a file that takes this path, replacing what is there, once the context ends without an error.
+
+    Until then it has no name, so that nothing is left of it if the process is killed. Where the file system has no
+    nameless files, it is beside the path under another name: a rename across disks would not be atomic.
+    """
+    folder, part = os.path.split(path)[0], f"{path}.part"
+    nameless = _nameless_file(folder)
+    try:
+        with open(part, "w+b") if nameless is None else nameless as file:
+            _UNDER_WAY[path] = file
+            yield file
+            file.flush()
+            _sync(file.fileno())  # otherwise the disk may have the new name before it has the bytes
+            if nameless is None or not _linked(file, path, part):
+                os.replace(part, path)
+    finally:
+        _UNDER_WAY.pop(path, None)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)
+    _sync_folder(folder)
+
+
+def _nameless_file(folder: str) -> IO[bytes] | None:
+    """Open a file in this folder that has no name, or None where there is no such thing."""
+    with contextlib.suppress(AttributeError, OSError):
+        file = os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "w+b")
+        if os.path.exists(_by_number(file)):
+            return file
+        file.close()
+    return None
+
+
+def _linked(file: IO[bytes], path: str, part: str) -> bool:
+    """Name a nameless file: by its path if that is free, else beside it, to be renamed; return whether it was free."""
+    for name in (path, part, part):
+        try:
+            os.link(_by_number(file), name, src_dir_fd=0)  # with an argument for folders symbolic links are followed
+            break
+        except FileExistsError:
+            if name == part:  # of a process that was killed
+                os.remove(part)
+    return name == path
+
+
+def _by_number(file: IO[bytes]) -> str:
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def _sync(file: int) -> None:

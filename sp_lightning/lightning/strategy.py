@@ -21,7 +21,7 @@ from ..compat.modules import convert_tensors
 from ..memory.device import check_supported
 from ..memory.parameters import is_watched
 from ..observe.progress import waiting
-from ..options import Options
+from ..options import Options, format_bytes
 from ..runtime.handle import Handle
 from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
@@ -84,7 +84,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         compile_units: Compile the forward of units with ``torch.compile``: once for all units of a class.
         host_budget: Bytes of host memory for weights, gradients and optimizer state, such as "24GiB". What does not fit
             stays in the files that it was loaded from, as far as it is frozen, and is read from there for each visit
-            (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory.
+            (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
+            what is free less the system's share.
+        disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of FP32
+            ``master_weights``: it lies there in a nameless file while the run lasts, and is stepped in portions, with
+            the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -108,6 +112,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
         host_budget: int | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -129,8 +134,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             host_memory=host_memory,
             compile_units=compile_units,
             host_budget=host_budget,
+            disk=disk,
         )
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
+        self._last_checkpoint: str | None = None  # of this run
         self._device_given = device is not None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # whose averages we keep on the host
         self._callback: SuperpipelineCallback | None = None  # added to runs without a callback of the user's
@@ -182,6 +189,18 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and average_device(callback) is None:
                 set_average_device(callback, HOST)
                 self._averages.append(callback)
+                self._warn_of_copy(type(callback).__name__)
+
+    def _warn_of_copy(self, of: str) -> None:
+        """Warn that a callback copies weights into memory that a budget does not count."""
+        assert self.lightning_module is not None
+        if self.options.uses_files:
+            log.warning(
+                "superpipeline: %s copies all weights (%s) into host memory, those in files too, beside host_budget "
+                "(plan --copies 1 counts them)",
+                of,
+                format_bytes(sum(parameter.nbytes for parameter in self.lightning_module.parameters())),
+            )
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
@@ -223,6 +242,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 own_gradients=self.writes_gradients,
                 autocasts=str(self.precision_plugin.precision).endswith("mixed"),
             )
+        self.handle.last_checkpoint = self._last_checkpoint
         self.broadcast_buffers(self.lightning_module)
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
@@ -248,6 +268,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             for callback in self._averages:
                 set_average_device(callback, None)
             self._averages.clear()
+            self._last_checkpoint = None
             self.leave_ranks()
             self._remove_callback()
             self._base_teardown()
@@ -277,10 +298,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The Trainer's checkpoint plugin, or the default one, which maps local files instead of reading them."""
+        direct = self.options.uses_files
         if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO()
+            self._checkpoint_io = MappedCheckpointIO(direct)
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO(direct)  # a wrapper without one of the user's
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -289,11 +311,17 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
+        self._note_checkpoint(checkpoint_path)
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
         assert self.lightning_module is not None
+        if self.options.uses_files:
+            from ..disk.weight_files import unchanged
+
+            state = unchanged(self.lightning_module, checkpoint["state_dict"], self.options.host_budget)
+            checkpoint = {**checkpoint, "state_dict": state}
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -310,6 +338,13 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        self._note_checkpoint(filepath)
+
+    def _note_checkpoint(self, path: Any) -> None:
+        """Note the checkpoint from which a run that fails can go on."""
+        self._last_checkpoint = os.fspath(path)
+        if self.handle is not None:
+            self.handle.last_checkpoint = self._last_checkpoint
 
     def _waiting_for_parameters(
         self, what: str, done: Callable[[nn.Parameter], bool]
@@ -341,8 +376,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-            for parameter, values in optimizer.state.items():
-                optimizer.state[parameter] = apply_to_collection(values, torch.Tensor, on_host)
+            for parameter in list(optimizer.state):
+                optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, on_host)
                 if self._streaming is not None and id(parameter) in groups:
                     self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
         if self._streaming is not None:

@@ -20,9 +20,9 @@ from .pinned import note_view
 ALIGNMENT = 512
 
 
-def aligned(nbytes: int) -> int:
-    """Round `nbytes` up to a multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Round `nbytes` up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+    def of(cls, named_tensors: Iterable[tuple[str, Tensor]], alignment: int = ALIGNMENT) -> Layout:
         """Lay the tensors out one after the other, in the given order. Reads no data, copies nothing."""
         fields, end = [], 0
         for name, tensor in named_tensors:
             nbytes = tensor.numel() * tensor.element_size()
             fields.append(Field(name, tensor.dtype, tuple(tensor.shape), _stride_in_buffer(tensor), end, nbytes))
-            end += aligned(nbytes)
+            end += aligned(nbytes, alignment)
         return cls(tuple(fields), end)
 
     @staticmethod

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import StorageReference, forbid_access, storage_id
+from ..errors import HostMemoryError
 
 _locked: dict[int, tuple[int, int]] = {}  # storages of locked slabs and their bytes, by their address
 _views: list[tuple[int, Any]] = []  # storages over parts of slabs, with their addresses
@@ -126,6 +127,44 @@ def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> N
 def _unlock_foreign(lock: PageLock, address: int, process: int) -> None:
     if os.getpid() == process:
         lock.unlock(address)
+
+
+def mapped(
+    descriptor: int, nbytes: int, flags: int, offset: int = 0, what: str = "host memory that the ranks share"
+) -> tuple[Tensor, list[Callable[[], object]]]:
+    """Map a descriptor; return the memory, and what is called before it is unmapped, with the last tensor over it.
+
+    The mapping holds no descriptor (that of `mmap.mmap` does, and a process may have few). Forked processes do not get
+    it (Rule 4).
+    """
+    address = libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise HostMemoryError(f"cannot map {nbytes} bytes of the {what} ({os.strerror(ctypes.get_errno())})")
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    flat = _tensor_over(memory)
+    libc().madvise(address, nbytes, mmap.MADV_DONTFORK)
+    before: list[Callable[[], object]] = [keep_from_forks(flat)]
+    weakref.finalize(memory, _unmap, address, nbytes, before, os.getpid()).atexit = False
+    return flat, before
+
+
+def _unmap(address: int, nbytes: int, before: list[Callable[[], object]], process: int) -> None:
+    if os.getpid() == process:
+        for ending in reversed(before):
+            ending()
+        libc().munmap(address, nbytes)
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """Load the C library, for calls that Python does not have; each sets its error number."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return library
 
 
 def keep_from_forks(flat: Tensor) -> Callable[[], object]:

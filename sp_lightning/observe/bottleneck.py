@@ -22,6 +22,7 @@ SMALL = 0.05  # of a step: less waiting than this is not worth advice
 WORTH_IT = 0.03  # of a step: a change that saves less is not named
 NANO = 1e9
 WAITED_FOR = {
+    "disk": "waits for the disk",
     "weights": "waits for weights on their way up",
     "gradients": "waits for gradients on their way down",
     "activations": "waits for offloaded activations",
@@ -175,6 +176,8 @@ def in_unit_of(step_s: float, seconds: float) -> str:
 
 
 WITHOUT_CHANGE = {
+    "disk": "the disk is the limit: a larger host_budget leaves less there, and a larger batch, or more accumulated "
+    "batches per step, gives more compute to hide it",
     "weights": "the link is the limit: a larger batch, or more accumulated batches per step, gives more compute to "
     "hide the copies",
     "gradients": "the link is the limit: a larger batch gives more compute to hide the copies",
@@ -231,6 +234,7 @@ def _activations(m: MeasuredRun) -> Iterator[Advice]:
 
 
 CHANGES: dict[str, Callable[[MeasuredRun], Iterator[Advice]]] = {  # by what the step waits for (Rule 2)
+    "disk": lambda m: iter(()),
     "weights": _weights,
     "gradients": _gradients,
     "activations": _activations,

@@ -22,11 +22,13 @@ import torch
 
 from ..core.host import gpus_by_vendor, host_memory, is_wsl2, lock_limit, numa_nodes, usable_cores
 from ..core.machine import Machine
+from ..disk.direct_file import is_network
 from ..errors import OptionError
 from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
 from ..options import format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
+from .disk_speed import DiskSpeed, measure_disk
 
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
@@ -39,6 +41,10 @@ LOPSIDED = 0.6  # slower direction / faster direction
 SLOW_DRAM = 20 * GB  # bytes/s: two channels of DDR4-2133 carry 34
 FUSED_GAIN = 1.25
 SLOW_DISK = 0.3 * GB  # bytes/s
+SHARED_PIPE = 0.7  # duplex factor of a disk
+FALLS = 0.7  # the last rate of a long write / its first
+SLOW_FOR_STATE = 1.0 * GB  # bytes/s
+STATE_WRITTEN = 8  # bytes by a step, per parameter of FP32 AdamW
 
 # Host bytes per parameter, and the share of free host memory that these may take.
 FULL = 12 + 2 + 4  # FP32 weight and AdamW's two moments; wire copy in half precision; FP32 gradient
@@ -52,6 +58,7 @@ DEVICE_SHARE = 0.6  # the rest is for activations
 
 PIN_QUICK, PIN_THOROUGH = 1 << 30, 8 << 30
 DISK_QUICK, DISK_THOROUGH = 64 << 20, 1 << 30
+TRIAL_QUICK_S, TRIAL_THOROUGH_S = 1.0, 20.0  # of a disk for weights and state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,7 @@ class Facts:
     wsl2: bool = False  # Linux inside Windows
     ways_up: int = 1  # tried at once: one for each accelerator; on the CPU two threads
     ways_up_share: float = 1.0  # of its own speed, that each had
+    disk: DiskSpeed | None = None  # for weights and state; None if it was not asked for
 
     @property
     def on_host(self) -> bool:
@@ -141,26 +149,30 @@ class Report:
     def from_dict(cls, values: dict[str, Any]) -> Report:
         """Restore a report from the result of ``to_dict``."""
         facts = dict(values["facts"])
+        disk = None if facts["disk"] is None else DiskSpeed(**facts["disk"])
         return cls(
-            Facts(**{**facts, "machine": Machine(**facts["machine"])}),
+            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk}),
             tuple(Finding(**finding) for finding in values["findings"]),
             Capacity(**values["capacity"]),
         )
 
 
-def doctor(device: str | None = None, folder: str | Path = ".", quick: bool = False) -> Report:
+def doctor(
+    device: str | None = None, folder: str | Path = ".", quick: bool = False, disk: str | Path | None = None
+) -> Report:
     """Examine this machine in seconds if ``quick``, else in about half a minute, with part of the free memory.
 
     Args:
         device: The device that computes, such as "cuda:0"; by default the first accelerator, else the CPU.
         folder: The folder for checkpoints: a test file is written, read and removed there.
         quick: Measure briefly, and try to page-lock at most 1 GiB.
+        disk: A folder on the disk that is to have weights or state: measured for 20 s, or one if ``quick``.
     """
-    facts = examine(device, folder, quick)
+    facts = examine(device, folder, quick, disk)
     return Report(facts, tuple(findings(facts)), capacity(facts))
 
 
-def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
+def examine(device: str | None, folder: str | Path, quick: bool, disk: str | Path | None = None) -> Facts:
     """Collect the facts about this machine (Rule 1)."""
     folder = Path(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -170,6 +182,7 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
     device_free_nbytes, _ = chosen.memory()
     pin_tried_nbytes = min(PIN_QUICK if quick else PIN_THOROUGH, memory.free // 4)
     write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
+    speed = None if disk is None else measure_disk(disk, TRIAL_QUICK_S if quick else TRIAL_THOROUGH_S)
     effort = QUICK if quick else THOROUGH
     machine = measure(chosen.torch_device, effort)
     others = [torch.device(name) for name in available() if name != "cpu"]
@@ -203,6 +216,7 @@ def examine(device: str | None, folder: str | Path, quick: bool) -> Facts:
         wsl2=is_wsl2(),
         ways_up=len(ways),
         ways_up_share=ways_up_share,
+        disk=speed,
     )
 
 
@@ -393,6 +407,57 @@ def _disk_space(facts: Facts) -> str | None:
     )
 
 
+def _filesystem(facts: Facts) -> str | None:
+    disk = facts.disk
+    if disk is None or not (disk.rotates or disk.filesystem == "tmpfs" or is_network(disk.filesystem)):
+        return None
+    what = "a disk that rotates" if disk.rotates else "memory" if disk.filesystem == "tmpfs" else "a network filesystem"
+    return (
+        f"{disk.folder} is on {what} ({disk.filesystem or 'unknown filesystem'}): leave weights and state on a "
+        "local SSD (ext4 or xfs)."
+    )
+
+
+def _direct_transfers(facts: Facts) -> str | None:
+    if facts.disk is None or facts.disk.is_direct:
+        return None
+    return (
+        f"{facts.disk.filesystem or 'The filesystem'} refuses direct transfers in {facts.disk.folder}: what is "
+        "there goes through the page cache, at several times the processor's time; use ext4 or xfs."
+    )
+
+
+def _both_ways(facts: Facts) -> str | None:
+    disk = facts.disk
+    if disk is None or disk.duplex >= SHARED_PIPE:
+        return None
+    return (
+        f"Read and written at once, {disk.folder} keeps {disk.duplex:.0%} of its speed each way: it shares one pipe, "
+        "so that the times of a step's reads and writes add up; train more tokens per step (a larger batch, "
+        "accumulate_grad_batches), so that compute hides both."
+    )
+
+
+def _sustained(facts: Facts) -> str | None:
+    disk = facts.disk
+    if disk is None:
+        return None
+    rates = f"--disk {disk.read_bytes_per_s / GB:.2g}GB,{disk.sustained_bytes_per_s / GB:.2g}GB"
+    if disk.sustained_bytes_per_s < FALLS * disk.write_bytes_per_s:
+        return (
+            f"{disk.folder} took {disk.write_bytes_per_s / GB:.1f} GB/s at first and "
+            f"{disk.sustained_bytes_per_s / GB:.1f} GB/s after {disk.written_nbytes / GB:.0f} GB: a cache of the drive "
+            f"is full then; plan with {rates}, and use a drive that sustains its writes."
+        )
+    if disk.sustained_bytes_per_s < SLOW_FOR_STATE:
+        seconds = 8e9 * STATE_WRITTEN / disk.sustained_bytes_per_s
+        return (
+            f"{disk.folder} takes {disk.sustained_bytes_per_s / GB:.2f} GB/s: a step of 8e9 parameters with AdamW's "
+            f"state there would write for {seconds:.0f} s; plan with {rates}, and use an NVMe drive."
+        )
+    return None
+
+
 def _versions(facts: Facts) -> str | None:
     wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]
     if wanted is None or wanted == found:
@@ -418,6 +483,10 @@ CHECKS = {
     "compiled steps": _compiled,
     "disk speed": _disk_speed,
     "disk space": _disk_space,
+    "filesystem": _filesystem,
+    "direct transfers": _direct_transfers,
+    "disk both ways": _both_ways,
+    "sustained writes": _sustained,
     "versions": _versions,
 }
 

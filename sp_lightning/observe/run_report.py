@@ -106,14 +106,20 @@ class RunReport:
         mean = {cause: statistics.fmean(c[cause] for c in causes) * 1e3 for cause in causes[0]}
         step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
         floor_s = self.floor_s()
+        on_disk = self._handle.options.uses_files
         return {
             "step_ms": step_ms,
             **({} if floor_s is None else {"floor_ms": floor_s * 1e3, "floor_share": floor_s * 1e3 / step_ms}),
             "compute_ms": mean["compute"],
-            **{f"stall_{cause}_ms": mean[cause] for cause in WAITED_FOR},
+            **{f"stall_{cause}_ms": mean[cause] for cause in WAITED_FOR if cause != "disk" or on_disk},
             "outside_ms": mean["other"],
             "up_gb_per_s": _rate(steps, "up"),
             "down_gb_per_s": _rate(steps, "down"),
+            **(
+                {"disk_in_gb_per_s": _rate(steps, "disk in"), "disk_out_gb_per_s": _rate(steps, "disk out")}
+                if on_disk
+                else {}
+            ),
             **self.memory(),
         }
 

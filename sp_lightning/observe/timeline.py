@@ -21,14 +21,17 @@ from ..errors import OptionError, TraceError
 
 FORMAT = "sp_lightning timeline 1"
 LANE_NAMES: dict[Lane, str] = {
+    "disk in": "disk to host",
     "up": "up: host to device",
     "compute": "compute",
     "down": "down: device to host",
     "optimizer": "optimizer on the host",
+    "disk out": "host to disk",
     "host": "host thread waits",
 }
 STEPS = "steps"
-NAMES = {cause: f"waits for {cause}" for cause in CAUSES} | {"compute": "compute", "other": "outside of units"}
+NAMES = {cause: f"waits for {cause}" for cause in CAUSES}
+NAMES |= {"compute": "compute", "disk": "waits for the disk", "other": "outside of units"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,9 @@ from .timeline import NAMES, Step, Timeline, in_words
 
 INK, FAINT, FLOOR = "#1f2933", "#9aa5b1", "#111111"
 WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # two shades, for neighbouring units
+    ("disk in", "weights"): ("#8a78b8", "#ab9dcf"),
+    ("disk in", "state"): ("#b57fa5", "#cda4c1"),
+    ("disk out", "state"): ("#b57fa5", "#cda4c1"),
     ("up", "weights"): ("#3aa6a0", "#6cc3be"),
     ("up", "activations"): ("#c9b26b", "#dccb95"),
     ("compute", "forward"): ("#5b8fd6", "#86aee3"),
@@ -26,17 +29,24 @@ WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # two shades, for neighbourin
     ("down", "activations"): ("#c9b26b", "#dccb95"),
     ("optimizer", "step"): ("#6a9f58", "#93bf83"),
 }
-DEFAULT_PHASE: dict[Lane, str] = {"up": "weights", "down": "gradients", "optimizer": "step", "compute": "forward"}
+DEFAULT_PHASE: dict[Lane, str] = {
+    "disk in": "weights",
+    "up": "weights",
+    "compute": "forward",
+    "down": "gradients",
+    "optimizer": "step",
+    "disk out": "state",
+}
 WAITS = "#d64550"
 CAUSE_COLORS = {
     "compute": "#4c77bd",
+    "disk": "#e7c3dd",
     "weights": "#f3b9be",
     "gradients": "#f7cfd2",
     "activations": "#fae0e2",
     "optimizer": "#eda3a9",
     "other": "#cbd2d9",
 }
-ROWS: dict[Lane, str] = {"up": "up", "compute": "compute", "down": "down", "optimizer": "optimizer", "host": "host"}
 TEXT_PT = 7.0
 WIDTH_IN, ROW_IN = 13.0, 0.36
 
@@ -168,7 +178,7 @@ class _Panel:
         shares = causes(self.spans, step.start, step.end)
         axis.text(0, 1, in_words(shares), transform=axis.transAxes, fontsize=8.5, color=INK, va="bottom")
         axis.set_yticks([*range(len(self.rows)), len(self.rows) + 0.35])
-        axis.set_yticklabels([*(ROWS[lane] for lane in self.rows), "the step"], fontsize=8.5, color=INK)
+        axis.set_yticklabels([*self.rows, "the step"], fontsize=8.5, color=INK)
         axis.set_ylim(len(self.rows) + 0.95, -0.7)
         axis.set_xlim(0, self.longest * 1.005)
         axis.tick_params(axis="y", length=0)
@@ -190,12 +200,15 @@ def _legend(drawn: Any, chosen: list[tuple[Timeline, Step]]) -> None:
 
     spans = [span for timeline, _ in chosen for span in timeline.spans]
     entries = [
+        ("weights from files", "disk in", "weights"),
+        ("optimizer's state from disk", "disk in", "state"),
         ("weights up", "up", "weights"),
         ("forward", "compute", "forward"),
         ("backward", "compute", "backward"),
         ("gradients down", "down", "gradients"),
         ("activations, down and up", "down", "activations"),
         ("optimizer's steps", "optimizer", "step"),
+        ("optimizer's state to disk", "disk out", "state"),
     ]
     there = {(s.lane, s.phase or DEFAULT_PHASE.get(s.lane, "")) for s in spans if not s.stall}
     handles = [

@@ -64,7 +64,7 @@ from ..compat.references import (
 from ..compat.tensors import forbid_access, storage_id, without_dispatch
 from ..core.simulation import PARTS
 from ..core.telemetry import Counters
-from ..errors import ExactnessError
+from ..errors import DiskError, ExactnessError
 from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
 from ..memory.weights import Conversion
@@ -258,6 +258,8 @@ class PendingStep:
                 self._leave()
             jobs = list(self._jobs)
             error = next(filter(None, [job.exception() for job in jobs]), None)
+            if isinstance(error, DiskError):
+                error = error.in_step(len(self.stepped), self._count)
             if self._deferred:
                 if error is not None:
                     self._say_partly_stepped()
@@ -283,8 +285,13 @@ class PendingStep:
                 "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
                 "optimizer_overlap=False keeps a step that fails in backward from changing any parameter",
                 len(self.stepped),
-                sum(len(group["params"]) for group in self.optimizer.param_groups),
+                self._count,
             )
+
+    @property
+    def _count(self) -> int:
+        """The number of the optimizer's parameters."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def close(self) -> None:
         """Forget the optimizer: nothing is pending. Safe twice."""

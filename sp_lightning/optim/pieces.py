@@ -22,8 +22,9 @@ import functools
 import itertools
 import operator
 from collections import ChainMap, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ Group = dict[str, Any]
 State = dict[str, Any]
 Regrouped = tuple[list[Group], Any]  # with their state
 Conversions = dict[Tensor, Conversion]  # by the parameter
+_params = operator.itemgetter("params")
 
 # Exactly these classes: a subclass may do anything in its step.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -91,7 +93,7 @@ class ShadowStep:
     """A pair of step hooks that run each ``optimizer.step()`` on a shadow with regrouped parameters, until closed."""
 
     def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped]) -> None:
-        self._regroup = regroup
+        self.regroup = regroup
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
         # other parameters (pending_step.py).
@@ -121,7 +123,7 @@ class ShadowStep:
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
-            shadow.param_groups, shadow.state = self._regroup(shadow, {})
+            shadow.param_groups, shadow.state = self.regroup(shadow, {})
             return loss
 
         return [shadow], {"closure": closure_then_regroup}
@@ -136,7 +138,7 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
-        shadow.param_groups, shadow.state = self._regroup(shadow, conversions)
+        shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
@@ -160,7 +162,7 @@ def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | Non
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
-    return ShadowStep(functools.partial(_regroup_in_pieces, piece=piece)).attach(optimizer)
+    return ShadowStep(functools.partial(regroup_in_pieces, piece=piece)).attach(optimizer)
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
@@ -176,45 +178,83 @@ def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """
     if type(optimizer) not in FUSED:
         return None
-    return ShadowStep(_regroup_fused).attach(optimizer)
+    return ShadowStep(regroup_fused).attach(optimizer)
 
 
-def _regroup_in_pieces(optimizer: Optimizer, conversions: Conversions, piece: int) -> Regrouped:
+@dataclass(frozen=True)
+class Cutting:
+    """The way in which a step cuts parameters (Rules 5 and 6)."""
+
+    piece: int
+    threads: int
+    in_turn: bool
+    compiles: bool
+    given: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by ids, of parameters that are cut already
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, piece: int) -> "Cutting":
+        """Find out how this optimizer's parameters are cut in a step."""
+        threads = torch.get_num_threads()
+        params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        numel = sum(map(Tensor.numel, params))
+        in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
+        compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
+        if (in_turn or compiles) and needs_order(optimizer):
+            in_turn = compiles = False
+        in_turn = in_turn and dispatch_mode_count() == 0 and can_share_operators()
+        return cls(piece, threads, in_turn, compiles)
+
+    @property
+    def sharers(self) -> int:
+        """Threads that share an operator."""
+        return _ceil_div(self.threads, MOST_THREADS) if self.in_turn else self.threads
+
+    def leaves_whole(self, numel: int) -> bool:
+        """Whether a parameter of so many elements is stepped whole."""
+        # Rule 5: operators on fewer elements than GRAIN per thread are not shared by all threads.
+        return numel < (GRAIN if self.in_turn else FEWEST_PIECES * self.piece) * self.threads
+
+    def lengths(self, numel: int, most: int | None = None) -> tuple[int, ...]:
+        """Return the lengths of the pieces of a parameter with so many elements, of at most so many each."""
+        piece = self.piece if most is None else min(self.piece, max(most - LINE, 1) // self.sharers)
+        return piece_lengths(numel, self.threads, self.sharers, piece)
+
+    def lengths_of(self, param: Tensor) -> tuple[int, ...] | None:
+        """Return the lengths of a parameter's pieces, or of those of a part of one; None if it is left whole."""
+        given = self.given.get(id(param))
+        return None if given is None and self.leaves_whole(param.numel()) else given or self.lengths(param.numel())
+
+
+def regroup_in_pieces(
+    optimizer: Optimizer, conversions: Conversions, piece: int = PIECE, cutting: Cutting | None = None
+) -> Regrouped:
+    """List pieces in the place of parameters, having stepped what threads or compiled code can step."""
     state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
-    threads = torch.get_num_threads()
+    cutting = cutting or Cutting.of(optimizer, piece)
     scalars_seen: set[int] = set()
-    numel = sum(map(Tensor.numel, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-    in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
-    compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
-    if (in_turn or compiles) and _needs_order(optimizer):
-        in_turn = compiles = False
-    in_turn = in_turn and dispatch_mode_count() == 0 and can_share_operators()
-    # Rule 5: operators on fewer elements than GRAIN per thread are not shared by all threads.
-    fewest, sharers = FEWEST_PIECES * piece * threads, threads
-    if in_turn:
-        fewest, sharers = GRAIN * threads, _ceil_div(threads, MOST_THREADS)
 
     def cut(param: Tensor) -> list[Tensor]:
         # An earlier parameter that shares this scalar updates it first: copies made now would be too old.
-        scalars = {id(value) for value in optimizer.state.get(param, {}).values() if _is_scalar(value)}
+        scalars = {id(value) for value in optimizer.state.get(param, {}).values() if is_scalar(value)}
         shared = not scalars_seen.isdisjoint(scalars)
         scalars_seen.update(scalars)
-        if shared or param.numel() < fewest:
+        lengths = cutting.lengths_of(param)
+        if shared or lengths is None:
             return [param]
-        param_state = _state_in_step(optimizer, param)
+        param_state = state_in_step(optimizer, param)
         if param_state is None:
             return [param]
-        pieces = _cut(param, param_state, _piece_lengths(param.numel(), threads, sharers, piece))
+        pieces = _cut(param, param_state, lengths)
         state.update(pieces)
         return list(pieces)
 
-    left = functools.partial(_left_to_torch, optimizer, conversions) if compiles else operator.itemgetter("params")
+    left = functools.partial(_left_to_torch, optimizer, conversions) if cutting.compiles else _params
     groups = [
         {**group, "params": [part for param in left(group) for part in cut(param)]} if takes_the_loop(group) else group
         for group in optimizer.param_groups
     ]
-    if in_turn:
-        groups = _left_by_threads(optimizer, groups, state, threads // sharers, sharers)
+    if cutting.in_turn:
+        groups = _left_by_threads(optimizer, groups, state, cutting.threads // cutting.sharers, cutting.sharers)
     return groups, state
 
 
@@ -257,11 +297,11 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
         return params
     candidates: list[native.Candidate] = []
     for param in params:
-        state = _state_in_step(optimizer, param) if param.dtype is torch.float32 else None
+        state = state_in_step(optimizer, param) if param.dtype is torch.float32 else None
         grad = param.grad
         if state is not None and grad is not None and native.reads(param, grad, *state.values()):
             conversion = conversions.get(param)
-            if conversion is not None and not _same_order(param, conversion.wire):
+            if conversion is not None and not same_order(param, conversion.wire):
                 conversion = None
             candidates.append(native.Candidate(param, grad, state, conversion))
     if not native.step(optimizer, group, candidates):
@@ -270,7 +310,7 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
     return [param for param in params if id(param) not in stepped]
 
 
-def _needs_order(optimizer: Optimizer) -> bool:
+def needs_order(optimizer: Optimizer) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
     ranges: list[tuple[int, int]] = []
     for group in optimizer.param_groups:
@@ -287,12 +327,12 @@ def _needs_order(optimizer: Optimizer) -> bool:
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
-def _regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
+def regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
     groups: list[Group] = []
     for group in optimizer.param_groups:
         fused: list[Tensor] = []
         if takes_the_loop(group) and group.get("foreach") is None and group.get("fused") is None:
-            fused = [param for param in group["params"] if _state_in_step(optimizer, param) is not None]
+            fused = [param for param in group["params"] if state_in_step(optimizer, param) is not None]
         chosen = {id(param) for param in fused}
         groups.append({**group, "params": [param for param in group["params"] if id(param) not in chosen]})
         groups.append({**group, "params": fused, "fused": True})
@@ -305,35 +345,38 @@ def takes_the_loop(group: Group) -> bool:
     return not (get("foreach") or get("fused") or get("capturable") or get("differentiable"))
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
+def state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     """Return the state to update if parameter, gradient and state have the same order in flat memory; else None."""
     state: State | None = optimizer.state.get(param)
-    if not state or type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
-        return None
-    grad = param.grad
-    if type(grad) is not Tensor or grad.dtype != param.dtype:
+    if not state or not has_gradient_in_step(param):
         return None
     if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
         return None
-    for other in (grad, *state.values()):
+    for other in state.values():
         if not isinstance(other, Tensor):
             return None
-        if other is not grad and other.dim() == 0:
-            continue
-        if not (_is_plain(other) and _same_order(param, other)):
+        if other.dim() and not (_is_plain(other) and same_order(param, other)):
             return None
     return state
+
+
+def has_gradient_in_step(param: Tensor) -> bool:
+    """Whether a parameter and its gradient have the same order in flat memory."""
+    if type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
+        return False
+    grad = param.grad
+    return type(grad) is Tensor and grad.dtype == param.dtype and _is_plain(grad) and same_order(param, grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return true_device(tensor).type == "cpu" and tensor.layout == torch.strided and tensor.is_floating_point()
 
 
-def _same_order(param: Tensor, other: Tensor) -> bool:
+def same_order(param: Tensor, other: Tensor) -> bool:
     if param.shape != other.shape:
         return False
     if param.is_contiguous() and other.is_contiguous():
@@ -355,14 +398,14 @@ def _cut(param: Tensor, state: State, lengths: tuple[int, ...]) -> dict[Tensor, 
 
 
 def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    if _is_scalar(tensor):
+    if is_scalar(tensor):
         return [tensor, *tensor.detach().repeat(len(lengths) - 1).unbind()]
     # Detached, with the parameter's version counter: autograd still sees what the step changes.
     return list(tensor.detach().as_strided((tensor.numel(),), (1,)).split(lengths))  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _piece_lengths(numel: int, threads: int, sharers: int, piece: int) -> tuple[int, ...]:
+def piece_lengths(numel: int, threads: int, sharers: int, piece: int) -> tuple[int, ...]:
     """Cut ``numel`` elements so that kernels treat each element as in one pass over all of them (Rule 5).
 
     That pass is shared by ``threads``, and each on a piece by ``sharers``.

@@ -35,6 +35,7 @@ def plan(
     host_headroom: int | str | None = None,
     cores: int | None = None,
     link: str | float | None = None,
+    disk_speed: str | None = None,
     copies: int = 0,
     trained_copies: int = 0,
     devices: int = 1,
@@ -75,6 +76,9 @@ def plan(
             or ``zero_grad(set_to_none=False)``. Accumulation and gradient scaling are known without it.
         accumulate: Batches whose gradients are added up before the optimizer steps.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
+        disk_speed: Bytes per second that the machine's disk reads and writes, such as "7GB,5GB"; by default those of a
+            drive on four lanes of PCIe 4. A third number, from 0.5 to 1, is the share of that which each direction
+            keeps while both run.
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
@@ -95,6 +99,7 @@ def plan(
         host_headroom,
         cores,
         link,
+        disk_speed,
         copies,
         trained_copies,
         devices,

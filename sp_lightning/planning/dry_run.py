@@ -118,7 +118,7 @@ def dry_run(
 def _with_all_units(options: Options) -> Options:
     """Return the options of a run whose window takes all units (Rule 2), and whose units are not compiled."""
     wire_dtype = "as-is" if options.compile_units else options.wire_dtype
-    whole = replace(options, window=sys.maxsize, transfer=1, memory_budget=None, host_budget=None)
+    whole = replace(options, window=sys.maxsize, transfer=1, memory_budget=None, host_budget=None, disk=None)
     return replace(whole, wire_dtype=wire_dtype, compile_units=False)
 
 

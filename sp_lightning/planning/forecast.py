@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core import remedies
-from ..core.machine import Machine
+from ..core.machine import ENDURANCE, Machine
 from ..core.simulation import Simulation
 from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
@@ -90,6 +90,7 @@ class Plan:
     flops: float = 0.0
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
+    on_disk: int = 0  # bytes of state, and of weights that train, on a disk: read and written once in a step
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
     accumulate: int = 1  # batches in a step of the optimizer
     answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained
@@ -106,9 +107,36 @@ class Plan:
         return self.simulation.disk_nbytes
 
     @property
+    def disk_read_nbytes(self) -> int:
+        """Bytes that a step reads from the disk, the optimizer's state included."""
+        return self.disk_nbytes + self.simulation.state_read_nbytes
+
+    @property
     def disk_s(self) -> float:
         """Seconds in which the disk reads these bytes."""
-        return self.disk_nbytes / self.machine.disk_bytes_per_s
+        return self.disk_read_nbytes / self.machine.disk_bytes_per_s
+
+    @property
+    def disk_written_nbytes(self) -> int:
+        """Bytes that a step writes to the disk."""
+        return self.simulation.state_written_nbytes
+
+    @property
+    def disk_written_s(self) -> float:
+        """Seconds in which the disk writes these bytes."""
+        return self.disk_written_nbytes / self.machine.disk_out_bytes_per_s
+
+    @property
+    def wear(self) -> str:
+        """How many steps the rating of a drive allows, in a sentence; empty if nothing is written."""
+        written = self.disk_written_nbytes
+        if not written:
+            return ""
+        size = f"{written / 1e9:.3g} GB" if written < 1e12 else f"{written / 1e12:.3g} TB"
+        return (
+            f"a step writes {size} to the disk: {float(f'{ENDURANCE / written:.3g}'):,.0f} steps to "
+            f"{ENDURANCE / 1e12:,.0f} TB, the rating of a consumer drive of 2 TB"
+        )
 
     @property
     def chosen(self) -> dict[str, int]:
@@ -229,7 +257,7 @@ class Plan:
         lanes = {
             "compute": floor.compute_forward + floor.compute_backward,
             "link": max(floor.up_forward + floor.up_backward, floor.down),
-            "disk": floor.up_forward + floor.up_backward,
+            "disk": floor.disk,
             "optimizer": floor.optimizer,
             "host memory": floor.host,
         }
@@ -255,6 +283,8 @@ class Plan:
             "fits": self.fits,
             "host_available": self.host_available,
             "disk_nbytes": self.disk_nbytes,
+            "disk_read_nbytes": self.disk_read_nbytes,
+            "disk_written_nbytes": self.disk_written_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],

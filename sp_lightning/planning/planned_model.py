@@ -9,7 +9,8 @@
 4. Listed numbers agree with a dry run of the same model within a tenth, by a test: in half precision and under
    autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 5. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
-   those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned.
+   those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned. With
+   a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there.
 6. Of a model that answers nothing is trained. A step is the pass in the middle of an answer: a token for each row.
 """
 
@@ -39,6 +40,8 @@ from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
+from ..disk import state_ring
+from ..disk.placement import Budgeted, UnitPlacement, choose, within
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
@@ -70,6 +73,11 @@ class Requirements:
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
     reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 6)
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes of state, and of weights that train, on a disk: read and written once in a step."""
+        return sum(cost.state_read_nbytes for cost in self.costs)
 
     @property
     def streamed(self) -> list[UnitCost]:
@@ -169,40 +177,39 @@ class TracedModel(PlannedModel):
         return (one, two) if one.is_like(two) else None
 
     def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
-        in_files, _ = self._in_files(trace, options)
+        in_files, placed = self._placed(trace, options)
         read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
+        trained = [
+            sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
+            for unit in trace.units
+        ]
 
         def of(part: StepTrace) -> Requirements:
             costs, works = _costs(part, options, machine)
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
+            costs = _with_moved(costs, [unit.name for unit in trace.units], placed, trained, self.states())
             return Requirements(costs, works, trace.peak, trace.sizes, trace)
 
         if not trace.passes:
             return of(trace)
         return replace(of(trace.of_pass(1)), reading=of(trace.of_pass(0)))  # Rule 6
 
-    def _in_files(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], int]:
-        """Return the bytes of weights that stay in files, and those of the ring that reads them (Rule 5).
+    def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
+        """Return the bytes of weights that stay in files, and what is where (Rule 5).
 
         The former are by the indices of units and the ids of parameters.
         """
         if options.host_budget is None:
-            return {}, 0
-        from ..disk.placement import choose
-
+            return {}, Budgeted(units=[], host=HostBytes(), in_files=0)
         filed = [self._filed(unit) for unit in trace.units]
         everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
-        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=self.answers is None)
-        if placed.units:
-            taken = (
-                ""
-                if self._names_in_files is not None
-                else "frozen weights are taken to be in local files as they are; "
-            )
-            self.notes.append(f"{taken}the speed at which files are read is assumed, not measured")
-        return {index: filed[index] for index in placed.units}, placed.host.ring
+        spills, trains = options.disk is not None, self.answers is None
+        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=trains, spills=spills)
+        if placed.units and self._names_in_files is None:
+            self.notes.append("frozen weights are taken to be in local files as they are")
+        return {index: filed[index] for index in placed.units}, placed
 
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters (Rule 5)."""
@@ -223,7 +230,7 @@ class TracedModel(PlannedModel):
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None
         trace = needs.trace
-        in_files, ring = self._in_files(trace, options)
+        in_files, placed = self._placed(trace, options)
         units = []
         for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
             filed = in_files.get(unit.index, {})
@@ -231,9 +238,10 @@ class TracedModel(PlannedModel):
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         if trace.passes:  # the last one has the longest cache
             waiting = sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
-            return replace(host_bytes(units, ring=ring), keys_and_values=waiting)
+            return replace(host_bytes(units, ring=placed.host.ring), keys_and_values=waiting)
         stowed = sum(work.stowed_nbytes for work in needs.works)
-        return host_bytes(units, states=self.states(), activations=stowed, ring=ring)
+        host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
+        return without_disk(host, placed, units, self.states())
 
     def states(self) -> float:
         assert self._states is not None
@@ -534,6 +542,9 @@ class ListedModel(PlannedModel):
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
+        width, whole = self._host_width(options), self._workload.parts
+        trained = [part.parameters * width for part in whole]
+        costs = _with_moved(costs, [part.name for part in whole], self._placed(options), trained, self._states)
         return Requirements(costs, _sweep(costs), peak, sizes)
 
     @property
@@ -547,15 +558,34 @@ class ListedModel(PlannedModel):
         return ListedModel(self._workload, self.rows, Options(), self._precision, self._optimizer, True)
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
-        parts, width = self._workload.parts, self._host_width(options)
-        wires = [(part.parameters, self._wire_width(part, options)) for part in parts]
-        weights = width * self._workload.parameters
-        return HostBytes(
-            weights=weights,
-            wire=sum(count * wire for count, wire in wires if wire != width),
-            gradients=weights,
-            optimizer=int(self._states * weights),
-        )
+        units, placed = self._units(options), self._placed(options)
+        host = host_bytes(units, states=self._states, ring=placed.host.ring)
+        return without_disk(host, placed, units, self._states)
+
+    def _units(self, options: Options) -> list[UnitHostBytes]:
+        """List the host memory of the parts."""
+        width, units = self._host_width(options), []
+        for part in self._workload.parts:
+            nbytes, wire = part.parameters * width, self._wire_width(part, options)
+            units.append(UnitHostBytes(weights=nbytes, wire=part.parameters * wire * (wire != width), trained=nbytes))
+        return units
+
+    def _placed(self, options: Options) -> Budgeted:
+        """Choose what is on the disk, of a workload whose weights all train (Rule 5)."""
+        units = self._units(options)
+        whole = host_bytes(units, states=STATES["AdamW"])
+        placements = [
+            UnitPlacement(
+                whole=unit,
+                kept=unit,
+                in_files=0,
+                state=STATES["AdamW"] * unit.trained,
+                masters=options.master_weights * unit.weights,
+            )
+            for unit in units
+        ]
+        budget, spills = options.host_budget, options.disk is not None
+        return within(placements, whole.total if budget is None else budget, whole, 0, spills)
 
     def states(self) -> float:
         return self._states
@@ -731,6 +761,40 @@ def _forward(module: nn.Module, batch: Any) -> Any:
 
 
 QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need it installed
+
+
+def _with_moved(
+    costs: Sequence[UnitCost], names: Sequence[str], placed: Budgeted, trained: Sequence[int], states: float
+) -> list[UnitCost]:
+    """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 5).
+
+    Args:
+        costs: Of units, by their names.
+        names: Of all units, as `placed` counts them.
+        placed: What is where.
+        trained: Bytes of each unit's weights that train.
+        states: State tensors per parameter.
+    """
+    moved = dict.fromkeys(names, 0)
+    for index in placed.spilled:
+        moved[names[index]] += whole_states(states) * trained[index]
+    for index in placed.masters:
+        moved[names[index]] += trained[index]
+    of_each = ((cost, moved.get(cost.name, 0)) for cost in costs)
+    return [replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes) for cost, nbytes in of_each]
+
+
+def whole_states(states: float) -> int:
+    """Count the state tensors of a parameter's shape, which can be on disk; an optimizer's others stay in memory."""
+    return int(states + 1e-3)
+
+
+def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
+    """Return the host memory of a run less what is on the disk (Rule 5)."""
+    state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
+    weights = sum(units[index].weights for index in placed.masters)
+    ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
+    return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
 
 
 def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:

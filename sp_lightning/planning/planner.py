@@ -23,7 +23,7 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
-from ..core.machine import PROFILES, Machine, headroom, with_cores, with_link
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, UnitCost, simulate
@@ -74,6 +74,7 @@ def make_plan(
     host_headroom: int | str | None,
     cores: int | None,
     link: str | float | None,
+    disk_speed: str | None,
     copies: int,
     trained_copies: int,
     devices: int,
@@ -100,7 +101,11 @@ def make_plan(
         profile = with_cores(profile, cores)
     if link is not None:
         profile = with_link(profile, link)
+    if disk_speed is not None:
+        profile = with_disk(profile, disk_speed)
     left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", least=0)
+    if parsed.disk is not None and parsed.host_budget is None:
+        parsed = replace(parsed, host_budget=max(1, profile.host_nbytes - left))
     if isinstance(module, str):
         found = listed(module)
         if found is None:
@@ -130,7 +135,12 @@ def make_plan(
     both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
     with _no_collections():
         optimizer = _named(optimizer)
-        return _Planner(source, profile, target, precision, parsed, left, optimizer, both, ranks, accumulate).plan()
+        planner = _Planner(source, profile, target, precision, parsed, left, optimizer, both, ranks, accumulate)
+        if disk_speed is None and any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs):
+            rates = f"{profile.disk_bytes_per_s / 1e9:g} GB/s read, {profile.disk_out_bytes_per_s / 1e9:g} written"
+            assumed = "the disk's speed is assumed, not measured"
+            source.notes.append(f"{assumed}: {rates} (disk_speed; doctor --disk measures)")
+        return planner.plan()
 
 
 @contextlib.contextmanager
@@ -268,7 +278,8 @@ class _Planner:
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
         whole, trained = self.copies
-        return replace(host, copies=whole * host.weights + trained * host.gradients)
+        weights = host.weights + sum(cost.disk_nbytes for cost in needs.costs)  # a copy is in memory
+        return replace(host, copies=whole * weights + trained * host.gradients)
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
@@ -320,6 +331,7 @@ class _Planner:
             accumulate=self.accumulate,
             answer=self.source.answers.tokens if self.source.answers else 0,
             reading_s=self._simulated(reading, chosen.window, chosen.transfer).step_s if reading else 0.0,
+            on_disk=self.needs.on_disk,
         )
 
     def _most_units(self) -> int:
@@ -357,8 +369,9 @@ class _Planner:
 
     def _accumulating_s(self, needs: Requirements, window: int, transfer: int) -> float:
         """Return the time of a batch whose gradients are only added to those before it."""
-        # As much memory is read and written as by an optimizer without state.
-        return self._simulated(needs, window, transfer, self._stepping(0, "")).step_s
+        # As much memory is read and written as by an optimizer without state; state that is on a disk stays there.
+        costs = [replace(cost, state_read_nbytes=0, state_written_nbytes=0) for cost in needs.costs]
+        return self._simulated(replace(needs, costs=costs), window, transfer, self._stepping(0, "")).step_s
 
     def _sweep(self, count: int) -> list[SweepPoint]:
         windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..memory.device import Device
+from ..memory.pinned import mapped
 from .board import Ranks
-from .shared_memory import drop_pages, lock_in, mapped, paged
+from .shared_memory import drop_pages, lock_in, paged
 
 IDLE = 1  # exchanges after which a region that nobody needs is given up (Rule 3)
 

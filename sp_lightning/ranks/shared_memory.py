@@ -19,7 +19,6 @@ import mmap
 import os
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from ..errors import HostMemoryError, UnsupportedError
 from ..memory.device import Device
-from ..memory.pinned import keep_from_forks
+from ..memory.pinned import libc, mapped
 
 PAGE = mmap.PAGESIZE
 PAGEMAP = "/proc/self/pagemap"
@@ -84,7 +83,7 @@ class SharedSlab:
     def drop(self, ranges: list[Range]) -> None:
         """Give up this process's own pages in these ranges: the face shows the truth again (Rule 3)."""
         for start, end in ranges:
-            if _libc().madvise(self.face.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
+            if libc().madvise(self.face.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), "madvise refused to drop private pages")
 
 
@@ -112,7 +111,7 @@ def make(nbytes: int) -> int:
 
 def drop_pages(descriptor: int, start: int, nbytes: int) -> None:
     """Give memory of a slab back to the system, for all ranks: it reads as zeros."""
-    if _libc().fallocate(descriptor, PUNCH_HOLE, start, nbytes):
+    if libc().fallocate(descriptor, PUNCH_HOLE, start, nbytes):
         raise OSError(ctypes.get_errno(), "fallocate refused to drop pages of shared memory")
 
 
@@ -120,7 +119,7 @@ def drop_own_pages(tensor: Tensor) -> None:
     """Give this process's memory of a tensor back to the system: but for its first and last page, it reads as zeros."""
     start = paged(tensor.data_ptr())
     nbytes = (tensor.data_ptr() + tensor.untyped_storage().nbytes()) // PAGE * PAGE - start
-    if nbytes > 0 and _libc().madvise(start, nbytes, mmap.MADV_DONTNEED):
+    if nbytes > 0 and libc().madvise(start, nbytes, mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "madvise refused to drop private pages")
 
 
@@ -193,45 +192,8 @@ def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
         yield Range(start, end)
 
 
-def mapped(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Map a descriptor; return the memory, and what is called before it is unmapped, with the last tensor over it.
-
-    The mapping holds no descriptor (that of `mmap.mmap` does, and a process may have few).
-    """
-    libc = _libc()
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
-    if address == ctypes.c_void_p(-1).value:
-        reason = os.strerror(ctypes.get_errno())
-        raise HostMemoryError(f"cannot map {nbytes} bytes of the host memory that the ranks share ({reason})")
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    with torch.inference_mode(False):
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-    libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
-    before: list[Callable[[], object]] = [keep_from_forks(flat)]
-    weakref.finalize(memory, _unmap, address, nbytes, before, os.getpid()).atexit = False
-    return flat, before
-
-
 def lock_in(device: Device, flat: Tensor, before_unmapping: list[Callable[[], object]]) -> None:
     """Page-lock a mapping for a device, until it is unmapped."""
     unlock = device.lock(flat)
     if unlock is not None:
         before_unmapping.append(unlock)
-
-
-def _unmap(address: int, nbytes: int, before: list[Callable[[], object]], process: int) -> None:
-    if os.getpid() == process:
-        for ending in reversed(before):
-            ending()
-        _libc().munmap(address, nbytes)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-    return libc

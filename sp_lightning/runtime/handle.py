@@ -20,7 +20,7 @@ from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
 from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
-from ..errors import OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -47,6 +47,7 @@ from .optimizer_steps import OptimizerSteps
 
 if TYPE_CHECKING:
     from ..disk.weight_files import Choice, WeightFiles  # loaded only where weights stay in files
+    from ..optim.state_on_disk import StateOnDisk  # likewise, where state is on a disk
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -80,9 +81,10 @@ class Handle:
         exchanges: bool = False,
         autocasts: bool = True,
     ) -> None:
-        if ranks is not None and options.host_budget is not None:
-            allowed = "None with several devices: weights that stay in files are built for one device so far"
-            raise OptionError(argument="host_budget", found=options.host_budget, allowed=allowed)
+        for argument in ("host_budget", "disk") if ranks is not None else ():
+            if (found := getattr(options, argument)) is not None:
+                allowed = "None with several devices: weights and state in files are built for one device so far"
+                raise OptionError(argument=argument, found=found, allowed=allowed)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -100,8 +102,10 @@ class Handle:
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
+        self.last_checkpoint: str | None = None  # that was written or read, as far as is known
+        self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
         self._attach()
-        self.steps = OptimizerSteps(self.engine)
+        self.steps = OptimizerSteps(self.engine, self._disk)
 
     # ---- units and figures
 
@@ -136,7 +140,8 @@ class Handle:
             + engine.gradient_return.host_nbytes
             + engine.offload.host_nbytes
             + self.device.ring_nbytes
-            + (0 if engine.files is None else engine.files.ring_nbytes),
+            + (0 if engine.files is None else engine.files.ring_nbytes)
+            + (0 if self._disk is None else self._disk.ring_nbytes),
         }
 
     def chosen(self) -> dict[str, int]:
@@ -189,7 +194,7 @@ class Handle:
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
-            self.steps.engine = self.engine
+            self.steps.engine, self.steps.disk = self.engine, self._disk
 
     @never_compiled
     def close_scope(self) -> None:
@@ -212,10 +217,13 @@ class Handle:
     def explaining(self) -> Iterator[None]:
         """Turn errors of the user's code in this context into errors that say what to do.
 
-        These are errors about device memory, about tensors on two devices, and about compiled graphs that break.
+        These are errors about device memory, about tensors on two devices, about compiled graphs that break, and about
+        a disk.
         """
         try:
             yield
+        except DiskError as error:
+            raise error.going_on_from(self.last_checkpoint) from error.__cause__
         except SuperpipelineError:
             raise
         except torch.OutOfMemoryError as error:
@@ -275,7 +283,12 @@ class Handle:
             self.engine.team.faces.settle()
 
     def state_loaded(self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Share a parameter's state, which every rank loaded, between the ranks; `settle` follows."""
+        """Move a parameter's state that was loaded to where it lies: to the disk, or into what the ranks share.
+
+        Every rank loaded it, and `settle` follows.
+        """
+        if self._disk is not None:
+            self._disk.adopt_one(optimizer, parameter)
         if self.engine.team is not None:
             self.engine.team.owners.adopt(optimizer, group, parameter)
 
@@ -299,6 +312,8 @@ class Handle:
             for entry in self._entries:
                 entry.retire()
             self.steps.close()
+            if self._disk is not None:
+                self._disk.close()
             if self._by_hand and self._ranks is not None:
                 self._ranks.close()
 
@@ -336,7 +351,7 @@ class Handle:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
             if choice is not None:
-                self._files = self._open_files(choice)
+                self._open_files(choice, units)
             self.engine = Engine(
                 units,
                 self._slots,
@@ -389,23 +404,49 @@ class Handle:
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains or self._ranks is not None:
             in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
-            own_gradients = self._own_gradients
-            preflight.check_host(units, device_dtype, self._ranks, self._trains, own_gradients, in_files, adopted)
+            own_gradients, on_disk = self._own_gradients, 0 if choice is None else choice.placed.on_disk
+            preflight.check_host(
+                units, device_dtype, self._ranks, self._trains, own_gradients, in_files, adopted, on_disk
+            )
 
     def _choose_files(self, units: list[Unit]) -> Choice | None:
-        """Choose the weights that stay in their files; None without a budget, or if it holds all."""
-        if self.options.host_budget is None:
+        """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""
+        budget, dtype, disk = self.options.host_budget, self._compute_dtype, self.options.disk
+        if budget is None and disk is None:
             return None
-        from ..disk.weight_files import choose_files
+        from ..disk.weight_files import choose_files, usual_budget
 
-        may_cast = self._autocasts and self.options.may_cast and self._compute_dtype is None
-        budget, dtype = self.options.host_budget, self._compute_dtype
-        return choose_files(units, self.device, budget, dtype, may_cast, self._only_inference)
+        if disk is not None:
+            from ..disk.scratch_file import check_folder, check_room
 
-    def _open_files(self, choice: Choice) -> WeightFiles:
+            check_folder(disk)
+        may_cast = self._autocasts and self.options.may_cast and dtype is None
+        budget = usual_budget(units) if budget is None else budget
+        choice = choose_files(units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None)
+        if disk is not None and choice is not None and self._disk is None:
+            check_room(disk, choice.placed.on_disk)
+        return choice
+
+    def _open_files(self, choice: Choice, units: Sequence[Unit]) -> None:
+        """Open the files that weights stay in, and make the one for the optimizer's state."""
         from ..disk.weight_files import WeightFiles
 
-        return WeightFiles(self.device, choice)
+        if choice.placed.spilled:
+            from ..disk.scratch_file import ScratchFile
+            from ..optim.state_on_disk import StateOnDisk
+
+            assert self.options.disk is not None
+            if self._disk is None:
+                file, buffer = ScratchFile(self.options.disk), choice.placed.buffer
+                self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
+            self._disk.parameters = {id(p) for index in choice.placed.spilled for _, p in units[index].params}
+        if choice.placed.units or choice.placed.masters:
+            self._files = WeightFiles(self.device, choice, self._moved)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a weight to the scratch file and return the tensor there."""
+        assert self._disk is not None
+        return self._disk.moved(tensor)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
@@ -437,8 +478,10 @@ class Handle:
         self._remove_entries()
         for parameter in self.module.parameters():
             unwatch(parameter)
-        if self._files is not None:
-            self._files.close()
+        for files in (self._files, self._disk):
+            if files is not None:
+                files.close()
+        self._disk = None
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 

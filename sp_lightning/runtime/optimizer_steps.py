@@ -16,7 +16,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import ASGD, Optimizer
@@ -30,6 +30,9 @@ from ..optim.pending_step import HostThread, PendingStep
 from ..optim.pieces import Group, ShadowStep, all_of, fuse, step_in_pieces
 from .engine import Engine
 
+if TYPE_CHECKING:
+    from ..optim.state_on_disk import StateOnDisk  # loaded only where state is on a disk
+
 log = logging.getLogger(__name__)
 
 AFTER_BACKWARD = "the optimizer steps after backward"
@@ -40,8 +43,9 @@ WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 class OptimizerSteps:
     """The steps of all optimizers in the process, while a module is streamed."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, disk: StateOnDisk | None = None) -> None:
         self.engine = engine  # replaced when the module's parameters change
+        self.disk = disk  # where state lies
         self._counters = engine.counters
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
@@ -88,6 +92,8 @@ class OptimizerSteps:
             shadow = self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
             if shadow is not None:
                 shadow.rest = self._rest
+            if self.disk is not None:
+                self.disk.attach(optimizer, shadow)
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
 

@@ -243,6 +243,7 @@ def check_host(
     own_gradients: bool = False,
     in_files: Container[int] = (),
     adopted: Container[int] = (),
+    on_disk: int = 0,
 ) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
 
@@ -254,11 +255,13 @@ def check_host(
         own_gradients: Whether each rank has gradients of its own (footprint.py, Rule 5).
         in_files: The ids of weights that stay in their files.
         adopted: The ids of weights that are in files, and will be copied into memory.
+        on_disk: Bytes of the optimizer's state that will be on disk.
     """
     held = [[p for _, p in unit.params if id(p) not in in_files] for unit in units]
     parameters = [p for unit in held for p in unit]
     of_units = [UnitHostBytes.of(unit, device_dtype) for unit in held]
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
+    whole = replace(whole, optimizer=max(0, whole.optimizer - on_disk))
     missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in adopted]).weights
     if ranks is None:
         to_come = replace(whole, weights=missing)

@@ -215,6 +215,7 @@ VALUES = {
     "host_headroom": ["1GiB"],
     "cores": ["1"],
     "link": ["gen3x1"],
+    "disk_speed": ["2GB,1GB", "--disk", ".", "--host-budget", "0B"],
     "copies": ["1"],
     "accumulate": ["2"],
     "devices": ["2"],
@@ -225,6 +226,7 @@ VALUES = {
     "transfer": ["2", "--window", "3"],
     "memory_budget": ["{budget}"],  # less than the model
     "host_budget": ["1KiB"],
+    "disk": [".", "--host-budget", "0B"],
     "units": ["Linear"],
     "activations": ["recompute+offload"],
     "master_weights": ["--precision", "bf16-true"],
@@ -268,6 +270,7 @@ NONSENSE = {
     "host_headroom": "Foo",
     "cores": "0",
     "link": "Foo",
+    "disk_speed": "Foo",
     "copies": "-1",
     "accumulate": "0",
     "devices": "0",
@@ -278,6 +281,7 @@ NONSENSE = {
     "transfer": "Foo",
     "memory_budget": "Foo",
     "host_budget": "Foo",
+    "disk": "",
     "units": "Foo",
     "activations": "Foo",
 }
@@ -581,3 +585,20 @@ def test_an_optimizer_that_is_not_cut_has_its_state_on_each_device(capsys):
     alone, both = host("--optimizer", "AdamW8bit"), host("--optimizer", "AdamW8bit", "--devices", 2)
     assert both["optimizer"] == 2 * alone["optimizer"]
     assert both["weights"] == 3 * alone["weights"]
+
+
+def test_a_disk_has_its_bytes_times_and_wear_in_the_plan(capsys, tmp_path, monkeypatch):
+    from sp_lightning.observe import disk_speed
+
+    arguments = ["--model", "llama3-8b", "--host-budget", "0B", "--disk", tmp_path]
+    run(*arguments, "--machine", "rtx4090", "--disk-speed", "7GB,5GB,1")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "reading 59.83 GiB from files 9.177 writing 59.83 GiB to files 12.85" in out
+    assert "Wear: a step writes 64.2 GB to the disk: 18,700 steps to 1,200 TB, the rating of a consumer drive" in out
+    monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
+    monkeypatch.setattr(command, "MEASURED_S", 0.1)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *map(str, arguments), "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values["machine"]["disk_out_bytes_per_s"] != 5e9 and 0.5 <= values["machine"]["disk_duplex"] <= 1
+    assert list(tmp_path.iterdir()) == []

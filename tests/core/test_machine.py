@@ -12,6 +12,7 @@ from sp_lightning.core.machine import (
     headroom,
     link_bytes_per_s,
     with_cores,
+    with_disk,
     with_link,
 )
 from sp_lightning.errors import OptionError
@@ -68,3 +69,20 @@ def test_another_link_is_refused(text):
 def test_another_number_of_cores_is_refused(cores):
     with pytest.raises(OptionError, match="cores must be an int >= 1"):
         with_cores(PROFILES["h100"], cores)
+
+
+@pytest.mark.parametrize(
+    "text, read, written, duplex",
+    [("7GB,5GB", 7e9, 5e9, None), ("7 GB/s, 1500MB/s", 7e9, 1.5e9, None), ("3GiB,1GiB,0.5", 3 * 2**30, 2**30, 0.5)],
+)
+def test_a_disk_has_a_speed_each_way(text, read, written, duplex):
+    machine = PROFILES["rtx4090"]
+    found = with_disk(machine, text)
+    assert (found.disk_bytes_per_s, found.disk_out_bytes_per_s) == (read, written)
+    assert found.disk_duplex == (duplex or machine.disk_duplex) and found.up_bytes_per_s == machine.up_bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "7GB", "0,5GB", "7GB,-1", "7GB,5GB,0.4", "7GB,5GB,1.1", "7GB,5GB,x", "1,2,1,1"])
+def test_another_speed_of_a_disk_is_refused(text):
+    with pytest.raises(OptionError, match='disk_speed must be bytes per second read and written, such as "7GB,5GB"'):
+        with_disk(PROFILES["rtx4090"], text)

@@ -23,6 +23,7 @@ from sp_lightning.planning.workloads import WORKLOADS
 ROOT = Path(__file__).parents[2]
 UNIT_MACHINE = Machine("unit", 1, 1, 1, 1, 1, device_nbytes=100, host_nbytes=100, optimizer_bytes_per_parameter=1)
 SHARED_WIRE = replace(UNIT_MACHINE, duplex=0.5)
+SLOW_DISK = replace(UNIT_MACHINE, disk_bytes_per_s=1, disk_out_bytes_per_s=1, disk_duplex=1)
 
 
 def unit(name="", up=1, forward=1, backward=2, down=1, step=1, **more):
@@ -123,6 +124,78 @@ def test_the_next_packed_gradients_wait_for_the_ones_on_their_way():
     assert "compute b 5-7" in spans
     assert "compute a 15-17" in spans
     assert result.stall_s["down"] == 8 + 1
+
+
+# Lanes of a disk
+
+
+def test_what_is_read_from_files_goes_up_meanwhile_and_is_waited_for():
+    # The machine reads 1 byte a second from its disk: 4 s for each load, beside 1 s on the link.
+    units = [unit("a", down=0), unit("b", down=0, disk_nbytes=4), unit("c", down=0)]
+    result = simulated(units, window=1, machine=SLOW_DISK)
+    plain = simulated([replace(one, disk_nbytes=0) for one in units], window=1)
+    assert result.step_s == plain.step_s + 2 * 3
+    assert result.stall_s == {"up": plain.stall_s["up"] - 2, "down": 0, "optimizer": 0, "disk": 2 * 4}
+    assert result.disk_nbytes == 8 and result.floor.seconds <= result.step_s
+    assert plain.stall_s.keys() == {"up", "down", "optimizer"}
+
+
+def test_a_step_whose_state_is_on_the_disk_is_read_and_written_beside_the_others():
+    units = [unit(step=0, state_read_nbytes=8, state_written_nbytes=8) for _ in range(6)]
+    free, shared = (simulated(units, window=6, machine=replace(SLOW_DISK, disk_duplex=share)) for share in (1, 0.5))
+    assert free.state_read_nbytes == free.state_written_nbytes == 6 * 8 and free.disk_nbytes == 0
+    assert free.floor.binds == shared.floor.binds == "disk"
+    assert 6 * 8 <= free.floor.seconds <= free.step_s <= 6 * 8 + 12
+    assert 12 * 8 <= shared.floor.seconds <= shared.step_s <= 12 * 8 + 12
+    assert {span.lane for span in free.timeline} == {"compute", "down", "up", "disk in", "disk out"}
+    assert {span.phase for span in free.timeline if span.lane.startswith("disk")} == {"state"}
+
+
+FLOORS = {  # docs: bytes per parameter read and written, seconds on one drive of 7 and 5 GB/s, free and one pipe
+    ("llama3-8b", 8): (13, 22),
+    ("llama3-8b", 12): (19, 33),
+    ("llama3-70b", 8): (113, 194),
+    ("llama3-70b", 12): (169, 290),
+}
+
+
+@pytest.mark.parametrize("model, each", FLOORS)
+def test_state_and_weights_of_large_models_take_what_a_drive_takes(model, each):
+    """State alone is 8 bytes per parameter of FP32 AdamW; with the FP32 weights, of which a copy travels, 12."""
+    one = [replace(u, resident=False) for u in WORKLOADS[model].units(1e3)]
+    units = [replace(u, state_read_nbytes=each * u.parameters, state_written_nbytes=each * u.parameters) for u in one]
+    for duplex, seconds in zip((1.0, 0.5), FLOORS[model, each], strict=True):
+        drive = replace(MACHINES["rtx4090"], disk_bytes_per_s=7e9, disk_out_bytes_per_s=5e9, disk_duplex=duplex)
+        result = simulated(units, window=2, machine=drive, steps_into_forward=True)
+        first = units[0].step_s(drive)
+        assert round(result.floor.disk + first) == seconds
+        assert result.floor.binds == "disk" and result.floor.disk + first <= result.step_s * (1 + 1e-9)
+        assert result.step_s <= 1.15 * seconds
+        assert result.state_read_nbytes == result.state_written_nbytes == each * sum(u.parameters for u in units)
+
+
+def test_state_that_waits_for_gradients_holds_up_no_weights():
+    units = [unit(f"{i}", disk_nbytes=1, state_read_nbytes=1, state_written_nbytes=1) for i in range(6)]
+    result = simulated(units, window=2, machine=SLOW_DISK)
+    alone = simulated([replace(one, state_read_nbytes=0, state_written_nbytes=0) for one in units], 2, SLOW_DISK)
+    assert alone.step_s <= result.step_s <= alone.step_s + 3
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 5)] * 7), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([0.5, 0.75, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_step_over_a_disk_is_shorter_than_its_floor(sizes, window, into_forward, duplex):
+    units = [
+        unit(str(i), up, forward, 2 * forward, down, step, disk_nbytes=d, state_read_nbytes=r, state_written_nbytes=w)
+        for i, (up, forward, down, step, d, r, w) in enumerate(sizes)
+    ]
+    result = simulated(units, window, replace(SLOW_DISK, disk_duplex=duplex), steps_into_forward=into_forward)
+    assert result.step_s >= result.floor.chain * (1 - 1e-9)
+    assert result.step_s >= result.floor.bound * (1 - 1e-9)
 
 
 def test_a_way_up_waits_for_the_last_reader_of_the_memory_it_is_given():

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -180,6 +181,44 @@ def test_a_buffer_is_read_into_again_only_after_the_device_has_read_it(filed):
     for fill, flat in zip(fills, flats, strict=True):
         fill.wait(found.compute)
         assert bytes(flat.cpu().numpy()) == content[1001:51001]
+    ring.close()
+
+
+def test_a_buffer_is_not_used_again_while_a_fill_that_failed_still_reads_into_it(device, filed, monkeypatch):
+    """The first read fails, the two beside it end later: what they bring must not land in the next fill's buffers."""
+    file, content = filed
+    found = Device(device)
+    ring = DirectRing(found, 2 * BLOCK)
+    flats = [torch.zeros(50000, dtype=torch.uint8, device=found.torch_device) for _ in range(2)]
+    found.synchronize()
+    read, begun = os.preadv, []
+    ends, sends = threading.Event(), threading.Event()
+
+    def reading(fd, views, at):
+        begun.append(at)
+        if len(begun) == 1:
+            raise OSError(errno.EIO, "I/O error")
+        if len(begun) <= 3:
+            ends.wait(10)
+        return read(fd, views, at)
+
+    @contextlib.contextmanager
+    def held():
+        sends.wait(10)
+        yield
+
+    monkeypatch.setattr(os, "preadv", reading)
+    jobs = [jobs_of(file, flat) for flat in flats]
+    first = ring.fill(Counters(), [], jobs[0][:3], contextlib.nullcontext(), [file])
+    second = ring.fill(Counters(), [], jobs[1][: direct_ring.BUFFERS], held(), [file])
+    for event in (ends, sends):
+        time.sleep(0.3)  # all that does not wait for it is done by then
+        event.set()
+    with pytest.raises(DiskError):
+        first.wait(found.compute)
+    second.wait(found.compute)
+    end = direct_ring.BUFFERS * 2 * BLOCK - 1001
+    assert bytes(flats[1][:end].cpu().numpy()) == content[1001 : 1001 + end]
     ring.close()
 
 

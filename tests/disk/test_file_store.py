@@ -7,6 +7,7 @@ import copy
 import errno
 import functools
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -23,10 +24,12 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
+from sp_lightning.disk.direct_ring import GAP
 from sp_lightning.disk.file_store import FileUnitStore
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
 from sp_lightning.memory.unit_store import UnitStore
-from sp_lightning.options import Options
+from sp_lightning.observe import timeline
+from sp_lightning.options import Options, format_bytes
 from sp_lightning.runtime.handle import Handle
 
 
@@ -82,19 +85,51 @@ def test_each_pass_reads_what_comes_up_and_nothing_is_in_memory(nets, device):
     assert torch.equal(net(batch("cpu")), plain(batch("cpu")))
 
 
-def test_a_recorded_step_waits_for_weights(nets, device, monkeypatch):
+def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monkeypatch):
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
     nets[1][4].requires_grad_(True)
     with streamed(nets[1], device, window=1) as handle:
         recorder = handle.record()
         for _ in range(3):
+            before = handle.stats()["disk_read"]
             nets[1](batch(device)).sum().backward()
+        read = handle.stats()["disk_read"] - before
         handle.stop_recording()
-        causes = recorder.trained()[-1].causes()
-        assert sum(causes.values()) == pytest.approx(recorder.trained()[-1].seconds)
-        assert causes["weights"] > 0.01
+        step = recorder.trained()[-1]
+        causes = step.causes()
+        assert sum(causes.values()) == pytest.approx(step.seconds)
+        assert causes["disk"] > 0.01 and causes["disk"] > causes["weights"]
+        reads = step.of("disk in")
+        assert all(one.end <= other.start for one, other in itertools.pairwise(reads))
+        assert read <= step.nbytes("disk in") <= read + len(reads) * 2 * GAP and step.busy("disk in") >= 0.02
+        assert {span.unit for span in reads} <= {unit.name for unit in handle.units}
+        made = timeline.measured(recorder.trained(), "a net")
+        lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
+        assert lanes.index("disk to host") < lanes.index("up: host to device")
+        assert "waits for the disk" in timeline.summary(made)
         assert handle.stats()["stall_ms"]["disk"] > 10
+
+
+def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_path):
+    net = stack().requires_grad_(True)
+    with streamed(net, device, window=1, disk=tmp_path) as handle:
+        optimizer, recorder = torch.optim.AdamW(net.parameters()), handle.record()
+        for _ in range(5):
+            before = handle.stats()
+            net(batch(device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.stop_recording()
+        after = handle.stats()
+    for lane, name in (("disk in", "disk_read"), ("disk out", "disk_written")):
+        moved, found = after[name] - before[name], [step.nbytes(lane) for step in recorder.trained()]
+        assert moved <= max(found) <= moved + 4 * 2 * 40 * 4096 and found[-2] == found[-3]
+        spans = [span for step in recorder.trained() for span in step.of(lane)]
+        assert {span.phase for span in spans} == {"state"} and all(span.seconds > 0 for span in spans)
+    made = timeline.measured(recorder.trained(), "a net")
+    lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
+    assert "disk to host" in lanes and "host to disk" in lanes
 
 
 def test_it_streams_again_from_the_same_files(nets, device):
@@ -405,9 +440,56 @@ def test_loader_processes_are_forked_while_the_disk_is_read(device):
     parity.compare(record(in_files.frozen(case)), record(in_files.filed(case), host_budget="0B"))
 
 
-def test_an_average_of_the_weights(device):
+def test_an_average_of_the_weights_is_a_copy_beside_the_budget_and_the_log_says_so(device, caplog):
     case, average = in_files.filed(models.case("mlp")), lambda: [EMAWeightAveraging(decay=0.9)]
     parity.check(case, {"host_budget": "0B"}, accelerator=device.type, make_callbacks=average, epochs=2)
+    size = format_bytes(sum(p.nbytes for p in case.make().parameters()))
+    said = f"EMAWeightAveraging copies all weights ({size}) into host memory, those in files too, beside host_budget"
+    assert any(said in message for message in caplog.messages)
+
+
+def resumed(net_in, place, side, device, path=None, save=None, **options):
+    """A run of two epochs, or its second one after a checkpoint; gives its module."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    strategy = parity.plain_strategy(device.type)
+    if side == "streaming":
+        strategy = parity.streaming_strategy(device.type, window=2, transfer=1, **options)
+    case = getattr(in_files, net_in)(models.case("mlp"))
+    L.seed_everything(0, verbose=False)
+    module = models.ZooModule(case, "adamw")
+    trainer = L.Trainer(
+        accelerator=device.type,
+        devices=1,
+        max_epochs=1 if save else 2,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, models.loader(case, 3), ckpt_path=path)
+    if save:
+        trainer.save_checkpoint(save)
+    return module
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resume_from_a_whole_checkpoint_leaves_weights_in_files_that_it_does_not_change(changed, device, tmp_path):
+    """Even bytes that are the same would be a copy in memory once they were written."""
+    path = tmp_path / "first.ckpt"
+    resumed("frozen", tmp_path, "plain", device, save=path)
+    if changed:
+        checkpoint = torch.load(path, weights_only=False)
+        name, weight = next((n, w) for n, w in checkpoint["state_dict"].items() if w.dim() == 2)
+        weight.view(-1)[3] += 1
+        torch.save(checkpoint, path)
+    expected = resumed("frozen", tmp_path, "plain", device, path)
+    module = resumed("filed", tmp_path, "streaming", device, path, host_budget="0B")
+    for (name, one), (_, other) in zip(expected.named_parameters(), module.named_parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu()), name
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    filed = sum(p.nbytes for p in frozen)
+    assert in_files.in_files(module) == filed if not changed else 0 < in_files.in_files(module) < filed
 
 
 def test_a_prediction_leaves_weights_in_files_that_require_gradients(tmp_path, device):

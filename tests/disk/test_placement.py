@@ -3,10 +3,12 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_lightning.disk.placement import UnitPlacement, stay_in_files, within
+from sp_lightning.disk import state_ring
+from sp_lightning.disk.placement import UnitPlacement, masters_nbytes, stay_in_files, within
 from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
 
 pytestmark = pytest.mark.quick
@@ -62,3 +64,34 @@ def test_wire_copies_and_the_ring_count():
     assert (placed.host.weights, placed.host.wire, placed.host.ring, placed.host.total) == (200, 100, 1, 301)
     everything = within(model, 0, whole, ring=1)
     assert everything.units == [0, 1, 2, 3] and everything.host.total == 1
+
+
+# ---- master weights
+
+
+def weights(*of, trains=True):
+    return [torch.empty(n, dtype=dtype, device="meta", requires_grad=trains) for dtype, n in of]
+
+
+def test_master_weights_go_to_the_disk_only_where_all_of_a_unit_goes_up_as_wire_copies():
+    single, half, large = (torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1 << 20)
+    nbytes = lambda *of, dtype=torch.bfloat16, **options: masters_nbytes(weights(*of, **options), dtype)  # noqa: E731
+    assert nbytes(single, single) == 2 * 4096 and nbytes(single, half) == 4096 + 2048
+    assert (
+        nbytes(half, half) == nbytes(single, large) == nbytes(single, trains=False) == nbytes(single, dtype=None) == 0
+    )
+
+
+def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_budget_requires(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1)
+    whole = UnitHostBytes(weights=4000, wire=2000, trained=4000)
+    units = [UnitPlacement(whole=whole, kept=whole, in_files=0, state=8000, masters=4000) for _ in range(10)]
+    full = host_bytes([whole] * 10, states=2)
+    ring = state_ring.BUFFERS * state_ring.buffer_nbytes(80_000)
+    for missing in range(7000, 140_000, 7000):
+        found = within(units, full.total + ring - missing, full, 0, True)
+        state, masters = len(found.spilled), len(found.masters)
+        assert state == min(10, -(-missing // 8000))
+        assert masters == (0 if missing <= 80_000 else min(10, -(-(missing - 80_000) // 4000)))
+        assert found.host.total == full.total + ring - found.on_disk and found.on_disk == 8000 * state + 4000 * masters

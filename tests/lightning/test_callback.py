@@ -3,6 +3,7 @@
 import functools
 import importlib
 import re
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -196,8 +197,24 @@ def test_it_logs_what_steps_took_and_waited_for(accelerator):
     assert 0 < figures["resident_share"] <= 1
 
 
+OF_A_DISK = ["stall_disk_ms", "disk_in_gb_per_s", "disk_out_gb_per_s"]
+
+
+def test_it_logs_what_a_disk_did_if_the_run_has_one(tmp_path):
+    logger = Kept()
+    trainer = trainer_of([LOGGING()], logger, log_every_n_steps=1)
+    trainer.strategy.options = replace(trainer.strategy.options, host_budget=0, disk=str(tmp_path))
+    trainer.fit(models.ZooModule(CASE, "adamw"), models.loader(CASE, 6), models.loader(CASE, 1))
+    *_, last = moved(logger).values()
+    figures = {name.removeprefix("superpipeline/"): value for name, value in last.items()}
+    assert sorted(figures.keys() - {"fetches", "bytes_up", "bytes_down"}) == sorted([*FIGURES.split(), *OF_A_DISK])
+    assert figures["disk_in_gb_per_s"] > 0 and figures["disk_out_gb_per_s"] > 0
+    parts = [value for name, value in figures.items() if name.startswith(("compute_", "stall_", "outside_"))]
+    assert sum(parts) == pytest.approx(figures["step_ms"])
+
+
 def test_every_name_it_logs_is_documented():
-    for name in (*FIGURES.split(), "tokens_per_s", "fetches", "bytes_up", "bytes_down"):
+    for name in (*FIGURES.split(), *OF_A_DISK, "tokens_per_s", "fetches", "bytes_up", "bytes_down"):
         assert f"``{name}``" in sp_lightning.SuperpipelineCallback.__doc__
 
 

@@ -18,7 +18,12 @@ from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
-SIDES = {"plain": parity.plain_strategy, "streaming": functools.partial(parity.streaming_strategy, window=2)}
+SIDES = {
+    "plain": parity.plain_strategy,
+    "streaming": functools.partial(parity.streaming_strategy, window=2),
+    "on disk": lambda accelerator: parity.streaming_strategy(accelerator, window=2, host_budget="0B", disk=os.getcwd()),
+}
+CROSSINGS = [(one, other) for one in SIDES for other in SIDES if (one, other) != ("plain", "plain")]
 CASE = models.case("mlp")
 
 
@@ -94,7 +99,7 @@ def tensors(checkpoint):
 
 
 @BOTH
-@pytest.mark.parametrize("writer, reader", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
+@pytest.mark.parametrize("writer, reader", CROSSINGS)
 def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
@@ -106,14 +111,15 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
 
 
 @BOTH
+@pytest.mark.parametrize("side", ["streaming", "on disk"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "two"])
-def test_states_of_other_optimizers_cross_over(optimizer, accelerator, tmp_path):
+def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
-    fit("streaming", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
+    fit(side, accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
     assert_same(expected, state_of(*fit("plain", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
     fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
-    assert_same(expected, state_of(*fit("streaming", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
+    assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
 
 
 @pytest.mark.parametrize("make_module", [Module, Filtered, Adapted])
@@ -331,7 +337,8 @@ def recorded(monkeypatch, errors):
     def sync(file, original=os.fsync):
         path = os.readlink(f"/proc/self/fd/{file}")
         what = "folder" if os.path.isdir(path) else "file"
-        calls.append(("fsync", os.path.basename(path), None if what == "folder" else os.path.getsize(path)))
+        name = "nameless" if path.endswith(" (deleted)") else os.path.basename(path)
+        calls.append(("fsync", name, None if what == "folder" else os.fstat(file).st_size))
         if what in errors:
             raise OSError(errors[what], os.strerror(errors[what]))
         original(file)
@@ -340,18 +347,31 @@ def recorded(monkeypatch, errors):
         calls.append(("replace", os.path.basename(old), os.path.basename(new)))
         original(old, new)
 
-    def open_(path, *args, original=os.open, **kwargs):
+    def link(old, new, original=os.link, **kwargs):
+        calls.append(("link", os.path.basename(new)))
+        original(old, new, **kwargs)
+
+    def open_(path, flags, *args, original=os.open, **kwargs):
         if "opening" in errors and os.path.isdir(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return original(path, *args, **kwargs)
+        if "nameless" in errors and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errors["nameless"], os.strerror(errors["nameless"]), path)
+        return original(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "link", link)
     monkeypatch.setattr(os, "open", open_)
     return calls
 
 
-NO_SUCH_THING = [{}, {"file": errno.EINVAL, "folder": errno.EINVAL}, {"folder": errno.EIO}, {"opening": errno.EACCES}]
+NO_SUCH_THING = [
+    {},
+    {"file": errno.EINVAL, "folder": errno.EINVAL},
+    {"folder": errno.EIO},
+    {"opening": errno.EACCES},
+    {"nameless": errno.EOPNOTSUPP},
+]
 
 
 @pytest.mark.parametrize("errors", NO_SUCH_THING)
@@ -361,10 +381,39 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_after
     before = (tmp_path / "run" / "last.ckpt").read_bytes()
     calls = recorded(monkeypatch, errors)
     trainer.save_checkpoint(tmp_path / "run" / "last.ckpt")
-    synced = [("fsync", "last.ckpt.part", len(before)), ("replace", "last.ckpt.part", "last.ckpt")]
-    assert calls == [*synced, *([] if "opening" in errors else [("fsync", "run", None)])]
+    named = not {"opening", "nameless"}.isdisjoint(errors)
+    links = [] if named else [("link", "last.ckpt"), ("link", "last.ckpt.part")]
+    synced = [("fsync", "last.ckpt.part" if named else "nameless", len(before)), *links]
+    replaced = ("replace", "last.ckpt.part", "last.ckpt")
+    assert calls == [*synced, replaced, *([] if "opening" in errors else [("fsync", "run", None)])]
     assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
+
+
+def test_a_new_file_gets_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
+    """There is no moment in which a killed process would leave a part of it, nor one with another name."""
+    trainer, _ = fit("streaming")
+    calls = recorded(monkeypatch, {})
+    trainer.save_checkpoint(tmp_path / "run" / "first.ckpt")
+    size = (tmp_path / "run" / "first.ckpt").stat().st_size
+    assert calls == [("fsync", "nameless", size), ("link", "first.ckpt"), ("fsync", "run", None)]
+
+
+@pytest.mark.parametrize("errors", [{}, {"nameless": errno.EOPNOTSUPP}])
+def test_what_a_killed_process_left_is_overwritten(errors, tmp_path, monkeypatch):
+    trainer, _ = fit("streaming", save=tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").read_bytes()
+    (tmp_path / "last.ckpt.part").write_bytes(b"half of it")
+    recorded(monkeypatch, errors)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+
+
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
+    fit("streaming", save=tmp_path / "last.ckpt")
+    (tmp_path / "other").write_bytes(b"")
+    assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

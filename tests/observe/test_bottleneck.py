@@ -58,6 +58,7 @@ def test_a_window_of_one_hides_nothing():
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
+        ("disk", "50 % of each step waits for the disk; the disk is the limit: a larger host_budget leaves less there"),
         ("weights", "50 % of each step waits for weights on their way up; the link is the limit: a larger batch"),
         ("gradients", "50 % of each step waits for gradients on their way down; the link is the limit"),
         ("activations", "50 % of each step waits for offloaded activations; the link is the limit: keep activations"),
@@ -130,4 +131,12 @@ def test_what_was_recorded_becomes_figures_of_the_median_step():
     steps = [step(0, 90), step(1, 5), step(2, 6)]
     m = measured(steps, unit_times(steps), RunSetting(window=1, transfer=1, units=1))
     assert (m.step_s, m.forward_s, m.backward_s, m.up_s, m.optimizer_s, m.fetches) == (6, 2, 1, 1, 1, 1)
-    assert m.causes == {"compute": 3, "weights": 1, "gradients": 0, "activations": 0, "optimizer": 1, "other": 1}
+    assert m.causes == {
+        "compute": 3,
+        "disk": 0,
+        "weights": 1,
+        "gradients": 0,
+        "activations": 0,
+        "optimizer": 1,
+        "other": 1,
+    }

@@ -1,16 +1,24 @@
 """The doctor: the real command, and what it says of machines that are not at hand."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
+import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from sp_lightning import cli
+from sp_lightning.commands.doctor import rows
 from sp_lightning.core.host import gpus_by_vendor, is_wsl2
 from sp_lightning.core.machine import MACHINES
 from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.memory.device import available
+from sp_lightning.observe import disk_speed
+from sp_lightning.observe.disk_speed import CHUNK, DiskSpeed, measure_disk
 from sp_lightning.observe.doctor import Facts, Report, capacity, doctor, findings
 
 GIB = 2**30
@@ -44,6 +52,24 @@ HEALTHY = Facts(
 )
 
 
+DISK = DiskSpeed(
+    folder="/nvme",
+    filesystem="ext4",
+    rotates=False,
+    is_direct=True,
+    read_bytes_per_s=7 * GB,
+    write_bytes_per_s=5 * GB,
+    sustained_bytes_per_s=4.8 * GB,
+    duplex=0.8,
+    written_nbytes=int(50 * GB),
+    free_nbytes=1000 * GIB,
+)
+
+
+def on_disk(**changes):
+    return facts(disk=dataclasses.replace(DISK, **changes))
+
+
 def facts(**changes):
     machine = {name: changes.pop(name) for name in list(changes) if hasattr(HEALTHY.machine, name)}
     changed = dataclasses.replace(HEALTHY, **changes)
@@ -65,10 +91,33 @@ def the_one(facts):
 
 
 def test_a_healthy_machine_has_none():
-    assert list(findings(HEALTHY)) == []
+    assert list(findings(HEALTHY)) == list(findings(on_disk())) == []
 
 
 SICK = {
+    "a disk in memory": (on_disk(filesystem="tmpfs"), "filesystem", r"/nvme is on memory \(tmpfs\): .* a local SSD"),
+    "a disk elsewhere": (on_disk(filesystem="nfs4"), "filesystem", r"/nvme is on a network filesystem \(nfs4\)"),
+    "a disk that rotates": (on_disk(rotates=True), "filesystem", r"/nvme is on a disk that rotates \(ext4\)"),
+    "no direct transfers": (
+        on_disk(is_direct=False, filesystem="zfs"),
+        "direct transfers",
+        r"zfs refuses direct transfers in /nvme: .* use ext4 or xfs",
+    ),
+    "a disk with one pipe": (
+        on_disk(duplex=0.5),
+        "disk both ways",
+        r"/nvme keeps 50% of its speed each way: it shares",
+    ),
+    "a drive whose cache fills": (
+        on_disk(sustained_bytes_per_s=1.5 * GB),
+        "sustained writes",
+        r"/nvme took 5\.0 GB/s at first and 1\.5 GB/s after 50 GB: .* plan with --disk 7GB,1\.5GB, and use",
+    ),
+    "a disk that is slow": (
+        on_disk(write_bytes_per_s=0.5 * GB, sustained_bytes_per_s=0.5 * GB),
+        "sustained writes",
+        r"/nvme takes 0\.50 GB/s: a step of 8e9 parameters .* would write for 128 s; plan with --disk 7GB,0\.5GB",
+    ),
     "no compiled code": (
         facts(why_not_compiled="no C++ compiler ('c++') is on this machine"),
         "compiled steps",
@@ -209,6 +258,49 @@ def test_json_is_the_report(capsys):
     assert status == 0 and values["facts"]["device"] == "simgpu:0"
     assert values["facts"]["pinned_nbytes"] > 0
     assert Report.from_dict(values).to_dict() == values
+
+
+def test_a_disk_is_measured_both_ways_and_nothing_stays_there(tmp_path):
+    begin = time.perf_counter()
+    found = measure_disk(tmp_path, 0.5, largest=32 << 20)
+    assert time.perf_counter() - begin < 20
+    assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.sustained_bytes_per_s) > 1e6
+    assert 0 < found.duplex <= 1 and found.written_nbytes >= 3 * CHUNK and found.folder == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_direct_transfers_is_measured_through_the_page_cache(tmp_path, monkeypatch):
+    def opening(path, flags, *args, original=os.open, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return original(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opening)
+    found = measure_disk(tmp_path, 0.1, largest=16 << 20)
+    assert not found.is_direct and found.read_bytes_per_s > 0 and list(tmp_path.iterdir()) == []
+
+
+def test_the_command_shows_the_disk_that_was_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
+    status, out, _ = run(capsys, "--device", "cpu", "--quick", "--disk", str(tmp_path), "--json")
+    values = json.loads(out)
+    assert status == 0 and values["facts"]["disk"]["folder"] == str(tmp_path)
+    assert Report.from_dict(values).to_dict() == values
+    lines = dict(rows(Report.from_dict(values)))
+    assert re.fullmatch(
+        r"[\d.]+ GB/s read, [\d.]+ written, [\d.]+ after [\d.]+ [MG]iB; each keeps \d+% while both run; .*",
+        lines["disk for weights and state"],
+    )
+
+
+@pytest.mark.parametrize(
+    "free, said", [(1 << 20, r"at least 64 MiB free \(found 1 MiB\)"), (None, "a directory that can be written")]
+)
+def test_a_disk_that_cannot_be_measured_is_refused(free, said, tmp_path, monkeypatch):
+    if free is not None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(OptionError, match=f"disk must be .*{said}"):
+        measure_disk(tmp_path if free is not None else tmp_path / "none", 1.0)
 
 
 def test_nothing_stays_in_the_folder(tmp_path):

@@ -249,16 +249,16 @@ def ragged_ends(lengths, threads):
 @given(st.integers(1, 1 << 25), st.integers(1, 128), st.sampled_from([1, 1000, SMALL, 1 << 15, PIECE]))
 def test_pieces_end_raggedly_where_the_whole_does(numel, threads, piece):
     for sharers in {1, -(-threads // 8), threads}:
-        lengths = host._piece_lengths(numel, threads, sharers, max(piece, numel // 1000))
+        lengths = host.piece_lengths(numel, threads, sharers, max(piece, numel // 1000))
         assert sum(lengths) == numel
         assert ragged_ends(lengths, sharers) == ragged_ends([numel], threads)
 
 
 def test_pieces_do_not_exceed_their_size():
-    assert host._piece_lengths(5 * PIECE + 3, 1, 1, PIECE) == (*[PIECE] * 5, 3)
-    assert host._piece_lengths(6 * PIECE, 2, 2, PIECE) == (2 * PIECE,) * 3
-    assert host._piece_lengths(6 * PIECE, 2, 1, PIECE) == (PIECE,) * 6
-    assert host._piece_lengths(2 * PIECE + 2 * 40_000 + 2, 2, 2, PIECE) == (PIECE + 39_936, 65, PIECE + 39_936, 65)
+    assert host.piece_lengths(5 * PIECE + 3, 1, 1, PIECE) == (*[PIECE] * 5, 3)
+    assert host.piece_lengths(6 * PIECE, 2, 2, PIECE) == (2 * PIECE,) * 3
+    assert host.piece_lengths(6 * PIECE, 2, 1, PIECE) == (PIECE,) * 6
+    assert host.piece_lengths(2 * PIECE + 2 * 40_000 + 2, 2, 2, PIECE) == (PIECE + 39_936, 65, PIECE + 39_936, 65)
 
 
 def small(cls=optim.AdamW, sizes=(8 * SMALL + 5, 3), **options):

@@ -1,0 +1,208 @@
+"""The scratch file: optimizer state on a local disk, as tensors that any code may use and in ranges that are moved.
+
+1. It has no name (O_TMPFILE) and only its user may open it: however the process ends, its space is free again. It is
+   no checkpoint, and nothing ever resumes from it.
+2. It has two ways to its bytes. Tensors lie over a shared mapping and are right at any time for any code, by page
+   faults. The library moves the same ranges directly and never touches the mapping. The kernel keeps the two equal: a
+   direct read writes dirty pages out first, a direct write drops cached ones. A trial finds out whether this filesystem
+   does; where it does not, both ways go through the page cache.
+3. Each tensor has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. A range
+   that was never written reads as zeros.
+4. A range lives as long as any tensor over its segment, also after the file was closed; then its space is free again.
+5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
+6. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
+   that copies on write, where an allocated range may still find the disk full, unless it can be told not to.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import functools
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DiskError, OptionError
+from ..memory.layout import Layout
+from ..memory.pinned import libc, mapped
+from ..options import format_both
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem, is_network
+
+log = logging.getLogger(__name__)
+
+SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
+COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
+GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+ALLOWED = "a folder on a local disk of this machine"
+
+
+class Place(NamedTuple):
+    """The range of a tensor in the file."""
+
+    offset: int
+    nbytes: int
+
+
+class ScratchFile(DirectFile):
+    """A nameless file in a folder, of which tensors are made."""
+
+    def __init__(self, folder: str) -> None:
+        """Make the file; raise OptionError where its folder cannot hold it (Rule 6)."""
+        kind = check_folder(folder)
+        try:
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
+        super().__init__(f"the scratch file in {folder}", fd, kind, "optimizer state goes")
+        self.folder = folder
+        self._end = 0  # of the last segment
+        self._places: dict[int, Place] = {}  # of tensors that live, by their addresses
+        try:
+            if kind in COPIES_ON_WRITE:
+                _refuse_copies(fd, folder, kind)
+            self._open_directly(os.O_RDWR, self._both_ways_are_equal)
+            OPEN.add(self)
+        except BaseException:
+            self.close()
+            raise
+
+    def tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Allocate tensors of zeros with these shapes, types and strides (Rule 3)."""
+        layout = Layout.of([("", tensor) for tensor in like], BLOCK)
+        nbytes, begin = max(layout.nbytes, BLOCK), self._end
+        self._allocate(begin, nbytes)
+        self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
+        flat, before_unmapping = mapped(self._descriptor, nbytes, mmap.MAP_SHARED, begin, self.path)
+        address = flat.data_ptr()
+        for field in layout.fields:
+            self._places[address + field.offset] = Place(begin + field.offset, field.nbytes)
+        before_unmapping.append(
+            functools.partial(self._free, begin, nbytes, [address + field.offset for field in layout.fields])
+        )
+        with torch.inference_mode(False):
+            return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return the range of a tensor that fills one; None if it is no such tensor of this file."""
+        place = self._places.get(tensor.data_ptr())
+        return place if place is not None and place.nbytes == tensor.nbytes else None
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        place = self._places.get(address)
+        return place.offset if place is not None and nbytes <= place.nbytes else None
+
+    # ---- details
+
+    @property
+    def _descriptor(self) -> int:
+        assert self._fd is not None
+        return self._fd
+
+    def _allocate(self, begin: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self._descriptor, begin, nbytes)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            if number == errno.ENOSPC:
+                raise no_room(self.folder, nbytes) from error
+            raise self._failed(begin, number, True) from error
+
+    def _free(self, begin: int, nbytes: int, addresses: list[int]) -> None:
+        """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
+        for address in addresses:
+            self._places.pop(address, None)
+        if self._fd is not None:
+            libc().fallocate(self._fd, PUNCH_HOLE, begin, nbytes)
+
+    def _both_ways_are_equal(self, direct: int) -> bool:
+        """Write on each way and read on the other (Rule 2)."""
+        self._allocate(0, BLOCK)
+        with mmap.mmap(-1, BLOCK) as memory, mmap.mmap(self._descriptor, BLOCK) as shared:
+            for first, second in (b"12", b"34"):
+                memory[:] = bytes([first]) * BLOCK
+                if os.pwritev(direct, [memory], 0) != BLOCK or shared[:] != memory[:]:
+                    return False
+                shared[:] = bytes([second]) * BLOCK
+                if os.preadv(direct, [memory], 0) != BLOCK or shared[:] != memory[:]:
+                    return False
+            shared[:] = bytes(BLOCK)
+        return True
+
+
+def check_folder(folder: str) -> str:
+    """Raise OptionError where a scratch file cannot be; return the kind of filesystem (Rule 6)."""
+    if not sys.platform.startswith("linux"):
+        raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
+    if not os.path.isdir(folder):
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
+    device = os.stat(folder).st_dev
+    kind = filesystem(device)
+    if kind in IN_MEMORY or is_network(kind):
+        where = "a filesystem in memory" if kind in IN_MEMORY else "a network filesystem"
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; this one is on {kind}, {where}")
+    if rotates(device):
+        log.warning(
+            "superpipeline: disk=%r is on a rotating disk, which takes 10 to 50 times as long as an SSD", folder
+        )
+    return kind
+
+
+def check_room(folder: str, nbytes: int) -> None:
+    """Raise DiskError if a folder's disk has no room for so many bytes."""
+    if free_nbytes(folder) < nbytes:
+        raise no_room(folder, nbytes)
+
+
+def free_nbytes(folder: str) -> int:
+    """Return how many bytes can still be written to a folder's disk."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def no_room(folder: str, nbytes: int) -> DiskError:
+    """Make the error of a disk that has no room for so many bytes."""
+    needed, free = format_both(nbytes, free_nbytes(folder))
+    return DiskError(
+        path=folder,
+        offset=0,
+        errno=errno.ENOSPC,
+        writes=True,
+        outcome=f"Optimizer state needs {needed} there, and {free} are free: nothing was stepped. Free some space, "
+        "name another disk, or raise host_budget",
+    )
+
+
+def rotates(device: int) -> bool:
+    """Whether the system says that a device is a disk that rotates; of a virtual one it does not know."""
+    here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    if "virt" in os.path.realpath(here):
+        return False
+    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk, or of the one that has this partition
+        try:
+            with open(f"{queue}/rotational") as file:
+                return file.read().strip() == "1"
+        except OSError:
+            continue
+    return False
+
+
+def _refuse_copies(fd: int, folder: str, kind: str) -> None:
+    """Have an empty file written in place (Rule 6)."""
+    import fcntl  # which Windows has not
+
+    flags = array.array("l", [0])
+    try:
+        fcntl.ioctl(fd, GET_FLAGS, flags)
+        flags[0] |= NO_COPY
+        fcntl.ioctl(fd, SET_FLAGS, flags)
+    except OSError as error:
+        allowed = f"{ALLOWED}; this one is on {kind}, which copies what is written, and cannot be told not to"
+        raise OptionError(argument="disk", found=folder, allowed=allowed) from error

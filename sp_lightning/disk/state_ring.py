@@ -1,0 +1,138 @@
+"""The ring of buffers through which optimizer state comes from the scratch file and goes back, portion by portion.
+
+1. A *portion* is a set of ranges of the file that are in one buffer together. Portions are read ahead of the one that
+   is stepped and written behind it, by threads that wait in the kernel for reads and writes of MiBs.
+2. A buffer is taken again only after what it had was written. What was written is on the disk when `drain` returns, or
+   one of its writes raised.
+3. After an error the ring is as it was before: `recover` waits for all that is under way.
+4. No forked process gets the buffers (direct_ring.py, Rule 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from ..core.telemetry import Counters, Lane
+from ..memory.pinned import HostAllocator
+from .direct_file import blocks
+from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
+from .scratch_file import ScratchFile
+
+BUFFER = 32 << 20  # bytes
+SMALLEST = 1 << 16
+BUFFERS = 8
+AHEAD = 5  # portions that are read before they are stepped; the others are stepped or written
+
+
+def buffer_nbytes(state: int) -> int:
+    """Return the bytes of a buffer for portions of so much state."""
+    return max(SMALLEST, min(BUFFER, blocks(state)))
+
+
+class Run(NamedTuple):
+    """A range of the file, in whole blocks, and its first byte in a buffer."""
+
+    offset: int
+    at: int
+    nbytes: int
+
+
+def as_few_runs(runs: Iterable[Run]) -> list[Run]:
+    """Join runs that lie side by side both in the file and in the buffer; leave out empty ones."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last is not None and (last.offset + last.nbytes, last.at + last.nbytes) == (run.offset, run.at):
+            joined[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
+        elif run.nbytes:
+            joined.append(run)
+    return joined
+
+
+class StateRing:
+    """The buffers, and the threads that read and write them."""
+
+    def __init__(self, file: ScratchFile, nbytes: int, counters: Counters) -> None:
+        """Allocate buffers of so many bytes."""
+        self._file = file
+        self._counters = counters
+        allocator = HostAllocator()
+        self._buffers = [buffer_over(allocator.plain(blocks(nbytes))) for _ in range(BUFFERS)]
+        self._free = deque(self._buffers)
+        self._written: deque[tuple[Buffer, list[Future[None]]]] = deque()  # in the order of their writes
+        self._readers = ThreadPoolExecutor(READERS, "superpipeline-state-read")
+        self._writers = ThreadPoolExecutor(READERS, "superpipeline-state-write")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.flat.nbytes for buffer in self._buffers)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of one buffer."""
+        return self._buffers[0].flat.nbytes
+
+    def take(self) -> Buffer:
+        """Take a buffer; wait for the oldest write if all are in use (Rule 2)."""
+        if not self._free:
+            self._end_write()
+        return self._free.popleft()
+
+    def read(self, buffer: Buffer, runs: Sequence[Run]) -> list[Future[None]]:
+        """Begin to read these runs into a buffer."""
+        return [self._begin(self._readers, "disk in", self._file.read, buffer, run) for run in runs]
+
+    def write(self, buffer: Buffer, runs: Sequence[Run]) -> None:
+        """Begin to write these runs of a buffer, which is free after that."""
+        writes = [self._begin(self._writers, "disk out", self._file.write, buffer, run) for run in runs]
+        self._written.append((buffer, writes))
+
+    def _begin(
+        self, threads: ThreadPoolExecutor, lane: Lane, move: Callable[..., None], buffer: Buffer, run: Run
+    ) -> Future[None]:
+        under_way = self._counters.listener.work(lane, "", "state", run.nbytes)
+
+        def transfer() -> None:
+            with under_way:
+                move(buffer.memory[run.at :], run.offset, run.nbytes)
+
+        return threads.submit(transfer)
+
+    def wait(self, transfers: Iterable[Future[None]]) -> None:
+        """Wait for transfers, and raise what one of them raised."""
+        with self._counters.stall("disk"):
+            for transfer in transfers:
+                transfer.result()
+
+    def drain(self) -> None:
+        """Wait until all is written (Rule 2)."""
+        while self._written:
+            self._end_write()
+
+    def _end_write(self) -> None:
+        """Wait for the oldest write; its buffer is free then."""
+        buffer, writes = self._written[0]
+        self.wait(writes)
+        self._written.popleft()
+        self._free.append(buffer)
+
+    def recover(self, reads: Iterable[Future[None]]) -> None:
+        """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""
+        transfers = [*reads, *(write for _, writes in self._written for write in writes)]
+        for transfer in transfers:
+            with contextlib.suppress(BaseException):
+                transfer.exception()
+        self._written.clear()
+        self._free = deque(self._buffers)
+
+    def close(self) -> None:
+        """End the threads and free the buffers."""
+        self._readers.shutdown()
+        self._writers.shutdown()
+        for buffer in self._buffers:
+            keep_from_forks(buffer.flat, False)

@@ -1,0 +1,154 @@
+"""The speed of a disk, as large direct transfers of several threads find it, and its filesystem.
+
+1. All is measured on one nameless file, which is gone however the process ends. It takes at most a quarter of the free
+   space; a long write goes over the same ranges again.
+2. A drive may write fast until a cache of its own is full. The last part of a long write is what a run can count on,
+   if the write was long enough: more time finds more.
+3. Both directions run at once for a while, because some disks have one pipe for both.
+4. Where direct transfers are refused, the page cache would be measured: writes are synced, and its pages dropped before
+   they are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..disk.direct_file import DIRECT, filesystem
+from ..disk.scratch_file import rotates
+from ..errors import OptionError
+
+CHUNK = 8 << 20  # bytes of a transfer
+THREADS = 3  # in each direction
+LARGEST = 4 << 30  # bytes of the file
+PART = 0.2  # of the long write, at both ends, whose rates are compared
+WRITES, READS, BOTH = 0.5, 0.2, 0.3  # of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSpeed:
+    """A disk as a folder finds it."""
+
+    folder: str
+    filesystem: str  # "" if unknown
+    rotates: bool
+    is_direct: bool  # whether transfers past the page cache are possible
+    read_bytes_per_s: float
+    write_bytes_per_s: float  # at first
+    sustained_bytes_per_s: float  # in the last part of the long write
+    duplex: float  # the share of its speed that each direction has while both run
+    written_nbytes: int  # by the long write
+    free_nbytes: int
+
+
+def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | None = None) -> DiskSpeed:
+    """Measure the disk of a folder for about so many seconds, with a file of at most so many bytes."""
+    path = os.path.abspath(folder)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK):
+        raise OptionError(argument="disk", found=os.fspath(folder), allowed="a directory that can be written")
+    free = shutil.disk_usage(path).free
+    count = min(largest or LARGEST, free // 4) // CHUNK
+    if count < 2:
+        allowed = f"a directory on a disk with at least {8 * CHUNK >> 20} MiB free (found {free >> 20} MiB)"
+        raise OptionError(argument="disk", found=os.fspath(folder), allowed=allowed)
+    with tempfile.TemporaryFile(dir=path, buffering=0) as file, _direct(file.fileno()) as direct:
+        trial = _Trial(file.fileno() if direct is None else direct, direct is not None)
+        os.posix_fallocate(file.fileno(), 0, count * CHUNK)
+        written = trial.run(WRITES * seconds, range(count), os.pwrite)
+        first, last = _rate(written, 0, PART), _rate(written, 1 - PART, 1)
+        device = os.fstat(file.fileno()).st_dev
+        if direct is None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read = _rate(trial.run(READS * seconds, range(count), trial.read))
+        with ThreadPoolExecutor(1) as beside:
+            writing = beside.submit(trial.run, BOTH * seconds, range(count // 2), os.pwrite)
+            reads = _rate(trial.run(BOTH * seconds, range(count // 2, count), trial.read))
+            writes = _rate(writing.result())
+    return DiskSpeed(
+        folder=path,
+        filesystem=filesystem(device),
+        rotates=rotates(device),
+        is_direct=direct is not None,
+        read_bytes_per_s=read,
+        write_bytes_per_s=first,
+        sustained_bytes_per_s=last,
+        duplex=min(1.0, (reads / read + writes / last) / 2),
+        written_nbytes=len(written[1]) * CHUNK,
+        free_nbytes=free,
+    )
+
+
+Times = tuple[float, list[float]]  # when transfers began, and the ends of all
+
+
+def _rate(times: Times, begin: float = 0, end: float = 1) -> float:
+    """Compute bytes per second in a part of the time, from 0 to 1, in which transfers ended."""
+    start, ends = times
+    seconds = max(ends) - start
+    since, until = start + begin * seconds, start + end * seconds
+    return max(1, sum(since < moment <= until for moment in ends)) * CHUNK / max(until - since, 1e-9)
+
+
+class _Trial:
+    """Transfers of chunks of a file by several threads, until the time is over."""
+
+    def __init__(self, fd: int, is_direct: bool) -> None:
+        self._fd = fd
+        self._is_direct = is_direct
+        self._random = os.urandom(CHUNK)  # because a compressing filesystem would write zeros faster
+
+    def run(self, seconds: float, chunks: range, transfer: Callable[[int, memoryview, int], int]) -> Times:
+        """Transfer chunks in turn, each thread at least one."""
+        ends: list[float] = []
+        order, lock = itertools.cycle(chunks), threading.Lock()
+        begin = time.perf_counter()
+
+        def work() -> None:
+            with mmap.mmap(-1, CHUNK) as buffer, memoryview(buffer) as memory:
+                memory[:] = self._random
+                while True:
+                    with lock:
+                        at = next(order) * CHUNK
+                    done = transfer(self._fd, memory, at)
+                    while done < CHUNK:
+                        done += transfer(self._fd, memory[done:], at + done)
+                    if transfer is os.pwrite and not self._is_direct:
+                        os.fdatasync(self._fd)
+                    ends.append(time.perf_counter())
+                    if ends[-1] - begin >= seconds:
+                        return
+
+        with ThreadPoolExecutor(THREADS, "superpipeline-disk-speed") as threads:
+            for thread in [threads.submit(work) for _ in range(THREADS)]:
+                thread.result()
+        return begin, ends
+
+    def read(self, fd: int, memory: memoryview, at: int) -> int:
+        """Read into memory; what went through the page cache is dropped from it."""
+        count = os.preadv(fd, [memory], at)
+        if not self._is_direct:
+            os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+        return count
+
+
+@contextmanager
+def _direct(fd: int) -> Iterator[int | None]:
+    """Open a file again for direct transfers, or yield None where there are none."""
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | DIRECT)
+    except OSError:
+        yield None
+        return
+    try:
+        yield direct
+    finally:
+        os.close(direct)

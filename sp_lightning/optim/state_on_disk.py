@@ -1,0 +1,562 @@
+"""Optimizer state that lies in the scratch file, and steps of its parameters in portions.
+
+1. Of the chosen parameters, state of their shape lies in the file (scratch_file.py): ``optimizer.state`` shows tensors
+   over it. Scalars stay in memory, and so does state that other code refers to, as long as it does.
+2. What is elementwise is stepped in portions: state comes into a buffer, is stepped there as any other, and goes back,
+   while the next portions are read and those before are written (state_ring.py). All else is stepped on the tensors as
+   they are, which is right, at the speed of page faults: other classes of optimizers, ``foreach``, parameters that
+   share bytes or scalars. The result is the same to the last bit.
+3. A portion consists of whole pieces (pieces.py, Rule 5), which may end inside a block. Of such a block the first
+   portion keeps its part in memory, and the next one writes it.
+4. Scalars are stepped by a parameter's last part, and the parts before it step copies. A parameter whose last part was
+   not stepped has the scalars that it had.
+5. The first step makes state: its parts have none, torch makes it for each piece in memory, and it goes to the disk
+   from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with one
+   element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
+6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
+7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
+   converted from there.
+8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
+   of neither step. A run goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..compat.references import are_tensors_of_entry_shared
+from ..core.telemetry import Counters
+from ..disk.direct_file import BLOCK, blocks
+from ..disk.direct_ring import Buffer
+from ..disk.scratch_file import Place, ScratchFile
+from ..disk.state_ring import AHEAD, Run, StateRing, as_few_runs
+from ..errors import DiskError
+from ..memory.layout import is_dense
+from ..memory.weights import Conversion
+from .pieces import (
+    FUSED,
+    PIECE,
+    Conversions,
+    Cutting,
+    Group,
+    Regrouped,
+    ShadowStep,
+    State,
+    has_gradient_in_step,
+    is_scalar,
+    keeps_no_state,
+    needs_order,
+    regroup_fused,
+    regroup_in_pieces,
+    same_order,
+    shadow_of,
+    state_in_step,
+    takes_the_loop,
+)
+
+log = logging.getLogger(__name__)
+WEIGHT = ""  # the key of the parameter itself among what it has in the file
+NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
+Regroup = Callable[[Optimizer, Conversions], Regrouped]
+
+
+@dataclass(eq=False)
+class Spilled:
+    """A parameter in a step, with the places of its state."""
+
+    param: Tensor
+    group: Group
+    entry: State
+    views: dict[str, Tensor]  # the state in the file, and the parameter under WEIGHT if it is there
+    places: dict[str, Place]
+    is_new: bool  # whether this step makes the state (Rule 5)
+    fuses: bool
+    lengths: tuple[int, ...] = ()  # of all pieces
+    conversion: Conversion | None = None
+    conversions: list[Conversion] = field(default_factory=list)  # of its parts
+    shared: dict[str, Tensor] = field(default_factory=dict)  # what an earlier part has of a block (Rule 3)
+
+    def __post_init__(self) -> None:
+        self.flat = _flat(self.param)
+        self.grad = _flat(self.param.grad)  # type: ignore[arg-type]  # it has one
+        self.before = {key: value.clone() for key, value in self.entry.items() if is_scalar(value)}  # Rule 4
+
+    def nbytes(self, reads: bool = False) -> int:
+        """Count the bytes that a step writes, or reads."""
+        return sum(view.nbytes for key, view in self.views.items() if not (reads and self.makes(key)))
+
+    def makes(self, key: str) -> bool:
+        """Whether this step makes what is under the key, of which nothing is to be read."""
+        return self.is_new and key != WEIGHT
+
+    def nbytes_in_buffer(self, first: int, count: int) -> int:
+        """Count the bytes that so many elements take in a buffer."""
+        items = [view.itemsize for view in self.views.values()]
+        return sum(blocks(first * item % BLOCK + count * item) for item in items)
+
+
+class Range(NamedTuple):
+    """The state of a part under one key: where its blocks are in the file and in the buffer, and its bytes in them."""
+
+    key: str
+    run: Run
+    head: int  # bytes of the first block that belong to the part before
+    nbytes: int
+
+    def tensor(self, buffer: Buffer, dtype: torch.dtype) -> Tensor:
+        """Make a tensor over the state in the buffer."""
+        begin = self.run.at + self.head
+        return buffer.flat[begin : begin + self.nbytes].view(dtype)
+
+
+@dataclass(eq=False)
+class Part:
+    """Some pieces of a parameter, one after the other, in a portion."""
+
+    of: Spilled
+    first: int
+    lengths: tuple[int, ...]
+    is_last: bool
+    ranges: list[Range]
+
+    @property
+    def slice(self) -> slice:
+        """The elements."""
+        return slice(self.first, self.first + sum(self.lengths))
+
+    def piece(self, buffer: Buffer) -> Tensor:
+        """Return the part of the parameter that is stepped, in the buffer if it came from the file."""
+        for range_ in self.ranges:
+            if range_.key == WEIGHT:
+                return range_.tensor(buffer, self.of.flat.dtype)
+        return self.of.flat[self.slice]
+
+    def read(self) -> Iterator[Run]:
+        """Yield what comes from the file."""
+        return (range_.run for range_ in self.ranges if not self.of.makes(range_.key))
+
+    def written(self) -> Iterator[Run]:
+        """Yield what goes back: a last block that the next part shares does not (Rule 3)."""
+        for _, run, head, nbytes in self.ranges:
+            yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
+
+
+class Portion(NamedTuple):
+    """Parts that are in one buffer together."""
+
+    parts: list[Part]
+    buffer: Buffer
+    reads: Sequence[Any]
+
+
+class StateOnDisk:
+    """The state of optimizers in one scratch file, and their steps."""
+
+    def __init__(self, file: ScratchFile, buffer_nbytes: int, counters: Counters, fuses: bool) -> None:
+        self.parameters: Collection[int] = ()  # ids of those whose state lies on the disk
+        self._file = file
+        self._buffer_nbytes = buffer_nbytes
+        self._counters = counters
+        self._fuses = fuses
+        self._made_ring: StateRing | None = None
+        self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return 0 if self._made_ring is None else self._made_ring.nbytes
+
+    def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
+        """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
+        if shadow is None:
+            self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
+        else:
+            shadow.rest = functools.partial(self._rest, shadow.rest)
+            shadow.regroup = functools.partial(self._regroup, shadow.regroup)
+        if shadow is None or not all(map(takes_the_loop, optimizer.param_groups)):
+            log.info(
+                "superpipeline: %s cannot be stepped in portions: its state in %s is read and written through the page "
+                "cache, which takes several times as long",
+                type(optimizer).__name__,
+                self._file.folder,
+            )
+        self.adopt(optimizer)
+
+    def close(self) -> None:
+        """End the threads and close the file. State lives on as tensors over it. Safe twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        with self._lock:
+            ring, self._made_ring = self._made_ring, None
+            if ring is not None:
+                ring.close()
+            self._file.close()
+
+    # ---- state that is in memory (Rule 6)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Move an optimizer's state into the file, but for what other code refers to."""
+        state: Any = vars(optimizer).get("state", {})  # a guarded one has nothing new (state_guard.py)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state:
+                    self._adopt(state, parameter)
+
+    def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        """Move the state of one parameter into the file."""
+        self._adopt(optimizer.state, parameter)
+
+    def _adopt(self, state: Any, parameter: Tensor) -> None:
+        if id(parameter) not in self.parameters:
+            return
+        keys = [key for key, value in state[parameter].items() if self._can_move(parameter, value)]
+        if not keys or are_tensors_of_entry_shared(state, parameter):
+            return
+        with self._lock, torch.no_grad():
+            moved = self._file.tensors([state[parameter][key] for key in keys])
+            for key, tensor in zip(keys, moved, strict=True):
+                self._copy(state[parameter][key], tensor)
+                state[parameter][key] = tensor
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file with the values of this one (Rule 7); one that is too small stays in memory."""
+        with self._lock, torch.no_grad():
+            if not tensor.dim() or not tensor.numel():
+                return tensor.clone()
+            (made,) = self._file.tensors([tensor])
+            self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
+            return made
+
+    def _can_move(self, parameter: Tensor, value: Any) -> bool:
+        return (
+            type(value) is Tensor
+            and value.is_cpu
+            and value.layout is torch.strided
+            and value.shape == parameter.shape
+            and value.dim() > 0
+            and value.numel() > 0
+            and is_dense(value)
+            and self._file.place_of(value) is None
+        )
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy a tensor into one of the file, directly."""
+        place, content, ring = self._file.place_of(target), _flat(source).view(torch.uint8), self._ring
+        assert place is not None
+        try:
+            for begin in range(0, place.nbytes, ring.buffer_nbytes):
+                buffer, piece = ring.take(), content[begin : begin + ring.buffer_nbytes]
+                buffer.flat[: piece.nbytes].copy_(piece)
+                ring.write(buffer, [Run(place.offset + begin, 0, blocks(piece.nbytes))])
+            ring.drain()
+        except BaseException:
+            ring.recover([])
+            raise
+        self._counters.disk_written += place.nbytes
+
+    @property
+    def _ring(self) -> StateRing:
+        if self._made_ring is None:
+            self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters)
+        return self._made_ring
+
+    # ---- steps
+
+    def _rest(self, rest: Callable[[Optimizer], Regrouped], optimizer: Optimizer) -> Regrouped:
+        self.adopt(optimizer)
+        return rest(optimizer)
+
+    def _regroup(self, regroup: Regroup, shadow: Any, conversions: Conversions) -> Regrouped:
+        """Step in portions what can be; let the others be regrouped as ever."""
+        with self._lock, torch.no_grad():
+            shadow.param_groups = self._step(shadow, conversions)
+        return regroup(shadow, conversions)
+
+    def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
+        """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
+        groups: list[Group] = shadow.param_groups
+        spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
+        if not spilled or _share_state(shadow):
+            return groups
+        self._keep_order(shadow, spilled)
+        done: list[Spilled] = []
+        try:
+            self._run(shadow, spilled, done)
+        except DiskError as error:
+            called_with = getattr(shadow, "called_with", None)  # else the optimizer thread counts what it stepped
+            if called_with is None:
+                raise
+            of = sum(len(group["params"]) for group in called_with[0][0].param_groups)
+            before = of - sum(len(group["params"]) for group in groups)
+            raise error.in_step(before + len(done), of) from error
+        stepped = {id(one.param) for one in spilled}
+        return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
+
+    def _spilled(self, shadow: Any, conversions: Conversions) -> Iterator[Spilled]:
+        """Yield the parameters that can be stepped in portions, in the order of the groups."""
+        for group in shadow.param_groups:
+            if not takes_the_loop(group):
+                continue
+            fuses = (
+                self._fuses and type(shadow) in FUSED and group.get("foreach") is None and group.get("fused") is None
+            )
+            makes: dict[torch.dtype, State] = {}  # by the types of parameters (Rule 5)
+            for param in group["params"]:
+                views = self._views(shadow, group, param, makes)
+                if views is None:
+                    continue
+                if self._file.place_of(param) is not None:
+                    views = {WEIGHT: param.detach(), **views}
+                places = {key: self._file.place_of(view) for key, view in views.items()}
+                entry = shadow.state.get(param, {})
+                known = {key: place for key, place in places.items() if place is not None}
+                if known and len(known) == len(places):
+                    conversion = conversions.get(param)
+                    if conversion is not None and not same_order(param, conversion.wire):
+                        conversion = None
+                    fused, is_new = fuses and bool(entry), not entry and not keeps_no_state(shadow, group)
+                    yield Spilled(param, group, entry, views, known, is_new, fused, conversion=conversion)
+
+    def _views(
+        self, shadow: Any, group: Group, param: Tensor, makes: dict[torch.dtype, State]
+    ) -> dict[str, Tensor] | None:
+        """Return the state of a parameter that is to be in the file, which is made if the parameter has none.
+
+        None if the parameter cannot be stepped in portions.
+        """
+        if param.grad is None or not param.dim() or not param.numel():
+            return None
+        if shadow.state.get(param):
+            state = state_in_step(shadow, param)
+            return None if state is None else {key: value for key, value in state.items() if not is_scalar(value)}
+        if not has_gradient_in_step(param):
+            return None
+        if keeps_no_state(shadow, group):
+            return {}
+        if id(param) not in self.parameters:
+            return None
+        if param.dtype not in makes:
+            makes[param.dtype] = _made_for_one_element(shadow, group, param.dtype)
+        like = {
+            key: torch.empty_like(param, dtype=value.dtype, device="meta")
+            for key, value in makes[param.dtype].items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        return dict(zip(like, self._file.tensors(list(like.values())), strict=True)) if like else {}
+
+    @staticmethod
+    def _keep_order(shadow: Any, spilled: Iterable[Spilled]) -> None:
+        """Make entries of state in the order in which torch makes them (Rule 5)."""
+        if any(one.is_new for one in spilled):
+            for group in shadow.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and not keeps_no_state(shadow, group):
+                        shadow.state[param]  # a defaultdict
+
+    def _run(self, shadow: Any, spilled: list[Spilled], done: list[Spilled]) -> None:
+        """Step parameters portion by portion, reading ahead and writing behind; list those that were stepped."""
+        ring, cutting = self._ring, Cutting.of(shadow, PIECE)
+        for one in spilled:
+            one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
+        todo = _portions(spilled, ring.buffer_nbytes)
+        ahead: deque[Portion] = deque()
+        try:
+            self._read_on(todo, ahead)
+            while ahead:
+                portion = ahead[0]
+                ring.wait(portion.reads)
+                self._step_portion(shadow, portion, cutting)
+                ring.write(portion.buffer, as_few_runs(run for part in portion.parts for run in part.written()))
+                ahead.popleft()
+                done += [part.of for part in portion.parts if part.is_last]
+                self._read_on(todo, ahead)
+            ring.drain()
+        except BaseException:
+            ring.recover(read for portion in ahead for read in portion.reads)
+            raise
+        for one in spilled:
+            self._counters.disk_written += one.nbytes()
+            self._counters.disk_read += one.nbytes(reads=True)
+            if one.is_new:
+                shadow.state[one.param].update(one.entry)
+            torch.autograd.graph.increment_version(list(one.views.values()))
+            if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
+                one.conversion.done(one.param)
+
+    def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Portion]) -> None:
+        while len(ahead) < AHEAD and (parts := next(todo, None)) is not None:
+            buffer = self._ring.take()
+            runs = as_few_runs(run for part in parts for run in part.read())
+            ahead.append(Portion(parts, buffer, self._ring.read(buffer, runs)))
+
+    def _step_portion(self, shadow: Any, portion: Portion, cutting: Cutting) -> None:
+        buffer = portion.buffer
+        for part in portion.parts:
+            for key, run, head, _ in part.ranges:
+                if head:
+                    buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])
+            if part.of.is_new:
+                _make_state(shadow, part, buffer)
+        made = [part for part in portion.parts if not part.of.is_new]
+        for fuses in (False, True):
+            parts = [part for part in made if part.of.fuses is fuses]
+            if parts:
+                _step_parts(shadow, parts, buffer, None if fuses else cutting)
+        for part in portion.parts:
+            _convert(part, buffer)
+        for part in portion.parts:
+            for key, run, head, nbytes in part.ranges:
+                end = head + nbytes
+                if not part.is_last and end % BLOCK:
+                    part.of.shared[key] = buffer.flat[run.at + end // BLOCK * BLOCK : run.at + end].clone()
+
+
+def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cutting | None) -> None:
+    """Step parts whose state is in a buffer: in pieces, or in torch's fused kernels if there is no cutting."""
+    state: dict[Tensor, State] = {}
+    conversions: Conversions = {}
+    given: dict[int, tuple[int, ...]] = {}
+    groups: list[Group] = []
+    group: Group | None = None
+    for part in parts:
+        one = part.of
+        piece = part.piece(buffer)
+        piece.grad = one.grad[part.slice]
+        entry = {range_.key: range_.tensor(buffer, one.views[range_.key].dtype) for range_ in part.ranges}
+        scalars = one.entry if part.is_last else one.before
+        state[piece] = {key: entry[key] if key in entry else _scalar(scalars[key], part) for key in one.entry}
+        given[id(piece)] = part.lengths
+        if group is not one.group:
+            group = one.group
+            groups.append({**group, "params": []})
+        groups[-1]["params"].append(piece)
+        if one.conversion is not None:
+            conversions[piece] = Conversion(_flat(one.conversion.wire)[part.slice])
+            one.conversions.append(conversions[piece])
+    step = shadow_of(shadow)
+    step.param_groups, step.state = groups, state
+    if cutting is None:
+        step.param_groups, step.state = regroup_fused(step, conversions)
+    else:
+        step.param_groups, step.state = regroup_in_pieces(step, conversions, cutting=replace(cutting, given=given))
+    type(shadow).step.__wrapped__(step)
+
+
+def _convert(part: Part, buffer: Buffer) -> None:
+    """Convert a part of a weight that is in the buffer into its wire copy, if compiled code did not yet.
+
+    A NaN has other bits where a vector ends: then the whole weight is converted later, from the file (Rule 7).
+    """
+    if part.ranges[0].key == WEIGHT and part.of.conversion is not None:
+        if part.of.is_new:
+            part.of.conversions.append(Conversion(_flat(part.of.conversion.wire)[part.slice]))
+        conversion, piece = part.of.conversions[-1], part.piece(buffer)
+        if conversion.source is None and not piece.isnan().any():
+            conversion.wire.copy_(piece)
+            conversion.done(piece)
+
+
+def _share_state(shadow: Any) -> bool:
+    """Whether a tensor of the state belongs to several parameters."""
+    entries = (shadow.state.get(param, {}) for group in shadow.param_groups for param in group["params"])
+    tensors = (value for entry in entries for value in entry.values() if isinstance(value, Tensor))
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    return len(set(addresses)) < len(addresses)
+
+
+def _scalar(value: Tensor, part: Part) -> Tensor:
+    return value if part.is_last else value.clone()
+
+
+def _make_state(shadow: Any, part: Part, buffer: Buffer) -> None:
+    """Step a part whose state torch makes, and copy that into a buffer (Rule 5)."""
+    one = part.of
+    pieces = _split(part.piece(buffer), part.lengths)
+    for piece, grad in zip(pieces, _split(one.grad[part.slice], part.lengths), strict=True):
+        piece.grad = grad
+    step = shadow_of(shadow)
+    step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)
+    type(shadow).step.__wrapped__(step)
+    for range_ in part.ranges:
+        if range_.key == WEIGHT:
+            continue
+        targets = _split(range_.tensor(buffer, one.views[range_.key].dtype), part.lengths)
+        for piece, target in zip(pieces, targets, strict=True):
+            target.copy_(step.state[piece][range_.key])
+    if part.is_last:
+        one.entry = {key: one.views.get(key, value) for key, value in step.state[pieces[-1]].items()}
+
+
+def _made_for_one_element(shadow: Any, group: Group, dtype: torch.dtype) -> State:
+    """Return the state that torch makes for a parameter of one element."""
+    param = torch.zeros(1, dtype=dtype, device="cpu")
+    param.grad = torch.zeros_like(param)
+    step = shadow_of(shadow)
+    step.param_groups, step.state = [{**group, "params": [param]}], defaultdict(dict)
+    type(shadow).step.__wrapped__(step)
+    made: State = step.state[param]
+    return made
+
+
+def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
+    """Cut a parameter into pieces, of which at least one fits into a buffer with so much room."""
+    numel = one.param.numel()
+    most = (room - 2 * BLOCK * len(one.views)) // sum(view.itemsize for view in one.views.values())
+    if one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
+        most = most // BLOCK * BLOCK or BLOCK // 8
+        return tuple(min(most, numel - first) for first in range(0, numel, most))
+    if one.is_new:
+        cutting = replace(cutting, in_turn=False, piece=NEW_PIECE)
+    return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)
+
+
+def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
+    """Cut parameters into portions, each as many pieces as a buffer has room for."""
+    parts: list[Part] = []
+    end = 0
+    for one in spilled:
+        lengths, first = deque(one.lengths), 0
+        while lengths:
+            count, taken = 0, []
+            while lengths and end + one.nbytes_in_buffer(first, count + lengths[0]) <= room:
+                taken.append(lengths.popleft())
+                count += taken[-1]
+            if taken:
+                parts.append(Part(one, first, tuple(taken), not lengths, list(_ranges(one, first, count, end))))
+                end += one.nbytes_in_buffer(first, count)
+                first += count
+            else:
+                yield parts
+                parts, end = [], 0
+    yield parts
+
+
+def _ranges(one: Spilled, first: int, count: int, at: int) -> Iterator[Range]:
+    for key, view in one.views.items():
+        begin, nbytes = first * view.itemsize, count * view.itemsize
+        head = begin % BLOCK
+        run = Run(one.places[key].offset + begin - head, at, blocks(head + nbytes))
+        yield Range(key, run, head, nbytes)
+        at += run.nbytes
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """View a tensor's elements in the order of memory; the view has its version counter."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _split(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    return list(tensor.split(lengths))  # type: ignore[no-untyped-call]

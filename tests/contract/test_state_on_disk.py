@@ -1,0 +1,123 @@
+"""Training whose optimizer state is on disk is plain training, bit for bit (``disk=``, ``host_budget="0B"``).
+
+Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters in the scratch
+file and buffers that are smaller than the nets.
+"""
+
+import functools
+import itertools
+import os
+
+import pytest
+import torch
+from families import FAMILIES
+
+import models
+import parity
+from sp_lightning.disk import state_ring
+
+WINDOWS = {"1": 1, "2": 2, "all": 64}
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mixed", "64-true"]
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+
+
+def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=1, clip=None, **options):
+    """Compares the two runs; returns the streaming one's telemetry."""
+    precision, _, masters = precision.partition(", ")
+
+    def run(strategy):
+        return parity.record(
+            functools.partial(models.ZooModule, case, optimizer=optimizer),
+            strategy,
+            accelerator=accelerator,
+            precision=precision,
+            accumulate=accumulate,
+            clip=clip,
+            batches=6 if accumulate > 1 else 4,
+        )
+
+    alike = {"master_weights": True} if masters else {}  # plainly there is no such precision
+    if options.get("fused_optimizer"):
+        alike["fused_optimizer"] = True
+    plain = parity.streaming_strategy(accelerator, **alike) if alike else parity.plain_strategy(accelerator)
+    expected = run(plain)
+    options = {"host_budget": "0B", "disk": os.getcwd(), **alike, **options}
+    actual = run(parity.streaming_strategy(accelerator, **options))
+    parity.compare(expected, actual)
+    return actual.telemetry
+
+
+def cells():
+    """All pairs of settings over three nets, and each other net in one of these settings; pairs with nets are slow."""
+    settings = {
+        "precision": PRECISIONS,
+        "window": list(WINDOWS),
+        "optimizer": ["adamw", "sgd", "adafactor", "two"],
+        "accumulate": [1, 3],
+        "clip": [None, ("norm", 0.5), ("value", 0.01)],
+        "accelerator": ["simgpu", "cpu"],
+        "overlap": [True, False],
+        "fused": [False, True],
+        "activations": ["keep", "recompute", "offload"],
+    }
+    few = ["mlp", "tied_embedding", "mixture_of_experts"]
+    often = [legal(row) for row in parity.pairwise(case=few, **settings)]
+    rest = itertools.cycle(often[::-1])
+    often += [{**next(rest), "case": case} for case in models.ZOO if case not in few]
+    seen = []
+    for row in [*often, *map(legal, parity.pairwise(case=list(models.ZOO), **settings))]:
+        marks = [pytest.mark.simgpu] * (row["accelerator"] == "simgpu") + [pytest.mark.slow] * (row not in often)
+        if row in seen:
+            continue
+        seen.append(row)
+        yield pytest.param(row, id="-".join(map(str, row.values())), marks=marks)
+
+
+def legal(row):
+    """The same settings, but for what Lightning does not have."""
+    if row["precision"] == "16-mixed":
+        row |= {"accelerator": "simgpu", "fused": False}
+    if row["optimizer"] == "two":  # which are stepped by hand
+        row |= {"accumulate": 1, "clip": None}
+    return row
+
+
+@pytest.mark.parametrize("cell", list(cells()))
+def test_training_with_its_state_on_disk_is_plain_training(cell):
+    case = models.case(cell["case"])
+    for library in case.tags & {"transformers", "torchvision"}:
+        pytest.importorskip(library)
+    if case.name == "transformer_encoder" and "-mixed" in cell["precision"] and cell["accelerator"] != "cpu":
+        with torch.autocast(cell["accelerator"], dtype=torch.bfloat16):
+            if not torch.is_autocast_enabled():
+                pytest.skip("this torch asks for CUDA's autocast before its encoder's fast path, and fails plainly")
+    found = check(
+        case,
+        cell["accelerator"],
+        cell["precision"],
+        cell["optimizer"],
+        cell["accumulate"],
+        cell["clip"],
+        window=WINDOWS[cell["window"]],
+        activations=cell["activations"],
+        optimizer_overlap=cell["overlap"],
+        fused_optimizer=cell["fused"],
+    )
+    if cell["optimizer"] == "adamw":
+        assert found["disk_written"] > found["disk_read"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
+def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator):
+    case = FAMILIES[name].case
+    for library in case.tags:
+        pytest.importorskip(library)
+    assert check(case, accelerator, window=2)["disk_read"] > 0

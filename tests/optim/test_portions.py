@@ -1,0 +1,148 @@
+"""Optimizers whose state lies in the scratch file step to the bits of those whose state is in memory."""
+
+import contextlib
+import itertools
+import os
+import time
+
+import pytest
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+
+import parity
+from sp_lightning.core.telemetry import Counters
+from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.disk.state_ring import SMALLEST
+from sp_lightning.optim.pieces import FUSED, fuse, step_in_pieces
+from sp_lightning.optim.state_on_disk import StateOnDisk
+
+KINDS = {
+    "adamw": (AdamW, {}),
+    "adam, amsgrad": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd, no momentum": (SGD, {"lr": 0.1}),
+    "rmsprop": (RMSprop, {"momentum": 0.9, "centered": True}),
+    "adagrad": (Adagrad, {}),
+    "adadelta": (Adadelta, {}),
+    "adamax": (Adamax, {}),
+    "nadam": (NAdam, {}),
+    "radam": (RAdam, {}),
+    "rprop": (Rprop, {}),
+    "asgd": (ASGD, {"t0": 1}),
+}
+# Elements: of one block, of several portions, whose pieces end inside of blocks where threads share them, and of none.
+SHAPES = [(3, 5), (300, 401), (7,), (99_991,), (), (0,), (64, 32), (131_072 + 2, 3)]
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    if len(made) > 6:
+        made[6] = torch.nn.Parameter(made[6].detach().t())  # strides of its own
+    return made
+
+
+def give_gradients(params, step, nan=False):
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator)
+        if nan:
+            grad.view(-1)[::7] = float("nan")
+            grad.view(-1)[3::11] = float("inf")
+        param.grad = torch.empty_like(param).copy_(grad)
+
+
+@pytest.fixture
+def file(tmp_path):
+    with contextlib.closing(ScratchFile(str(tmp_path))) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def on_disk(file, optimizer, fuses=False, buffer=SMALLEST):
+    """State of all parameters in the file, with small buffers."""
+    disk = StateOnDisk(file, buffer, Counters(), fuses)
+    disk.parameters = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    shadow = (fuse if fuses else step_in_pieces)(optimizer)
+    disk.attach(optimizer, shadow)
+    try:
+        yield disk
+    finally:
+        if shadow is not None:
+            shadow.close()
+        disk.close()
+
+
+def assert_equal(ours, theirs, optimizer, plain):
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert parity.difference(b.detach(), a.detach()) is None, index
+    found, expected = optimizer.state_dict(), plain.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert list(found["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        assert list(found["state"][index]) == list(state)
+        for key, value in state.items():
+            here = found["state"][index][key]
+            assert here.stride() == value.stride() if isinstance(value, torch.Tensor) else True
+            assert parity.difference(value, here) is None, (index, key)
+
+
+def spilled(disk, optimizer):
+    """The bytes of state in the file."""
+    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(v.nbytes for v in values if disk._file.place_of(v) is not None)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@parity.product(
+    kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True]
+)
+def test_steps_in_portions_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
+    threads(count)
+    cls, options = KINDS[kind]
+    dtype = getattr(torch, dtype)
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizer, plain = cls(ours, **options), cls(theirs, **options)
+    reference = fuse(plain) if fuses else None
+    with on_disk(file, optimizer, fuses) as disk:
+        for step in range(4):
+            give_gradients(ours, step, nan)
+            give_gradients(theirs, step, nan)
+            optimizer.step()
+            plain.step()
+        assert_equal(ours, theirs, optimizer, plain)
+        whole = sum(v.nbytes for state in plain.state.values() for v in state.values() if v.dim())
+        assert spilled(disk, optimizer) == whole
+        assert (disk._counters.disk_read, disk._counters.disk_written) == traffic(optimizer, fuses, whole)
+    if reference is not None:
+        reference.close()
+
+
+@pytest.mark.parametrize("slow", ["preadv", "pwritev"])
+def test_a_slow_disk_is_waited_for(slow, file, monkeypatch):
+    real = getattr(os, slow)
+    delays = itertools.cycle([0.02, 0.001, 0.01])
+    monkeypatch.setattr(os, slow, lambda *given: time.sleep(next(delays)) or real(*given))
+    ours, theirs = parameters(shapes=SHAPES[:4]), parameters(shapes=SHAPES[:4])
+    optimizer, plain = AdamW(ours), AdamW(theirs)
+    with on_disk(file, optimizer) as disk:
+        for step in range(2):
+            give_gradients(ours, step)
+            give_gradients(theirs, step)
+            optimizer.step()
+            plain.step()
+            assert_equal(ours, theirs, optimizer, plain)
+        assert disk._counters.stall_ms["disk"] > 0
+
+
+def traffic(optimizer, fuses, nbytes):
+    """What four steps read and write: the first step reads nothing, but Adagrad is made with its state."""
+    if fuses and type(optimizer) not in FUSED:
+        return 0, nbytes
+    return (4 * nbytes, 5 * nbytes) if isinstance(optimizer, Adagrad) else (3 * nbytes, 4 * nbytes)
