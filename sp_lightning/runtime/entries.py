@@ -11,6 +11,8 @@
    blocks that are alike share one.
 5. ``torch.jit.trace`` (a logger that draws the model's graph, ``to_torchscript(method="trace")``) needs the parameters
    themselves: the module is traced on the host, where they are, with host copies of its buffers and arguments.
+6. Code asks by type whether an attribute is a method (Fabric's ``mark_forward_method``). So an entry in front of
+   another method than ``forward`` is reached through one. In a copy of the module this leads to its class's method.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -46,11 +49,15 @@ class ForwardEntry:
         self.forward: Callable[..., Any] = getattr(module, self.method)
         self._own = module.__dict__.get(self.method)  # set on the instance before streaming
         functools.update_wrapper(self, self.forward, updated=())  # other code inspects the signature
-        module.__dict__[self.method] = self
+        self._installed = module.__dict__[self.method] = self._callable()
+
+    def _callable(self) -> Callable[..., Any]:
+        """Return what stands in the method's place."""
+        return self
 
     def remove(self) -> None:
         """Put the module's own method back; where other code wrapped this entry, only retire it."""
-        if self.module.__dict__.get(self.method) is not self:
+        if self.module.__dict__.get(self.method) is not self._installed:
             self.retire()
         else:
             self._restore()
@@ -75,6 +82,22 @@ class ForwardEntry:
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, self.method)  # finds the class's: the copy has no attributes yet
+
+
+def as_method(entry: ForwardEntry) -> Callable[..., Any]:
+    """Return a method of the entry's module that calls the entry (Rule 6)."""
+    if not isinstance(entry.forward, types.MethodType):
+        return entry
+    name, refer = entry.method, weakref.ref(entry)  # which a copy does not keep
+
+    @functools.wraps(entry.forward.__func__)
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        entry = refer()
+        if entry is None or entry.module is not module:
+            return getattr(type(module), name)(module, *args, **kwargs)
+        return entry(*args, **kwargs)
+
+    return types.MethodType(method, entry.module)
 
 
 def has_method(module: nn.Module, name: str) -> bool:
@@ -243,6 +266,8 @@ class StepEntry(SubmoduleEntry):
         self.method = method
         super().__init__(module, steps, method)
 
+    _callable = as_method
+
 
 class Generation(ForwardEntry):
     """An entry in front of ``generate``, which reads weights and devices between its forwards as a step does.
@@ -254,6 +279,8 @@ class Generation(ForwardEntry):
     def __init__(self, module: nn.Module, steps: StepBoundary) -> None:
         super().__init__(module)
         self.steps = steps
+
+    _callable = as_method
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import inspect
 import os
 import pathlib
 import socket
@@ -214,6 +215,39 @@ def one_module_and_two_optimizers(fabric):
     yield trained(net)
 
 
+class Generates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = blocks()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def generate(self, x, times=2):
+        return [self(x * (1 + number)) for number in range(times)]
+
+    def regularized(self, x):
+        return self(x).square().mean() + self.net.head.weight.square().sum()
+
+
+def marking_methods(fabric):
+    """As code for DDP has to, before it calls them."""
+    net = Generates()
+    net, optimizer = fabric.setup(net, adamw(net))
+    net.mark_forward_method("generate")
+    net.mark_forward_method(net.module.generate)
+    net.mark_forward_method("regularized")
+    copied = copy.deepcopy(net.module)
+    for x, _ in batches(fabric):
+        optimizer.zero_grad()
+        fabric.backward(net.regularized(x))
+        optimizer.step()
+        with torch.no_grad():
+            yield net.generate(x, times=3), str(inspect.signature(net.module.generate))
+            yield fabric.to_device(copied).generate(x)
+    yield trained(net, copied)
+
+
 def a_lightning_module(fabric):
     """Its training_step reads weights outside of any forward, for the loss."""
 
@@ -297,6 +331,7 @@ LOOPS = [
     by_hand,
     adversaries,
     one_module_and_two_optimizers,
+    marking_methods,
     a_lightning_module,
     sharing_an_encoder,
     with_copies,
