@@ -211,11 +211,11 @@ class Engine:
         return any(start <= tensor.data_ptr() < start + length for start, length in starts)
 
     def read_on_host(self, parameter: Tensor) -> None:
-        """Log, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
+        """Warn, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
         if self.phases.current is Phase.BEFORE_BACKWARD and not self._reported_read:
             self._reported_read = True
             unit = self._by_parameter[id(parameter)]
-            log.info(
+            log.warning(
                 "superpipeline: %s was read on the host; if a loss depends on this read, the weight's gradient is "
                 "summed in another order and equals the plain run's only to rounding. Read it inside the step to avoid "
                 "that, at no cost",
