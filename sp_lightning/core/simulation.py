@@ -278,7 +278,7 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
-    last = len(streamed) - window if any(unit.backward_flops for unit in units) else 0
+    last = len(streamed) - window if any(unit.trained or unit.backward_flops for unit in units) else 0
     again = streamed[: max(0, last)]  # loaded again in backward, if there is one; the others are still resident
     stay = streamed[:window]  # still resident from the last backward, unless they were stepped
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]

@@ -315,16 +315,20 @@ def needs_order(optimizer: Optimizer) -> bool:
     ranges: list[tuple[int, int]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
-                if not isinstance(tensor, Tensor):
-                    continue
-                if not _is_plain(tensor):
-                    return True
-                if nbytes := tensor.nbytes:
+            grad = param.grad
+            if not (_is_plain(param) and (grad is None or _is_plain(grad))):
+                return True
+            for tensor in (param, grad, *optimizer.state.get(param, {}).values()):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and (nbytes := tensor.nbytes):
                     start = tensor.data_ptr()
                     ranges.append((start, start + nbytes))
     ranges.sort()
-    return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
+    last = 0
+    for start, end in ranges:
+        if start < last:
+            return True
+        last = end
+    return False
 
 
 def regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
