@@ -15,7 +15,8 @@
    element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
 7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
-   converted from there.
+   converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
+   their bits depend on where a vector ends.
 8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
    of neither step. A run goes on from its last checkpoint.
 """
@@ -27,6 +28,7 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -239,6 +241,39 @@ class StateOnDisk:
             (made,) = self._file.tensors([tensor])
             self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
             return made
+
+    def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
+        """Convert a tensor of the file into a wire copy, directly; return False if it is not there, or has a NaN.
+
+        A NaN has other bits where a vector ends (Rule 7).
+        """
+        place = self._file.place_of(tensor)
+        if place is None or wire is None or not same_order(tensor, wire):
+            return False
+        flat, ring, ahead = _flat(wire), self._ring, deque[tuple[int, Buffer, list[Future[None]]]]()
+        with self._lock, torch.no_grad():
+            todo, has_nan = iter(range(0, place.nbytes, ring.buffer_nbytes)), False
+            try:
+                while True:
+                    while len(ahead) < AHEAD and (begin := next(todo, None)) is not None:
+                        run = Run(place.offset + begin, 0, blocks(min(ring.buffer_nbytes, place.nbytes - begin)))
+                        buffer = ring.take()
+                        ahead.append((begin, buffer, ring.read(buffer, [run])))
+                    if not ahead:
+                        break
+                    begin, buffer, reads = ahead[0]
+                    ring.wait(reads)
+                    source = buffer.flat[: place.nbytes - begin].view(tensor.dtype)
+                    first = begin // tensor.itemsize
+                    flat[first : first + len(source)].copy_(source)
+                    has_nan = has_nan or bool(source.isnan().any())
+                    ring.write(buffer, [])
+                    ahead.popleft()
+            except BaseException:
+                ring.recover(read for *_, reads in ahead for read in reads)
+                raise
+            ring.drain()
+        return not has_nan
 
     def _can_move(self, parameter: Tensor, value: Any) -> bool:
         return (
