@@ -23,12 +23,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import Place, ScratchFile
-from ..disk.state_ring import AHEAD, Run, StateRing, as_few_runs
+from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.layout import is_dense
 from ..memory.weights import Conversion
@@ -153,14 +153,6 @@ class Part:
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
 
 
-class Portion(NamedTuple):
-    """Parts that are in one buffer together."""
-
-    parts: list[Part]
-    buffer: Buffer
-    reads: Sequence[Any]
-
-
 class StateOnDisk:
     """The state of optimizers in one scratch file, and their steps."""
 
@@ -250,29 +242,18 @@ class StateOnDisk:
         place = self._file.place_of(tensor)
         if place is None or wire is None or not same_order(tensor, wire):
             return False
-        flat, ring, ahead = _flat(wire), self._ring, deque[tuple[int, Buffer, list[Future[None]]]]()
-        with self._lock, torch.no_grad():
-            todo, has_nan = iter(range(0, place.nbytes, ring.buffer_nbytes)), False
-            try:
-                while True:
-                    while len(ahead) < AHEAD and (begin := next(todo, None)) is not None:
-                        run = Run(place.offset + begin, 0, blocks(min(ring.buffer_nbytes, place.nbytes - begin)))
-                        buffer = ring.take()
-                        ahead.append((begin, buffer, ring.read(buffer, [run])))
-                    if not ahead:
-                        break
-                    begin, buffer, reads = ahead[0]
-                    ring.wait(reads)
-                    source = buffer.flat[: place.nbytes - begin].view(tensor.dtype)
-                    first = begin // tensor.itemsize
-                    flat[first : first + len(source)].copy_(source)
-                    has_nan = has_nan or bool(source.isnan().any())
-                    ring.write(buffer, [])
-                    ahead.popleft()
-            except BaseException:
-                ring.recover(read for *_, reads in ahead for read in reads)
-                raise
-            ring.drain()
+        flat, ring, has_nan = _flat(wire), self._ring, False
+        runs = (
+            Run(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
+            for begin in range(0, place.nbytes, ring.buffer_nbytes)
+        )
+        pieces = ring.portions((run.offset - place.offset, [run]) for run in runs)
+        with self._lock, torch.no_grad(), contextlib.closing(pieces):
+            for begin, buffer in pieces:
+                source = buffer.flat[: place.nbytes - begin].view(tensor.dtype)
+                flat[begin // tensor.itemsize :][: len(source)].copy_(source)
+                has_nan = has_nan or bool(source.isnan().any())
+                ring.write(buffer, [])
         return not has_nan
 
     def _can_move(self, parameter: Tensor, value: Any) -> bool:
@@ -298,7 +279,7 @@ class StateOnDisk:
                 ring.write(buffer, [Run(place.offset + begin, 0, blocks(piece.nbytes))])
             ring.drain()
         except BaseException:
-            ring.recover([])
+            ring.recover()
             raise
         self._counters.disk_written += place.nbytes
 
@@ -406,22 +387,15 @@ class StateOnDisk:
         ring, cutting = self._ring, Cutting.of(shadow, PIECE)
         for one in spilled:
             one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
-        todo = _portions(spilled, ring.buffer_nbytes)
-        ahead: deque[Portion] = deque()
-        try:
-            self._read_on(todo, ahead)
-            while ahead:
-                portion = ahead[0]
-                ring.wait(portion.reads)
-                self._step_portion(shadow, portion, cutting)
-                ring.write(portion.buffer, as_few_runs(run for part in portion.parts for run in part.written()))
-                ahead.popleft()
-                done += [part.of for part in portion.parts if part.is_last]
-                self._read_on(todo, ahead)
-            ring.drain()
-        except BaseException:
-            ring.recover(read for portion in ahead for read in portion.reads)
-            raise
+        runs_of = (
+            (parts, as_few_runs(run for part in parts for run in part.read()))
+            for parts in _portions(spilled, ring.buffer_nbytes)
+        )
+        with contextlib.closing(ring.portions(runs_of)) as portions:
+            for parts, buffer in portions:
+                self._step_portion(shadow, parts, buffer, cutting)
+                ring.write(buffer, as_few_runs(run for part in parts for run in part.written()))
+                done += [part.of for part in parts if part.is_last]
         for one in spilled:
             self._counters.disk_written += one.nbytes()
             self._counters.disk_read += one.nbytes(reads=True)
@@ -431,28 +405,22 @@ class StateOnDisk:
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
-    def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Portion]) -> None:
-        while len(ahead) < AHEAD and (parts := next(todo, None)) is not None:
-            buffer = self._ring.take()
-            runs = as_few_runs(run for part in parts for run in part.read())
-            ahead.append(Portion(parts, buffer, self._ring.read(buffer, runs)))
-
-    def _step_portion(self, shadow: Any, portion: Portion, cutting: Cutting) -> None:
-        buffer = portion.buffer
-        for part in portion.parts:
+    @staticmethod
+    def _step_portion(shadow: Any, portion: list[Part], buffer: Buffer, cutting: Cutting) -> None:
+        for part in portion:
             for key, run, head, _ in part.ranges:
                 if head:
                     buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])
             if part.of.is_new:
                 _make_state(shadow, part, buffer)
-        made = [part for part in portion.parts if not part.of.is_new]
+        made = [part for part in portion if not part.of.is_new]
         for fuses in (False, True):
             parts = [part for part in made if part.of.fuses is fuses]
             if parts:
                 _step_parts(shadow, parts, buffer, None if fuses else cutting)
-        for part in portion.parts:
+        for part in portion:
             _convert(part, buffer)
-        for part in portion.parts:
+        for part in portion:
             for key, run, head, nbytes in part.ranges:
                 end = head + nbytes
                 if not part.is_last and end % BLOCK:
