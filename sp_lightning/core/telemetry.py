@@ -117,8 +117,8 @@ class Counters:
     fetches: int = 0  # units loaded
     bytes_up: int = 0
     bytes_down: int = 0
-    disk_read: int = 0  # bytes of weights, and of optimizer state, that were read from files
-    disk_written: int = 0  # bytes of optimizer state
+    disk_read: int = 0  # bytes of weights and state that fills and steps read from files
+    disk_written: int = 0  # bytes of optimizer state and master weights
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import queue
@@ -28,6 +29,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from ..compat.serialization import FINGERPRINT, save_with_holes, with_fingerprint
+from ..memory.pinned import libc
 from .direct_file import BLOCK, DIRECT, REFUSALS, DirectFile, holder
 
 LARGE = 1 << 20  # bytes: smaller storages are written by torch
@@ -89,7 +91,7 @@ class _Copies:
         """Begin to copy a storage into the hole of the entry whose header is at this byte of the file."""
         self._file.flush()
         begin, nbytes = self._begin_of(header), storage.nbytes()
-        os.posix_fallocate(self._fd, begin, nbytes)
+        self._reserve(begin, nbytes)
         address = storage.data_ptr()
         hole = Hole(header, begin, address, nbytes, holder(address, nbytes), [])
         self._holes.append(hole)
@@ -99,6 +101,13 @@ class _Copies:
             copied = self._threads.submit(self._copy, self._free.get(), hole, storage, at, size)
             hole.pieces.append((size, copied))
             at += size
+
+    def _reserve(self, begin: int, nbytes: int) -> None:
+        """Reserve a range, where the filesystem does such a thing: C's and Python's own call would write all of it."""
+        if libc().fallocate(self._fd, 0, begin, nbytes):
+            number = ctypes.get_errno()
+            if number not in (*REFUSALS, errno.ENOSYS, errno.EINTR):
+                raise OSError(number, os.strerror(number))
 
     def finish(self) -> None:
         """Wait for all copies, and write what torch could not know: checksums and fingerprint (Rule 4)."""

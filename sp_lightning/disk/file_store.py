@@ -19,9 +19,9 @@ It follows the rules of a unit (unit_store.py), but for these:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.staging import Around, Arrival, Copies
 from ..memory.unit_store import UnitStore
-from ..memory.weights import Weight
+from ..memory.weights import Stamp, Weight
 from .direct_ring import DirectRing, Job, Piece, Target, pieces
 from .source_files import Place, written
 
@@ -191,6 +191,16 @@ class FileUnitStore(UnitStore):
             raise
 
 
+class Scratch(Protocol):
+    """The scratch file, as far as weights are in it (state_on_disk.py)."""
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file with the values of this one."""
+
+    def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
+        """Convert a tensor of the file into a wire copy; return False, with nothing done, if that is not possible."""
+
+
 class MasterStore(UnitStore):
     """Device buffer and wire copies of one unit, whose FP32 weights are in the scratch file (Rule 6)."""
 
@@ -201,10 +211,10 @@ class MasterStore(UnitStore):
         counters: Counters,
         owner: ParameterOwner,
         device_dtype: Callable[[torch.dtype], torch.dtype],
-        move: Callable[[Tensor], Tensor],
+        scratch: Scratch,
     ) -> None:
-        """Adopt the unit's parameters, each of which `move` writes to the file; it returns the tensor there."""
-        self._move = move
+        """Adopt the unit's parameters, which move into the file."""
+        self._scratch = scratch
         super().__init__(unit, device, counters, owner, device_dtype)
 
     @property
@@ -216,7 +226,13 @@ class MasterStore(UnitStore):
         return Layout(super()._lay_out_slab().fields, 0)
 
     def _place(self, weight: Weight) -> Tensor:
-        return self._move(true_data(weight.parameter))
+        return self._scratch.moved(true_data(weight.parameter))
+
+    def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp, done: Collection[int] = ()) -> None:
+        """Convert weights that no step converted: those that are in the file from there, past its mapping."""
+        here = [index for index, weight in enumerate(self.weights) if weight.wire is not None and index not in done]
+        read = [i for i in here if self._scratch.converted(true_data(data[i]), self.weights[i].wire)]
+        super()._fill_wire(data, stamp, {*done, *read})
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..core.telemetry import Counters, Lane
 from ..memory.pinned import HostAllocator
@@ -22,6 +22,7 @@ from .direct_file import blocks
 from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
 from .scratch_file import ScratchFile
 
+Item = TypeVar("Item")
 BUFFER = 32 << 20  # bytes
 SMALLEST = 1 << 16
 BUFFERS = 8
@@ -121,7 +122,30 @@ class StateRing:
         self._written.popleft()
         self._free.append(buffer)
 
-    def recover(self, reads: Iterable[Future[None]]) -> None:
+    def portions(self, runs_of: Iterable[tuple[Item, Sequence[Run]]]) -> Generator[tuple[Item, Buffer], None, None]:
+        """Yield each item with a buffer that has its runs, reading those of the next ones meanwhile.
+
+        The caller writes each buffer before it takes the next, and closes this generator, also after an error. All is
+        written when the last one was taken.
+        """
+        todo, ahead = iter(runs_of), deque[tuple[Item, Buffer, list[Future[None]]]]()
+        try:
+            while True:
+                while len(ahead) < AHEAD and (following := next(todo, None)) is not None:
+                    buffer = self.take()
+                    ahead.append((following[0], buffer, self.read(buffer, following[1])))
+                if not ahead:
+                    break
+                item, buffer, reads = ahead[0]
+                self.wait(reads)
+                yield item, buffer
+                ahead.popleft()
+            self.drain()
+        except BaseException:
+            self.recover(read for *_, reads in ahead for read in reads)
+            raise
+
+    def recover(self, reads: Iterable[Future[None]] = ()) -> None:
         """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""
         transfers = [*reads, *(write for _, writes in self._written for write in writes)]
         for transfer in transfers:

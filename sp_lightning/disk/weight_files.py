@@ -24,7 +24,7 @@ from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing
-from .file_store import FileUnitStore, MasterStore
+from .file_store import FileUnitStore, MasterStore, Scratch
 from .placement import Budgeted, choose
 from .source_files import Found, Place, SourceFile, check_available, find
 
@@ -43,10 +43,10 @@ class Choice(NamedTuple):
 class WeightFiles:
     """The files that weights of a model stay in, and the ring through which they are read."""
 
-    def __init__(self, device: Device, choice: Choice, move: Callable[[Tensor], Tensor]) -> None:
-        """Open the files of the weights that stay there; `move` writes a tensor to the scratch file."""
+    def __init__(self, device: Device, choice: Choice, scratch: Scratch | None) -> None:
+        """Open the files of the weights that stay there."""
         self.placed = choice.placed
-        self._move = move
+        self._scratch = scratch
         self._device = device
         self._files: dict[str, SourceFile] = {}
         self._stores: list[FileUnitStore] = []
@@ -72,7 +72,8 @@ class WeightFiles:
             if id(parameter) in self._places
         }
         if unit.index in self.placed.masters:
-            return MasterStore(unit, device, counters, owner, device_dtype, self._move)
+            assert self._scratch is not None
+            return MasterStore(unit, device, counters, owner, device_dtype, self._scratch)
         if not places:
             return UnitStore(unit, device, counters, owner, device_dtype)
         store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)

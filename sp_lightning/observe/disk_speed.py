@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from ..disk.direct_file import DIRECT, filesystem
 from ..disk.scratch_file import rotates
 from ..errors import OptionError
+from ..memory.pinned import libc
 
 CHUNK = 8 << 20  # bytes of a transfer
 THREADS = 3  # in each direction
@@ -62,7 +63,7 @@ def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | 
         raise OptionError(argument="disk", found=os.fspath(folder), allowed=allowed)
     with tempfile.TemporaryFile(dir=path, buffering=0) as file, _direct(file.fileno()) as direct:
         trial = _Trial(file.fileno() if direct is None else direct, direct is not None)
-        os.posix_fallocate(file.fileno(), 0, count * CHUNK)
+        libc().fallocate(file.fileno(), 0, 0, count * CHUNK)  # if the filesystem does such a thing
         written = trial.run(WRITES * seconds, range(count), os.pwrite)
         first, last = _rate(written, 0, PART), _rate(written, 1 - PART, 1)
         device = os.fstat(file.fileno()).st_dev

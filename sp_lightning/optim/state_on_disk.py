@@ -15,13 +15,15 @@
    element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
 7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
-   converted from there.
+   converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
+   their bits depend on where a vector ends.
 8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
    of neither step. A run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -39,7 +41,7 @@ from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import Place, ScratchFile
-from ..disk.state_ring import AHEAD, Run, StateRing, as_few_runs
+from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.layout import is_dense
 from ..memory.weights import Conversion
@@ -151,14 +153,6 @@ class Part:
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
 
 
-class Portion(NamedTuple):
-    """Parts that are in one buffer together."""
-
-    parts: list[Part]
-    buffer: Buffer
-    reads: Sequence[Any]
-
-
 class StateOnDisk:
     """The state of optimizers in one scratch file, and their steps."""
 
@@ -240,6 +234,28 @@ class StateOnDisk:
             self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
             return made
 
+    def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
+        """Convert a tensor of the file into a wire copy, directly; return False if it is not there, or has a NaN.
+
+        A NaN has other bits where a vector ends (Rule 7).
+        """
+        place = self._file.place_of(tensor)
+        if place is None or wire is None or not same_order(tensor, wire):
+            return False
+        flat, ring, has_nan = _flat(wire), self._ring, False
+        runs = (
+            Run(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
+            for begin in range(0, place.nbytes, ring.buffer_nbytes)
+        )
+        pieces = ring.portions((run.offset - place.offset, [run]) for run in runs)
+        with self._lock, torch.no_grad(), contextlib.closing(pieces):
+            for begin, buffer in pieces:
+                source = buffer.flat[: place.nbytes - begin].view(tensor.dtype)
+                flat[begin // tensor.itemsize :][: len(source)].copy_(source)
+                has_nan = has_nan or bool(source.isnan().any())
+                ring.write(buffer, [])
+        return not has_nan
+
     def _can_move(self, parameter: Tensor, value: Any) -> bool:
         return (
             type(value) is Tensor
@@ -263,7 +279,7 @@ class StateOnDisk:
                 ring.write(buffer, [Run(place.offset + begin, 0, blocks(piece.nbytes))])
             ring.drain()
         except BaseException:
-            ring.recover([])
+            ring.recover()
             raise
         self._counters.disk_written += place.nbytes
 
@@ -371,22 +387,15 @@ class StateOnDisk:
         ring, cutting = self._ring, Cutting.of(shadow, PIECE)
         for one in spilled:
             one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
-        todo = _portions(spilled, ring.buffer_nbytes)
-        ahead: deque[Portion] = deque()
-        try:
-            self._read_on(todo, ahead)
-            while ahead:
-                portion = ahead[0]
-                ring.wait(portion.reads)
-                self._step_portion(shadow, portion, cutting)
-                ring.write(portion.buffer, as_few_runs(run for part in portion.parts for run in part.written()))
-                ahead.popleft()
-                done += [part.of for part in portion.parts if part.is_last]
-                self._read_on(todo, ahead)
-            ring.drain()
-        except BaseException:
-            ring.recover(read for portion in ahead for read in portion.reads)
-            raise
+        runs_of = (
+            (parts, as_few_runs(run for part in parts for run in part.read()))
+            for parts in _portions(spilled, ring.buffer_nbytes)
+        )
+        with contextlib.closing(ring.portions(runs_of)) as portions:
+            for parts, buffer in portions:
+                self._step_portion(shadow, parts, buffer, cutting)
+                ring.write(buffer, as_few_runs(run for part in parts for run in part.written()))
+                done += [part.of for part in parts if part.is_last]
         for one in spilled:
             self._counters.disk_written += one.nbytes()
             self._counters.disk_read += one.nbytes(reads=True)
@@ -396,28 +405,22 @@ class StateOnDisk:
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
-    def _read_on(self, todo: Iterator[list[Part]], ahead: deque[Portion]) -> None:
-        while len(ahead) < AHEAD and (parts := next(todo, None)) is not None:
-            buffer = self._ring.take()
-            runs = as_few_runs(run for part in parts for run in part.read())
-            ahead.append(Portion(parts, buffer, self._ring.read(buffer, runs)))
-
-    def _step_portion(self, shadow: Any, portion: Portion, cutting: Cutting) -> None:
-        buffer = portion.buffer
-        for part in portion.parts:
+    @staticmethod
+    def _step_portion(shadow: Any, portion: list[Part], buffer: Buffer, cutting: Cutting) -> None:
+        for part in portion:
             for key, run, head, _ in part.ranges:
                 if head:
                     buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])
             if part.of.is_new:
                 _make_state(shadow, part, buffer)
-        made = [part for part in portion.parts if not part.of.is_new]
+        made = [part for part in portion if not part.of.is_new]
         for fuses in (False, True):
             parts = [part for part in made if part.of.fuses is fuses]
             if parts:
                 _step_parts(shadow, parts, buffer, None if fuses else cutting)
-        for part in portion.parts:
+        for part in portion:
             _convert(part, buffer)
-        for part in portion.parts:
+        for part in portion:
             for key, run, head, nbytes in part.ranges:
                 end = head + nbytes
                 if not part.is_last and end % BLOCK:

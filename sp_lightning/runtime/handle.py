@@ -441,12 +441,7 @@ class Handle:
                 self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
             self._disk.parameters = {id(p) for index in choice.placed.spilled for _, p in units[index].params}
         if choice.placed.units or choice.placed.masters:
-            self._files = WeightFiles(self.device, choice, self._moved)
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Write a weight to the scratch file and return the tensor there."""
-        assert self._disk is not None
-        return self._disk.moved(tensor)
+            self._files = WeightFiles(self.device, choice, self._disk)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""

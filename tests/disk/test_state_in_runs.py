@@ -484,6 +484,46 @@ def test_steps_beside_backward_convert_what_travels_from_the_buffer(device, monk
     assert 0 in filled, filled  # a unit of which a part was left to another step is converted as a whole
 
 
+def resident(folder):
+    """The bytes of mappings of nameless files in a folder that this process ever touched."""
+    found, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                inside = folder in line and "(deleted)" in line
+            elif inside and first == "Rss:":
+                found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_steps_never_touch_the_mapping(masters, device):
+    """Through it a disk that fails would end the process, and page faults take several times as long."""
+    net = stack()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with streamed(net, device, master_weights=masters) as handle:
+        for _ in range(3):
+            (train_half if masters else train)(net, optimizer, device, 1)
+        net(batch(device).bfloat16() if masters else batch(device))
+        assert handle.stats()["disk_written"] > 0 and resident(os.getcwd()) == 0
+        assert optimizer.state[net[0][0].weight]["exp_avg"].any() and resident(os.getcwd()) > 0
+
+
+def test_master_weights_with_a_nan_travel_as_in_memory(device):
+    nets = [stack(), stack()]
+    for number, net in enumerate(nets):
+        options = {"disk": os.getcwd(), "host_budget": "0B"} if number == 0 else {}
+        with sp_lightning.stream(net, device, window=2, master_weights=True, **options):
+            optimizer = torch.optim.AdamW(net.parameters())
+            train_half(net, optimizer, device, 1)
+            with torch.no_grad():
+                net[2][0].weight.view(-1)[5::17] = float("nan")
+            train_half(net, optimizer, device, 2)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert parity.difference(other.detach(), one.detach()) is None
+
+
 def test_only_as_many_master_weights_are_on_disk_as_the_budget_requires():
     net = stack(200)
     size = sum(p.nbytes for p in net.parameters())
@@ -500,10 +540,16 @@ def test_a_transfer_of_master_weights_that_fails_ends_the_step(call, device, mon
     optimizer = torch.optim.AdamW(net.parameters())
     with streamed(net, device, master_weights=True):
         train_half(net, optimizer, device, 1)
+        net(batch(device).bfloat16()).float().square().mean().backward()
         with monkeypatch.context() as broken:
             broken.setattr(os, call, failing(call, 3))
             with pytest.raises(DiskError, match="go on from the last checkpoint"):
-                train_half(net, optimizer, device, 1)
+                optimizer.step()
+        with monkeypatch.context() as broken:  # what travels is converted from the file
+            broken.setattr(os, "preadv", failing("preadv", 3))
+            with pytest.raises(DiskError, match="could not be read at byte"):
+                net(batch(device).bfloat16())
+        net(batch(device).bfloat16())
     assert all(type(p) is nn.Parameter and p.isfinite().all() for p in net.parameters())
 
 

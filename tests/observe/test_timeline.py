@@ -125,6 +125,21 @@ def texts(axis):
     return [text.get_text() for text in axis.texts]
 
 
+def test_a_picture_of_a_run_with_a_disk_has_its_two_lanes():
+    pytest.importorskip("matplotlib")
+    units = [
+        UnitCost(f"block {i}", 10**8, 10**8, 10**7, 1e12, 2e12, 0, 0, False, 10**9, 4 * 10**8, 4 * 10**8)
+        for i in range(4)
+    ]
+    made = simulate(units, Schedule([unit.up_nbytes for unit in units], 2), MACHINES["rtx4090"])
+    drawn = timeline_plot.figure([timeline.simulated(made, "A model")])
+    labels = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert labels == ["disk in", "up", "compute", "down", "optimizer", "disk out", "the step"]
+    legend = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert {"weights from files", "optimizer's state from disk", "optimizer's state to disk", "waits"} <= {*legend}
+    assert made.stall_s["disk"] > 0 and "waits for the disk" in timeline.summary(timeline.simulated(made, "A model"))
+
+
 def test_a_picture_names_lanes_units_waits_and_the_floor():
     pytest.importorskip("matplotlib")
     (axis,) = timeline_plot.figure([example()]).axes
