@@ -56,6 +56,10 @@ PARTS = {
     "ranks-recipes": Part(("tests/ranks/test_recipes_with_ddp.py",), ("examples/", "sp_lightning/ranks/")),
     "ranks-failures": Part(("tests/ranks/test_failures.py",), RANKS),
     "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
+    "disk-state": Part(
+        ("tests/contract/test_state_on_disk.py", "tests/optim/test_portions.py"),
+        ("sp_lightning/disk/", "sp_lightning/optim/"),
+    ),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),
