@@ -29,6 +29,11 @@ def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
     assert processes.run(2, waiting.after_a_failure_of_all, timeout=60) == [True, True]
 
 
+def test_a_backward_ahead_of_sums_ends_with_the_error_that_ended_them():
+    first, second = processes.run(2, waiting.error_of_sums_that_fail, timeout=60)
+    assert first == "this sum fails" and "rank 0 " in second
+
+
 def test_a_unit_is_summed_once():
     assert processes.run(2, waiting.most_sums_of_a_unit) == [1, 1]
 

@@ -175,6 +175,24 @@ def most_sums_of_a_unit() -> int:
     return max(counted.values())
 
 
+def error_of_sums_that_fail() -> str:
+    """Have the sums of the first rank fail while its backward is ahead of them; return the error of this rank."""
+    net, rank = nn.Sequential(Blocks(), Blocks()), int(os.environ["LOCAL_RANK"])
+
+    def fail(store: Any) -> Any:
+        raise RuntimeError("this sum fails")
+
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    try:
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+            if rank == 0:
+                handle.engine.team.exchange._sum = fail
+            net(torch.ones(2, 8)).sum().backward()
+    except (RuntimeError, PeerError) as error:
+        return str(error)
+    return "no error"
+
+
 def edited_before_a_step() -> bool:
     """Edit weights before a step, with one rank slow to compare; return whether the step is a plain run's."""
     torch.manual_seed(0)
