@@ -262,11 +262,20 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         if isinstance(self.checkpoint_io, MappedCheckpointIO):
             parts = state.items() if isinstance(state, dict) else ()
             copied = [name for name, part in parts if isinstance(part, nn.Module)]
-            self.checkpoint_io.copied_later = state.state_dict() if isinstance(state, nn.Module) else copied
+            is_whole = isinstance(state, nn.Module)
+            self.checkpoint_io.copied_later = self.get_module_state_dict(state) if is_whole else copied
         found = super().load_checkpoint(path, state, *args, **kwargs)
         if self.ranks is not None:
             self._settle(state.values() if isinstance(state, dict) else [])
         return found
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of the user's module, under its own names."""
+        return super().get_module_state_dict(_users(module))
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load the state of the user's module, under its own names."""
+        super().load_module_state_dict(_users(module), state_dict, strict)
 
     def _settle(self, parts: Iterable[Any]) -> None:
         """Make true for all ranks what each has loaded, once."""
@@ -314,6 +323,10 @@ class _BackwardSync:
         if handle is None:
             raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
         return handle.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _users(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, RankedModule) else module
 
 
 def _empty(kind: type[SuperpipelineFabricStrategy]) -> SuperpipelineFabricStrategy:

@@ -137,6 +137,14 @@ def resuming(fabric: Fabric) -> Iterator[Any]:
 
     yield from steps(data[:2])
     fabric.save(os.path.join(folder, "saved.ckpt"), state)
+    saved = torch.load(os.path.join(folder, "saved.ckpt"), weights_only=False)["net"]
+    yield sorted(saved)
+    fabric.save(os.path.join(folder, "weights.ckpt"), saved)
+    fabric.load_raw(os.path.join(folder, "weights.ckpt"), net)
+    fabric.save(
+        os.path.join(folder, "raw.ckpt"), torch.load(os.path.join(folder, "saved.ckpt"), weights_only=False)["net"]
+    )
+    fabric.load_raw(os.path.join(folder, "raw.ckpt"), net)
     yield from steps(data[2:4])
     fabric.load(os.path.join(folder, "saved.ckpt"), state)
     yield ends(net), optimizer.state_dict()["state"]
