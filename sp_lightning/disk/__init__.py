@@ -1,1 +1,1 @@
-"""Weights that stay in the files that they were loaded from, read past the page cache as they are needed."""
+"""Weights in their files, optimizer state in a scratch file, and checkpoints, all moved past the page cache."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import abc
 import errno
 import logging
 import os
@@ -59,7 +60,7 @@ def holder(address: int, nbytes: int) -> tuple[DirectFile, int] | None:
     return None
 
 
-class DirectFile:
+class DirectFile(abc.ABC):
     """An open file whose ranges are read, and written, directly where that is possible (Rule 2)."""
 
     def __init__(self, path: str, fd: int, kind: str, contents: str) -> None:
@@ -78,9 +79,9 @@ class DirectFile:
         """Write whole blocks from a multiple of BLOCK on (Rule 1)."""
         self._move(os.pwritev, memory, begin, nbytes, writes=True)
 
+    @abc.abstractmethod
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where in the file the bytes at this address are; None if they are not there."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise if the file is not what it was when it was opened; this file is nobody else's."""

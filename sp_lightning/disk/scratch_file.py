@@ -44,7 +44,7 @@ PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 ALLOWED = "a folder on a local disk of this machine"
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """The range of a tensor in the file."""
 
     offset: int
@@ -64,7 +64,7 @@ class ScratchFile(DirectFile):
         super().__init__(f"the scratch file in {folder}", fd, kind, "optimizer state goes")
         self.folder = folder
         self._end = 0  # of the last segment
-        self._places: dict[int, Place] = {}  # of tensors that live, by their addresses
+        self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
             if kind in COPIES_ON_WRITE:
                 _refuse_copies(fd, folder, kind)
@@ -83,14 +83,14 @@ class ScratchFile(DirectFile):
         flat, before_unmapping = mapped(self._descriptor, nbytes, mmap.MAP_SHARED, begin, self.path)
         address = flat.data_ptr()
         for field in layout.fields:
-            self._places[address + field.offset] = Place(begin + field.offset, field.nbytes)
+            self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
         before_unmapping.append(
             functools.partial(self._free, begin, nbytes, [address + field.offset for field in layout.fields])
         )
         with torch.inference_mode(False):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def place_of(self, tensor: Tensor) -> Extent | None:
         """Return the range of a tensor that fills one; None if it is no such tensor of this file."""
         place = self._places.get(tensor.data_ptr())
         return place if place is not None and place.nbytes == tensor.nbytes else None

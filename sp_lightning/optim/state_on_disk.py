@@ -40,7 +40,7 @@ from ..compat.references import are_tensors_of_entry_shared
 from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, blocks
 from ..disk.direct_ring import Buffer
-from ..disk.scratch_file import Place, ScratchFile
+from ..disk.scratch_file import Extent, ScratchFile
 from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.layout import is_dense
@@ -80,7 +80,7 @@ class Spilled:
     group: Group
     entry: State
     views: dict[str, Tensor]  # the state in the file, and the parameter under WEIGHT if it is there
-    places: dict[str, Place]
+    places: dict[str, Extent]
     is_new: bool  # whether this step makes the state (Rule 5)
     fuses: bool
     lengths: tuple[int, ...] = ()  # of all pieces
