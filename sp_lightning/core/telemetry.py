@@ -45,9 +45,8 @@ def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
     the disk, a stall of the compute stream, another stall of the host, a step of the optimizer; or else for "other".
     """
     layers = [("compute", [span for span in spans if span.lane == "compute" and not span.stall])]
-    layers.append(
-        ("disk", [span for span in spans if span.lane == "host" and span.stall == "disk"])
-    )  # then it launches
+    # While the host waits for the disk it launches nothing, so a stall of the compute stream is the disk's.
+    layers.append(("disk", [span for span in spans if span.lane == "host" and span.stall == "disk"]))
     for lane in ("compute", "host"):
         stalls = [span for span in spans if span.lane == lane and span.stall]
         layers += [(cause, [span for span in stalls if span.stall == cause]) for cause in CAUSES[1:-1]]

@@ -349,7 +349,7 @@ def _may_defer(steps: OptimizerSteps, optimizer: Optimizer) -> bool:
 
 
 class _Garbage:
-    """What brings a handle back that is garbage together with it (Rule 4)."""
+    """Mark on a handle that gives it back if both are garbage (Rule 4)."""
 
     def __init__(self, handle: Handle, found: list[Handle]) -> None:
         self.handle = handle

@@ -53,7 +53,7 @@ KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that c
 
 @dataclass(frozen=True)
 class Answers:
-    """What a language model generates for each prompt of a batch (Rule 5)."""
+    """Tokens that a language model generates for each prompt of a batch (Rule 5)."""
 
     tokens: int
     cache: str  # where keys and values of layers that are not in use wait: "device" or "host"

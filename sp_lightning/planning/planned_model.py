@@ -124,7 +124,7 @@ class PlannedModel(ABC):
 
     @property
     def answers(self) -> Answers | None:
-        """What the model generates, if it is not trained (Rule 6)."""
+        """Tokens that the model generates, if it is not trained (Rule 6)."""
         return None
 
 
