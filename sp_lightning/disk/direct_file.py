@@ -83,8 +83,9 @@ class DirectFile(abc.ABC):
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where in the file the bytes at this address are; None if they are not there."""
 
+    @abc.abstractmethod
     def check(self) -> None:
-        """Raise if the file is not what it was when it was opened; this file is nobody else's."""
+        """Raise if the file is not what it was when it was opened."""
 
     def close(self) -> None:
         """Close the file; mappings of it live on. Safe twice."""

@@ -95,6 +95,9 @@ class ScratchFile(DirectFile):
         place = self._places.get(tensor.data_ptr())
         return place if place is not None and place.nbytes == tensor.nbytes else None
 
+    def check(self) -> None:
+        """Do nothing: no other process has this file."""
+
     def offset_of(self, address: int, nbytes: int) -> int | None:
         place = self._places.get(address)
         return place.offset if place is not None and nbytes <= place.nbytes else None
