@@ -427,6 +427,14 @@ def wide():
     return models.stack_of(lambda: nn.Sequential(nn.Linear(models.WIDTH, 512), nn.Linear(512, models.WIDTH)), 8)()
 
 
+def allocated_in_the_end(expected):
+    """What the device holds once autograd's own thread has let go of the last graph: at once, or a moment later."""
+    patience = time.monotonic() + 5
+    while (nbytes := torch.accelerator.memory_allocated()) != expected and time.monotonic() < patience:
+        time.sleep(0.001)
+    return nbytes
+
+
 def resident_nbytes(handle):
     return sum(unit.store.nbytes for unit in handle.engine.units if unit.store.is_loaded)
 
@@ -453,7 +461,8 @@ def test_nothing_of_the_gradients_stays_on_the_device():
     before = torch.accelerator.memory_allocated()
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         stepping(net, handle, models.vectors(0)[0].to(DEVICE))
-        assert torch.accelerator.memory_allocated() == before + resident_nbytes(handle)
+        expected = before + resident_nbytes(handle)
+        assert allocated_in_the_end(expected) == expected
 
 
 def test_nothing_of_what_was_offloaded_stays_on_the_device_when_the_forward_ends():
@@ -486,7 +495,7 @@ def test_a_backward_that_failed_leaves_nothing_on_the_device():
     with pytest.raises(Interruption):
         squares(net, x).backward()
     handle.close()
-    assert torch.accelerator.memory_allocated() == before
+    assert allocated_in_the_end(before) == before
 
 
 # --- Steps ahead
