@@ -1,6 +1,6 @@
 """Step optimizer state that lies on a disk: time beside the disk's own speed, bits, and memory.
 
-    python benchmarks/state_on_disk.py [--gigabytes 1.6] [--folder DIR] [--repeats 5]
+    python benchmarks/state_on_disk.py [--gigabytes 1.6] [--folder DIR] [--repeats 5] [--autocast]
 
 A stack of layers with so many bytes of FP32 weights is stepped by AdamW, in two processes on the CPU:
 
@@ -9,6 +9,8 @@ A stack of layers with so many bytes of FP32 weights is stepped by AdamW, in two
 - After each pair of steps the raw disk moves as much as a step does, by three threads each way, in 32 MiB direct
   transfers of a file of its own: read and written at once, or one after the other, whichever is faster. The step's time
   is divided by the larger of the two others, and the median of these ratios is printed.
+
+With ``--autocast`` a forward and a backward under autocast make the gradients, and FP32 weights lie on the disk, too.
 
 The growth of anonymous and locked memory of "disk" since before ``stream`` is sampled all the time, and compared with
 what the run's own choice says, first step and the loading of state included. The page cache is not part of it.
@@ -50,22 +52,23 @@ def main() -> None:
     parser.add_argument("--folder", help="where to put the scratch file (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--run", choices=("memory", "disk"), help=argparse.SUPPRESS)
+    parser.add_argument("--autocast", action="store_true", help="compute under autocast, with weights on the disk")
     options = parser.parse_args()
     layers = max(2, round(options.gigabytes * 1e9 / LAYER_NBYTES))
     with tempfile.TemporaryDirectory(prefix="state-on-disk-", dir=options.folder) as folder:
         if options.run is not None:
-            return serve(options.run, layers, options.folder)
-        workers = {name: Worker(name, options.gigabytes, folder) for name in ("memory", "disk")}
+            return serve(options.run, layers, options.folder, options.autocast)
+        workers = {name: Worker(name, options.gigabytes, folder, options.autocast) for name in ("memory", "disk")}
+        nbytes = (3 if options.autocast else 2) * layers * LAYER_NBYTES
         times: dict[str, list[float]] = {"memory": [], "disk": [], "raw": []}
         for turn in range(BEFORE + options.repeats):
             taken = {name: worker.ask("step") for name, worker in workers.items()}
-            taken["raw"] = raw(Path(folder) / "raw", layers)
+            taken["raw"] = raw(Path(folder) / "raw", nbytes)
             if turn >= BEFORE:
                 for name, seconds in taken.items():
                     times[name].append(seconds)
         ends = {name: worker.ask("end") for name, worker in workers.items()}
-    nbytes = 2 * layers * LAYER_NBYTES
-    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {nbytes / 1e9:.2f} GB of state read and written in a step")
+    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {nbytes / 1e9:.2f} GB read and written in a step")
     print("weights and state:", "equal, bit for bit" if ends["memory"]["bits"] == ends["disk"]["bits"] else "DIFFERENT")
     for name, seconds in times.items():
         print(f"{name}: {statistics.median(seconds):.2f} s, from {min(seconds):.2f} to {max(seconds):.2f}")
@@ -83,8 +86,9 @@ def main() -> None:
 class Worker:
     """A process that steps when it is asked to."""
 
-    def __init__(self, name: str, gigabytes: float, folder: str) -> None:
+    def __init__(self, name: str, gigabytes: float, folder: str, autocast: bool) -> None:
         command = [sys.executable, __file__, "--run", name, "--gigabytes", str(gigabytes), "--folder", folder]
+        command += ["--autocast"] * autocast
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, what: str) -> Any:
@@ -94,9 +98,10 @@ class Worker:
         return json.loads(self._process.stdout.readline())
 
 
-def serve(name: str, layers: int, folder: str) -> None:
+def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
     """Step a model whenever a line comes in, and say how long it took."""
     import sp_lightning
+    from sp_lightning.autograd.autocast_weights import castable
     from sp_lightning.optim import native
 
     torch.manual_seed(0)
@@ -106,17 +111,23 @@ def serve(name: str, layers: int, folder: str) -> None:
     there = layers * LAYER_NBYTES
     memory = Memory()
     options = {"disk": folder, "host_budget": "0B"} if name == "disk" else {}
+    options["wire_dtype"] = "auto" if autocast else "as-is"
     optimizer = torch.optim.AdamW(net.parameters())
-    with sp_lightning.stream(net, "cpu", window=1, wire_dtype="as-is", units=["Linear"], **options) as handle:
+    with sp_lightning.stream(net, "cpu", window=1, units=["Linear"], **options) as handle:
         planned = 0
         if name == "disk":
             from sp_lightning.disk.placement import choose
 
-            planned = choose(handle.units, {}, 0, None, False, trains=True, spills=True).host.total
+            cast = castable(net) if autocast else ()
+            placed = choose(handle.units, {}, 0, None, autocast, trains=True, spills=True, castable=cast)
+            planned = placed.host.total
         for number, line in enumerate(sys.stdin):
             if line.strip() == "end":
                 break
-            give_gradients(net, number)
+            if autocast:
+                compute(net, number)
+            else:
+                give_gradients(net, number)
             begin = time.perf_counter()
             optimizer.step()
             native.LIBRARY.wait()
@@ -124,7 +135,7 @@ def serve(name: str, layers: int, folder: str) -> None:
             if number == 0:  # and loads what it has, as a run does that goes on from a checkpoint
                 handle.state_loaded(optimizer, optimizer.param_groups[0], net[0].weight)
             print(json.dumps(seconds), flush=True)
-        growth = memory.end()
+        growth, planned = memory.end(), planned + handle.stats()["device_peak"]  # which is the CPU's memory, too
         digest = hashlib.sha256()
         for parameter in net.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -141,6 +152,16 @@ def give_gradients(net: nn.Sequential, number: int) -> None:
         if layer.weight.grad is None:
             layer.weight.grad = torch.empty(WIDTH, WIDTH)
         torch.mul(some.roll(index)[:, None], some[None], out=layer.weight.grad)
+
+
+def compute(net: nn.Sequential, number: int) -> None:
+    """Run forward and backward under autocast."""
+    for layer in net:
+        layer.weight.grad = None
+    batch = torch.empty(8, WIDTH).normal_(0, 1, generator=torch.Generator().manual_seed(number))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = net(batch).float().square().mean()
+    loss.backward()
 
 
 class Memory:
@@ -167,9 +188,8 @@ class Memory:
         return self._most - self._begin
 
 
-def raw(path: Path, layers: int) -> float:
-    """Read and write as many bytes as a step does, directly; return the seconds."""
-    nbytes = 2 * layers * LAYER_NBYTES
+def raw(path: Path, nbytes: int) -> float:
+    """Read and write so many bytes directly; return the seconds."""
     new = not path.exists()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     os.posix_fallocate(fd, 0, nbytes)

@@ -117,7 +117,7 @@ class Counters:
     bytes_up: int = 0
     bytes_down: int = 0
     disk_read: int = 0  # bytes of weights and state that fills and steps read from files
-    disk_written: int = 0  # bytes of optimizer state and master weights
+    disk_written: int = 0  # bytes of optimizer state and FP32 weights
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device

@@ -13,6 +13,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DiskError
@@ -144,6 +145,15 @@ class DirectFile(abc.ABC):
             why,
             self._contents,
         )
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A range of a file."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
 
 
 OPEN: weakref.WeakSet[DirectFile] = weakref.WeakSet()  # over whose mappings tensors lie

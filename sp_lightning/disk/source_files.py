@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.parameters import true_data
-from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, FileRange, filesystem
 
 PAGE = mmap.PAGESIZE
 
@@ -58,12 +58,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(FileRange):
     """The place of a weight that stays in its file (Rule 2)."""
 
     file: SourceFile
-    offset: int
-    nbytes: int
 
     @property
     def address(self) -> int:

@@ -128,12 +128,15 @@ class UnitStore:
             weight.field, weight.wire, weight.saved, weight.parted, weight.saved_again = field, None, None, False, False
         self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
         self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
-        self.wire = lay_out_wire(self.weights, self.device)
+        self.wire = self._lay_out_wire()
         self._wire_stamp: Stamp | None = None
         # Of a fill; else made at the first one, because slices of the device buffer need its memory.
         self._copies: Copies = [] if self.narrow else [(self.flat, self.slab[: self.nbytes])]
         self.memory = object()  # counts the references of graphs (Rule 8)
         self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
+
+    def _lay_out_wire(self) -> Tensor:
+        return lay_out_wire(self.weights, self.device)
 
     def _sources(self) -> Iterator[tuple[Tensor, int]]:
         """Yield where each weight goes up from: a buffer, and the first byte there."""
@@ -181,7 +184,7 @@ class UnitStore:
                 set_true_data(weight.parameter, data)
                 weight.storage = data.untyped_storage()
             watch(weight.parameter, self)
-        malloc.freed(self.slab.numel())
+        malloc.freed(sum(weight.host.nbytes for weight in weights))
         return weights
 
     def _place(self, weight: Weight) -> Tensor:
@@ -308,6 +311,16 @@ class UnitStore:
                     if made.source == now[index] and made.wire is self.weights[index].wire
                 ]
                 self._fill_wire(data, stamp, done)
+
+    def host_cast(self, index: int, like: Tensor) -> Tensor:
+        """Cast a weight to other host memory, with the type, the shape and the strides of ``like``."""
+        cast = self.device.host_empty(like)
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill_cast(index, cast)
+        return cast
+
+    def _fill_cast(self, index: int, cast: Tensor) -> None:
+        cast.copy_(true_data(self.params[index]))
 
     def settle(self) -> None:
         """Wait until no fill reads the host bytes any more (Rule 4)."""

@@ -14,7 +14,7 @@
    from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with one
    element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
-7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
+7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and wire copies are
    converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
    their bits depend on where a vector ends.
 8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.telemetry import Counters
-from ..disk.direct_file import BLOCK, blocks
+from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import Extent, ScratchFile
 from ..disk.state_ring import Run, StateRing, as_few_runs
@@ -225,14 +225,14 @@ class StateOnDisk:
                 self._copy(state[parameter][key], tensor)
                 state[parameter][key] = tensor
 
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the file with the values of this one (Rule 7); one that is too small stays in memory."""
+    def moved(self, tensor: Tensor) -> tuple[Tensor, FileRange]:
+        """Return a tensor of the file with the values of this one, and its range (Rule 7)."""
         with self._lock, torch.no_grad():
-            if not tensor.dim() or not tensor.numel():
-                return tensor.clone()
             (made,) = self._file.tensors([tensor])
             self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
-            return made
+            place = self._file.place_of(made)
+            assert place is not None
+            return made, FileRange(self._file, *place)
 
     def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
         """Convert a tensor of the file into a wire copy, directly; return False if it is not there, or has a NaN.

@@ -1,7 +1,7 @@
 """Training whose optimizer state is on disk is plain training, bit for bit (``disk=``, ``host_budget="0B"``).
 
-Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters in the scratch
-file and buffers that are smaller than the nets.
+Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters, and FP32 weights
+that travel as wire copies, in the scratch file and buffers that are smaller than the nets.
 """
 
 import functools
@@ -109,7 +109,9 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
         fused_optimizer=cell["fused"],
     )
     if cell["optimizer"] == "adamw":
-        assert found["disk_written"] > found["disk_read"] > 0
+        assert found["disk_written"] > 0 and found["disk_read"] > 0
+        if not cell["precision"].endswith("mixed"):  # else the first pass reads weights
+            assert found["disk_written"] > found["disk_read"]
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,20 @@ def test_host_memory_may_be_written_only_after_the_device_has_read_it():
     fill.wait(found.compute)
     found.synchronize()
     ring.close()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_lies_over_a_file_may_be_written_only_after_the_file_was_read(writable, filed, monkeypatch):
+    """Of a source file nothing can be written, and nobody waits for its reads."""
+    file, _ = filed
+    found, read, ends = Device("cpu"), os.preadv, threading.Event()
+    ring = DirectRing(found, 2 * BLOCK)
+    monkeypatch.setattr(os, "preadv", lambda *given: ends.wait(10) and read(*given))
+    jobs = jobs_of(file, torch.zeros(50000, dtype=torch.uint8))
+    fill = ring.fill(Counters(), [], jobs, contextlib.nullcontext(), [], writable=writable)
+    time.sleep(0.2)
+    assert fill.query() is not writable
+    ends.set()
+    fill.synchronize()
+    fill.wait(found.compute)
+    ring.close()

@@ -261,6 +261,10 @@ def test_a_budget_that_cannot_be_met_names_the_disk():
     with pytest.raises(HostMemoryError, match=r"cannot be met.*Give disk= a folder on a local SSD"):
         streamed(stack(), "cpu", disk=None, host_budget=1000)
     with pytest.raises(HostMemoryError, match=r"and .*iB of optimizer state on the disk the run takes"):
+        streamed(stack(), "cpu", host_budget=1000, wire_dtype="as-is")
+    with pytest.raises(
+        HostMemoryError, match=r"and .*iB of optimizer state and FP32 weights on the disk the run takes"
+    ):
         streamed(stack(), "cpu", host_budget=1000)
 
 
@@ -326,8 +330,8 @@ def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, num
 @pytest.mark.parametrize("at_most", [1000, 5000])
 def test_short_transfers_change_no_bit(at_most, device, monkeypatch):
     preadv, pwritev = os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:at_most]], at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:at_most]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [memoryview(views[0])[:at_most]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [memoryview(views[0])[:at_most]], at))
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
     with streamed(net, device):
@@ -603,7 +607,8 @@ def test_a_loop_with_fabric_and_its_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_stays_within_what_the_choice_says(tmp_path):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
     """First step and loading of state included; anonymous and locked memory."""
     import json
     import pathlib
@@ -612,6 +617,7 @@ def test_memory_stays_within_what_the_choice_says(tmp_path):
 
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
     command = [sys.executable, str(script), "--run", "disk", "--gigabytes", "0.55", "--folder", str(tmp_path)]
+    command += ["--autocast"] * autocast
     said = subprocess.run(command, input="step\n" * 3 + "end\n", stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(said.splitlines()[-1])
     assert found["there"] + found["growth"] <= 1.1 * found["planned"]
