@@ -73,8 +73,8 @@ class FileUnitStore(UnitStore):
     # ---- the host side
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        return (self.slab, *(file.flat for file in self._files))
+    def host_ranges(self) -> list[tuple[int, int]]:
+        return [*super().host_ranges, *((file.flat.data_ptr(), file.nbytes) for file in self._files)]
 
     def _lay_out_slab(self) -> Layout:
         """Lay out the parameters in the slab, but for those in files, which take no bytes there."""
@@ -242,8 +242,8 @@ class ScratchStore(FileUnitStore):
         super().__init__(unit, device, counters, owner, device_dtype, {}, ring, chosen)
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        return (self.slab, *(_bytes(true_data(self.params[index])) for index in self._moved))
+    def host_ranges(self) -> list[tuple[int, int]]:
+        return [*super().host_ranges, *((self._homes[index], range_.nbytes) for index, range_ in self._moved.items())]
 
     def _place(self, weight: Weight) -> Tensor:
         index = self.index_of[id(weight.parameter)]
@@ -301,7 +301,3 @@ class ScratchStore(FileUnitStore):
     def _fill_cast(self, index: int, cast: Tensor) -> None:
         if not self._scratch.converted(true_data(self.params[index]), cast):
             super()._fill_cast(index, cast)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

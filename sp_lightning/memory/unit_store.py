@@ -215,9 +215,10 @@ class UnitStore:
     # ---- several ranks (Rule 11)
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        """The slab, and its face if several ranks share it."""
-        return (self.slab,) if self.shared is None else (self.slab, self.shared.face)
+    def host_ranges(self) -> list[tuple[int, int]]:
+        """The address and the bytes of the slab, and of its face if several ranks share it."""
+        slabs = [self.slab] if self.shared is None else [self.slab, self.shared.face]
+        return [(slab.data_ptr(), slab.nbytes) for slab in slabs]
 
     def may_differ(self) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth."""
