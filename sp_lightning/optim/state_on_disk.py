@@ -40,9 +40,10 @@ from ..compat.references import are_tensors_of_entry_shared
 from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
-from ..disk.scratch_file import Extent, ScratchFile
+from ..disk.scratch_file import Extent, ScratchFile, check_room
 from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
+from ..memory.footprint import state_nbytes
 from ..memory.layout import is_dense
 from ..memory.weights import Conversion
 from .pieces import (
@@ -165,6 +166,14 @@ class StateOnDisk:
         self._made_ring: StateRing | None = None
         self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def check_room(self, optimizers: Iterable[Optimizer], checkpoints: int) -> None:
+        """Raise DiskError if the disk has no room for the state that these will make, and so many bytes of checkpoints.
+
+        Of optimizers whose state is unknown nothing is counted.
+        """
+        to_come = sum(state_nbytes(optimizer, self.parameters) or 0 for optimizer in optimizers)
+        check_room(self._file.folder, to_come, checkpoints)
 
     @property
     def ring_nbytes(self) -> int:
