@@ -33,10 +33,12 @@ from torch.optim import (
     ASGD,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -60,6 +62,7 @@ _params = operator.itemgetter("params")
 # Exactly these classes: a subclass may do anything in its step.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
+PER_PARAMETER = frozenset({Adafactor, Muon})  # each parameter's step depends on all of its elements, and on no other
 
 # ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
 GRAIN = 32768
@@ -163,6 +166,16 @@ def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | Non
     if type(optimizer) not in ELEMENTWISE:
         return None
     return ShadowStep(functools.partial(regroup_in_pieces, piece=piece)).attach(optimizer)
+
+
+def step_each(optimizer: Optimizer) -> ShadowStep | None:
+    """Have the steps of a class that steps each parameter as a whole run on a shadow, which nothing regroups yet.
+
+    Returns None, and changes nothing, if the class is not known to be one.
+    """
+    if type(optimizer) not in PER_PARAMETER:
+        return None
+    return ShadowStep(lambda shadow, _: all_of(shadow)).attach(optimizer)
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:

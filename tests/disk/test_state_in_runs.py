@@ -160,7 +160,7 @@ def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
     assert list(optimizer.state) == [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "LBFGS", "of the user's own", "foreach"])
+@pytest.mark.parametrize("kind", ["LBFGS", "of the user's own", "foreach", "Adafactor, foreach"])
 def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(kind, device, caplog):
     class Own(torch.optim.Optimizer):
         def __init__(self, params):
@@ -174,8 +174,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
                 p.sub_(state["sum"], alpha=0.01)
 
     makes = {
-        "Adafactor": torch.optim.Adafactor,
-        "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
+        "Adafactor, foreach": functools.partial(torch.optim.Adafactor, foreach=True),
         "LBFGS": torch.optim.LBFGS,
         "of the user's own": Own,
         "foreach": functools.partial(torch.optim.AdamW, foreach=True),
@@ -193,7 +192,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
         with context(net) as handle, caplog.at_level(logging.INFO):
             for _ in range(3):
                 optimizer.step(closure) if kind == "LBFGS" else (closure(), optimizer.step())
-            if context is not plain and kind in ("Muon", "of the user's own", "foreach"):
+            if context is not plain and kind in ("of the user's own", "foreach"):
                 net(batch(device))
                 assert all(on_disk(handle, optimizer)), kind
         return net, optimizer
@@ -204,6 +203,41 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
         assert torch.equal(net.state_dict()[name], weight), name
     said = [message for message in caplog.messages if "cannot be stepped in portions" in message]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, masters, device, caplog):
+    makes = {
+        "Adafactor": torch.optim.Adafactor,
+        "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
+    }
+    found = []
+    for where in (True, False):
+        net = stack()
+        optimizer = makes[kind](list(net.parameters()))
+        options = {"window": 2, "master_weights": masters, "wire_dtype": "as-is"}
+        with streamed(net, device, **options) if where else sp_lightning.stream(net, device, **options) as handle:
+            for _ in range(3):
+                (train_half if masters else train)(net, optimizer, device, 1)
+            if where:
+                weights = [p.nbytes for p in net.parameters() if kind == "Adafactor" or p.dim() == 2]
+                state = [p.nbytes for p in net.parameters() if p.dim() == (2 if kind == "Muon" else 1)]
+                assert handle.stats()["disk_read"] == 2 * sum(state) + 3 * masters * sum(weights)
+                assert resident(os.getcwd()) == 0 or (masters and kind == "Muon")  # whose other weights are not stepped
+        found.append((net, optimizer))
+    assert_same(*found)
+    assert not any("cannot be stepped in portions" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
+def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
+    net = stack()
+    optimizer = getattr(torch.optim, kind)(net.parameters())
+    with streamed(net, device, fused_optimizer=True) as handle:
+        train(net, optimizer, device, 3)
+        assert handle.stats()["disk_read"] > 0 and resident(os.getcwd()) == 0
+    assert_same((net, optimizer), trained(3, getattr(torch.optim, kind), device))
 
 
 # ---- what is refused
@@ -446,7 +480,9 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
         train_half(nets[0], optimizers[0], device, 1)
         after = handle.stats()
         weights = sum(p.nbytes for p in nets[0].parameters())
-        moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 0}[kind] * weights
+        moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 1}[kind] * weights
+        if kind == "Adafactor":  # has state of a parameter's shape for vectors alone
+            moved += sum(p.nbytes for p in nets[0].parameters() if p.dim() == 1)
         assert [after[name] - before[name] for name in ("disk_read", "disk_written")] == [moved, moved]
         with torch.no_grad():  # user code writes weights
             nets[0][1][0].weight.mul_(0.5)
