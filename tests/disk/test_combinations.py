@@ -156,3 +156,46 @@ def test_features_together(cell):
     expected = run(plain)
     options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": cell["overlap"], **masters}
     parity.compare(expected, run(parity.streaming_strategy(cell["accelerator"], **options)))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", ["groups", "adafactor"])
+def test_several_runs_of_one_module(precision, optimizer, device):
+    """Fits, validations and predictions, of which one is plain: weights live on in one file after another."""
+    case = models.case("mlp")
+
+    def trainer(strategy):
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+        return L.Trainer(
+            strategy=strategy,
+            accelerator=device.type,
+            precision=precision,
+            enable_checkpointing=False,
+            **options,
+        )
+
+    def run(streams):
+        L.seed_everything(0, verbose=False)
+        module, seen = Combined(case, optimizer, "step"), []
+        options = {"host_budget": "0B", "disk": os.getcwd()}
+        for number in range(4):
+            plain = number == 2 or not streams
+            made = trainer(
+                parity.plain_strategy(device.type) if plain else parity.streaming_strategy(device.type, **options)
+            )
+            made.fit(module, models.loader(case, 3), models.loader(case, 1))
+            seen += [
+                value
+                for found in made.validate(module, models.loader(case, 2), verbose=False)
+                for value in found.values()
+            ]
+            seen += [float(out.float().sum()) for out in made.predict(module, models.loader(case, 2))]
+        made.fit(module, models.loader(case, 3))  # the same Trainer again, which has ended
+        return seen, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+    if device.type == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    (expected, plain), (found, weights) = run(False), run(True)
+    assert found == expected
+    for name, value in plain.items():
+        assert parity.difference(value, weights[name]) is None, name

@@ -142,7 +142,8 @@ def test_loaded_state_moves_to_the_disk_and_what_user_code_still_refers_to_does_
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             train(net, optimizer, device)
         gc.collect()
-        assert os.fstat(handle._disk._file._fd).st_blocks * 512 <= used
+        extents = 4096  # ext4 lists the ranges of a file in a block of its own once they are more than four
+        assert os.fstat(handle._disk._file._fd).st_blocks * 512 <= used + extents
 
 
 def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
