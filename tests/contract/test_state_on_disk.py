@@ -118,8 +118,9 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
     "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
-def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator):
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, precision):
     case = FAMILIES[name].case
     for library in case.tags:
         pytest.importorskip(library)
-    assert check(case, accelerator, window=2)["disk_read"] > 0
+    assert check(case, accelerator, precision, window=2)["disk_read"] > 0
