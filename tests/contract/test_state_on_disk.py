@@ -17,6 +17,12 @@ import parity
 from sp_lightning.disk import state_ring
 
 WINDOWS = {"1": 1, "2": 2, "all": 64}
+NOT_UNDER_AUTOCAST = {  # plain runs on the CPU, too
+    "bigbird": "scatters values of another type",
+    "tv_faster_rcnn": "suppresses boxes of another type",
+    "tv_retinanet": "suppresses boxes of another type",
+    "tv_video": "has another gradient of a convolution in each run",
+}
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mixed", "64-true"]
 
 
@@ -123,4 +129,6 @@ def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, 
     case = FAMILIES[name].case
     for library in case.tags:
         pytest.importorskip(library)
+    if precision == "bf16-mixed" and name in NOT_UNDER_AUTOCAST:
+        pytest.skip(f"under autocast it {NOT_UNDER_AUTOCAST[name]}")
     assert check(case, accelerator, precision, window=2)["disk_read"] > 0
