@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import in_files
 import pytest
 import torch
 from hypothesis import given
@@ -56,26 +57,12 @@ def test_weights_that_are_close_are_read_together():
     assert [[part.weight for part in piece.parts] for piece in cut] == [[0, 1], [2]]
 
 
-def flags_at(address):
-    """The kernel's flags of the mapping with this address."""
-    inside = False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            first = line.split()[0]
-            if "-" in first and not first.endswith(":"):
-                begin, end = (int(part, 16) for part in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "VmFlags:":
-                return line.split()[1:]
-    return []
-
-
 def test_a_forked_process_does_not_get_the_buffers(device):
     ring = DirectRing(Device(device), 1 << 20)
     addresses = [buffer.flat.data_ptr() for buffer in ring._buffers]
-    assert all(address % BLOCK == 0 and "dc" in flags_at(address) for address in addresses)
+    assert all(address % BLOCK == 0 and "dc" in in_files.flags_at(address) for address in addresses)
     ring.close()
-    assert not any("dc" in flags_at(address) for address in addresses)
+    assert not any("dc" in in_files.flags_at(address) for address in addresses)
 
 
 @pytest.fixture
