@@ -11,6 +11,7 @@ import abc
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,7 @@ class DirectFile(abc.ABC):
         self._direct: int | None = None
         self.is_direct = False
         self._contents = contents
+        self._said = threading.Lock()  # taken by the first of several threads that are refused, for good
 
     def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
         """Read bytes from a multiple of BLOCK on into memory that has room for whole blocks (Rule 1)."""
@@ -136,6 +138,8 @@ class DirectFile(abc.ABC):
         self._say_buffered(str(why))
 
     def _say_buffered(self, why: str) -> None:
+        if not self._said.acquire(blocking=False):
+            return
         log.warning(
             "superpipeline: %s, on %s, cannot be read directly (%s): %s through the page cache, which takes several "
             "times the processor's time",
