@@ -8,7 +8,7 @@
 3. As long as no page of a weight was written, the file has its bytes. Once one was, whoever wrote it, the weight's
    memory has them, and the pages next to it are still right as well.
 4. A file has to stay what it was when its weights were loaded: its size and its time of modification are compared
-   before and after each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
+   after the last read of each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
 5. A network filesystem may show a change of a file late, or not at all: weights are not left there.
 """
 

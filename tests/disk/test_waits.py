@@ -346,6 +346,88 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(filed, device, monkeyp
     ring.close()
 
 
+# ---- units of which weights are in files
+
+
+def mixed(folder=None):
+    """A net of which each unit has a frozen weight, in a file if there is a folder, and others in memory."""
+    net = stack()
+    for layer in net:
+        layer[0].weight.requires_grad_(False)
+    if folder is not None:
+        in_files.put(net, str(folder))
+    return net
+
+
+def evicted(handle):
+    """The store of a unit that is not on the device, and its layer."""
+    unit = next(unit for unit in handle.engine.units if not unit.store.is_loaded)
+    return unit.store, handle.module.get_submodule(unit.name)
+
+
+def on_device(store, parameter):
+    """What comes of a weight on the device by the fill that was begun."""
+    store.wait_load()
+    index = next(index for index, (_, one) in enumerate(store.unit.params) if one is parameter)
+    return store.device_view(index).cpu()
+
+
+@torch.no_grad()
+def test_a_weight_in_a_file_that_a_step_is_about_to_write_goes_up_as_it_is_after_that(device, tmp_path):
+    """The kernel is asked which pages were written only after the step."""
+    net, x = mixed(tmp_path), torch.ones(3, 65)
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(x.to(device))
+        (store, layer), engine, wait = evicted(handle), handle.engine, handle.engine.wait_step
+        (weight,) = todo = [p for p in layer.parameters() if p.dim() == 2]
+        before = weight.detach().clone()
+
+        def step(unit):
+            if todo:
+                todo.pop().mul_(2)
+            wait(unit)
+
+        engine.wait_step = step
+        store.load()
+        del engine.wait_step
+        assert not todo and torch.equal(on_device(store, weight), before * 2)
+        store.free()
+
+
+@pytest.mark.simgpu
+@torch.no_grad()
+def test_weights_in_memory_beside_those_in_files_are_written_only_after_they_went_up(tmp_path):
+    import simgpu
+
+    device, net = torch.device("simgpu", 0), mixed(tmp_path)
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(torch.ones(3, 65, device=device))
+        store, layer = evicted(handle)
+        (bias,) = (p for p in layer.parameters() if p.dim() == 1)
+        before = bias.detach().clone()
+        simgpu.config.h2d_us = 50_000
+        store.load()
+        bias.data.fill_(7)
+        assert torch.equal(on_device(store, bias), before)
+        store.free()
+
+
+@torch.no_grad()
+def test_a_fill_that_failed_is_no_error_where_a_unit_is_evicted(device, tmp_path, monkeypatch):
+    net, x = mixed(tmp_path), torch.ones(3, 65)
+    expected = mixed().to(device)(x.to(device)).cpu()
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(x.to(device))
+        store, _ = evicted(handle)
+        with monkeypatch.context() as broken:
+            disk = Disk(broken, "preadv", fails=range(100))
+            store.load()
+            store.ready.on_device.exception()
+            store.free()
+            assert disk.begun
+        assert torch.equal(net(x.to(device)).cpu(), expected)
+
+
 # ---- whole runs
 
 
