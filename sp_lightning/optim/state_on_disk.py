@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compat.references import are_tensors_of_entry_shared
+from ..core.malloc import freed
 from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, blocks
 from ..disk.direct_ring import Buffer
@@ -224,6 +225,7 @@ class StateOnDisk:
             for key, tensor in zip(keys, moved, strict=True):
                 self._copy(state[parameter][key], tensor)
                 state[parameter][key] = tensor
+        freed(sum(tensor.nbytes for tensor in moved))
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the file with the values of this one (Rule 7); one that is too small stays in memory."""

@@ -146,3 +146,26 @@ def traffic(optimizer, fuses, nbytes):
     if fuses and type(optimizer) not in FUSED:
         return 0, nbytes
     return (4 * nbytes, 5 * nbytes) if isinstance(optimizer, Adagrad) else (3 * nbytes, 4 * nbytes)
+
+
+def anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_state_that_moved_into_the_file_leaves_nothing_in_memory(file):
+    """As it is loaded, parameter by parameter: malloc keeps freed blocks of less than 32 MiB (core/malloc.py)."""
+    large = torch.zeros(31 << 20, dtype=torch.uint8)
+    del large  # from here on, malloc takes all smaller ones from its heap
+    params = [torch.nn.Parameter(torch.zeros(3 << 20)) for _ in range(12)]
+    optimizer = AdamW(params)
+    with on_disk(file, optimizer) as disk:
+        before = None
+        for param in params:
+            made = {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": torch.tensor(1.0), **made}
+            del made
+            disk.adopt_one(optimizer, param)
+            before = before or anonymous()
+        assert spilled(disk, optimizer) == 12 * 2 * (12 << 20)
+        assert anonymous() - before < 100 << 20
