@@ -23,7 +23,7 @@ from sp_lightning.disk.direct_ring import DirectRing, Target, pieces
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.source_files import BLOCK, Place, SourceFile
 from sp_lightning.disk.state_ring import BUFFERS, SMALLEST, Run, StateRing
-from sp_lightning.errors import DiskError, OptionError
+from sp_lightning.errors import DiskError, OptionError, SourceFileError
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pieces import step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -331,8 +331,6 @@ def test_a_weight_is_converted_only_after_the_device_has_the_one_before(filed):
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(filed, device, monkeypatch):
-    from sp_lightning.errors import SourceFileError
-
     found = Device(device)
     ring, flat = DirectRing(found, 2 * BLOCK), torch.zeros(50000, dtype=torch.uint8, device=device)
     found.synchronize()
@@ -464,6 +462,16 @@ def test_after_a_run_no_file_is_open_and_no_thread_is_left(what, device, begun, 
         save_directly(net.state_dict(), tmp_path / "saved")
         assert open_files(tmp_path) and handle.stats()["disk_read"] > 0
     assert open_files(tmp_path) == [] and not begun()
+    assert not [name for name in open_files("/proc") if name.endswith("pagemap")]
+
+
+def test_files_of_weights_are_closed_if_one_of_them_is_gone(tmp_path):
+    net = stack().requires_grad_(False)
+    paths = in_files.put(net, str(tmp_path))
+    os.remove(paths[1])
+    with pytest.raises(SourceFileError):
+        sp_lightning.stream(net, "cpu", host_budget="0B")
+    assert open_files(tmp_path) == []
 
 
 def save_directly(checkpoint, path):
