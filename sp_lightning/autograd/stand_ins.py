@@ -283,10 +283,16 @@ class StreamedUnit:
 
     def sizes(self) -> UnitBytes:
         """Return the unit's byte counts, from which sizes are chosen."""
-        fields = zip(self.store.layout.fields, self.store.params, strict=True)
-        trained = [(field.nbytes, p.numel()) for field, p in fields if p.requires_grad]
-        gradients, elements = sum(nbytes for nbytes, _ in trained), sum(numel for _, numel in trained)
-        return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident, elements)
+        fields = zip(self.store.layout.fields, self.store.host_layout.fields, self.store.params, strict=True)
+        trained = [(field, host, p.numel()) for field, host, p in fields if p.requires_grad]
+        return UnitBytes(
+            self.name,
+            self.store.nbytes,
+            gradient_nbytes=sum(field.nbytes for field, *_ in trained),
+            resident=self.unit.resident,
+            trained=sum(numel for *_, numel in trained),
+            cast=sum(numel for field, host, numel in trained if field.dtype is not host.dtype),
+        )
 
     def host_bytes(self) -> UnitHostBytes:
         """Return the unit's bytes on the host, and those that its gradients will take there."""

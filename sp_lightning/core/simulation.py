@@ -72,6 +72,7 @@ class UnitCost:
     disk_nbytes: int = 0  # of each load, that are read from files
     state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
     state_written_nbytes: int = 0
+    cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
 
     def up_s(self, machine: Machine) -> float:
         """Return the seconds of a load: files are read while what was read goes up."""
@@ -335,7 +336,8 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
 
 
 def _in_memory_s(unit: UnitCost, machine: Machine) -> float:
-    return unit.trained * unit.parameters * machine.optimizer_bytes_per_parameter / machine.dram_bytes_per_s
+    nbytes = unit.parameters * machine.optimizer_bytes_per_parameter + unit.cast * machine.cast_bytes_per_parameter
+    return unit.trained * nbytes / machine.dram_bytes_per_s
 
 
 # ---- issuing

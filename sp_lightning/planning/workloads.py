@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..core.machine import Machine
 from ..core.simulation import UnitCost, floor
 
-HALF = 2  # bytes of a bf16 number
+HALF, SINGLE = 2, 4  # bytes of a number in bf16 and in FP32
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Workload:
     ) -> list[UnitCost]:
         """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each.
 
+        The weights on the host are FP32.
         ``chunked``: the loss is in chunks, whose logits are made once more in backward.
         """
         return [
@@ -70,6 +71,7 @@ class Workload:
                 up_nbytes=part.parameters * up_bytes,
                 down_nbytes=part.parameters * down_bytes,
                 parameters=part.parameters,
+                cast=part.parameters * (up_bytes < SINGLE),
                 forward_flops=2 * part.active * tokens,
                 backward_flops=(6 if chunked and part.vocabulary else 4) * part.active * tokens,
                 activation_nbytes=round(

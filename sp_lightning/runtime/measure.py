@@ -74,6 +74,7 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
         flops_per_s=measure_flops(here, dtype, effort),
         dram_bytes_per_s=dram,
         optimizer_bytes_per_parameter=dram / parameters_per_s,
+        cast_bytes_per_parameter=Machine.cast_bytes_per_parameter,
     )
 
 
@@ -98,6 +99,7 @@ def _without_compute(device: Device, link: LinkSpeed, parameters_per_s: float) -
         device_nbytes=device.memory()[1],
         host_nbytes=host_memory().total,
         optimizer_bytes_per_parameter=1,
+        cast_bytes_per_parameter=Machine.cast_bytes_per_parameter / Machine.optimizer_bytes_per_parameter,
     )
 
 
