@@ -30,6 +30,7 @@ import itertools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -75,7 +76,7 @@ class Recompute:
         self._anchor = torch.empty(0, device=device.torch_device)
         self._written = written
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
-        self._copies: dict[str, _Copies] = {}  # by unit
+        self._copies = _Copies()
 
     @never_compiled
     def run(
@@ -87,8 +88,7 @@ class Recompute:
         gradients flow through.
         """
         try:
-            copies = self._copies.setdefault(name, _Copies())
-            before = _ForwardSnapshot(name, root, args, kwargs, self._written, copies)
+            before = _ForwardSnapshot(name, root, args, kwargs, self._written, self._copies)
         except _CannotCopy:
             raise ExactnessError(
                 f"{name} keeps, or is passed, an iterator that cannot be copied, so its forward cannot run again; "
@@ -241,7 +241,7 @@ class _State:
 
 
 class _Copy:
-    """A copy of a value, and what shows whether either of them has changed since."""
+    """A copy of a plain value, which no code changes, and what shows whether the value has changed since."""
 
     def __init__(self, value: Any, contents: list[tuple[Any, tuple[Any, ...]]]) -> None:
         memo: dict[int, Any] = {}
@@ -249,6 +249,7 @@ class _Copy:
         self.parts = {id(part): memo[id(part)] for part, _ in contents if id(part) in memo}  # copies, by the originals
         self._contents = contents  # refers to the originals, whose ids stay theirs
         self._of_copy = _contents(self.copy) or []
+        self._given_back: list[_Copy] = []  # copies of this copy
 
     @property
     def is_true(self) -> bool:
@@ -256,41 +257,39 @@ class _Copy:
         both = itertools.chain(self._contents, self._of_copy)
         return all(len(then) == len(now := _items(part)) and all(map(operator.is_, now, then)) for part, then in both)
 
+    def take(self) -> _Copy:
+        """Copy the copy for a second run, which may change what it gets."""
+        while self._given_back:
+            if (again := self._given_back.pop()).is_true:
+                return again
+        return _Copy(self.copy, self._of_copy)
+
+    def give_back(self, again: _Copy) -> None:
+        """Give back what was taken, after the run."""
+        self._given_back.append(again)
+
 
 class _Copies:
-    """The copies of a unit's plain values for its next snapshot, and for its next second run (Rule 1)."""
+    """The copies of plain values, each for all units that keep it (Rule 1)."""
 
     def __init__(self) -> None:
-        self._of_first: dict[int, _Copy] = {}
-        self._of_second: dict[int, _Copy] = {}
+        self._of_units: dict[str, dict[int, _Copy]] = {}  # by the ids of the values
+        self._all: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
 
-    def for_snapshot(self, state: _State) -> dict[int, _Copy]:
-        """Return copies of the plain values in a state, by their ids. No code sees them: they are copied once more."""
-        self._of_first = _plain_copies(state.values, self._of_first)
-        return self._of_first
-
-    def take(self, state: _State) -> dict[int, _Copy]:
-        """Take the copies for a second run, which may change them."""
-        before, self._of_second = self._of_second, {}
-        return _plain_copies(state.values, before)
-
-    def put_back(self, copies: dict[int, _Copy]) -> None:
-        """Give back what was taken, after the run."""
-        self._of_second = copies
-
-
-def _plain_copies(values: list[Any], before: dict[int, _Copy]) -> dict[int, _Copy]:
-    """Return copies of those values that are plain, by their ids: those from before that are true, and new ones."""
-    found: dict[int, _Copy] = {}
-    for value in values:
-        known = before.get(id(value))
-        if id(value) in found:
-            continue
-        if known is not None and known.is_true:
-            found[id(value)] = known
-        elif (contents := _contents(value)) is not None:
-            found[id(value)] = _Copy(value, contents)
-    return found
+    def of(self, name: str, state: _State) -> dict[int, _Copy]:
+        """Return copies of the plain values in a unit's state, by their ids."""
+        found: dict[int, _Copy] = {}
+        for value in state.values:
+            known = self._all.get(id(value))
+            if id(value) in found:
+                continue
+            if known is None or not known.is_true:
+                contents = _contents(value)
+                known = None if contents is None else _Copy(value, contents)
+            if known is not None:
+                found[id(value)] = self._all[id(value)] = known
+        self._of_units[name] = found
+        return found
 
 
 def _contents(value: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
@@ -341,8 +340,7 @@ class _ForwardSnapshot:
         self._written = written
         self._modules = list(root.modules())
         now = _State(self._modules)
-        self._copies = copies
-        plain = copies.for_snapshot(now)
+        plain = copies.of(name, now)
         values = [value for _, then in now.attributes for value in then.values() if id(value) not in plain]
         self._foreign = _foreign(values, self._modules)
         reached = reachable([value for value in values if id(value) not in self._foreign])
@@ -351,6 +349,7 @@ class _ForwardSnapshot:
         memo = {**self._foreign}
         self._arguments = _copied((args, kwargs), memo)
         self._before = now.copied(memo, plain)
+        self._plain = list(plain.values())
         self.weights: dict[Any, Tensor] = {}
         self._now: list[contextlib.ExitStack] = []  # in a second run: what puts back the state of now
         self._offload: Offload | None = None
@@ -429,9 +428,10 @@ class _ForwardSnapshot:
         now.callback(before.restore)
         now.callback(setattr, self._written, "restored", self._written.restored)
         self._memo = {**self._foreign}
-        copies = self._copies.take(self._before)
-        now.callback(self._copies.put_back, copies)
-        self._before.copied(self._memo, copies).restore()
+        taken = {id(plain.copy): plain.take() for plain in self._plain}
+        for plain in self._plain:
+            now.callback(plain.give_back, taken[id(plain.copy)])
+        self._before.copied(self._memo, taken).restore()
         self._written.restored = self.weights
         if self._before.device != before.device:
             now.enter_context(self._before.device)
