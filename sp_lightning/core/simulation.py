@@ -32,6 +32,7 @@ device allocator wastes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -264,7 +265,8 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
     both: list[tuple[tuple[LaneName, LaneName], float]]
     both = [(("up", "down"), machine.duplex), (("disk in", "disk out"), machine.disk_duplex)]
 
-    def rates(busy: Collection[LaneName]) -> dict[LaneName, float]:
+    @functools.cache
+    def rates(busy: tuple[LaneName, ...]) -> dict[LaneName, float]:
         found = dict.fromkeys(busy, 1.0)
         for ways, share in both:
             if all(way in busy for way in ways):
@@ -272,7 +274,7 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
         taken = sum(found[name] * shares.get(name, 0.0) for name in busy)
         return found if taken <= 1 else {name: found[name] / (taken if name in shares else 1.0) for name in busy}
 
-    return rates
+    return lambda busy: rates(tuple(busy))
 
 
 def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
