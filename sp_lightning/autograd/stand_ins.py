@@ -115,10 +115,11 @@ class StandIns:
         """Put the stand-ins into the slots; the unit is resident (Rule 2)."""
         if self.bound:
             return
+        params, outputs, autocast = self.store.params, self.outputs, self.store.autocast
         for index, slot in self.slots:
-            if index not in self.store.autocast:
-                self._bound_slots += slot.replace(self.store.params[index], self.outputs[index])
-            elif index in self.full_precision.enabled and slot.get() is self.store.params[index]:
+            if index not in autocast:
+                self._bound_slots += slot.replace(params[index], outputs[index])
+            elif index in self.full_precision.enabled and slot.get() is params[index]:
                 slot.set(self.full_precision.tensor(index))
         for entry in self.hidden:
             entry.hide()
@@ -130,10 +131,10 @@ class StandIns:
             return
         if self.data_exposed[0]:
             self.store.rejoin(self.outputs)
+        params, outputs = self.store.params, self.outputs
         for index, slot in self.slots:
-            host = self.store.params[index]
-            if not slot.replace(self.outputs[index], host) and index in self.full_precision.copies:
-                slot.replace(self.full_precision.copies[index], host)
+            if not slot.replace(outputs[index], params[index]) and index in self.full_precision.copies:
+                slot.replace(self.full_precision.copies[index], params[index])
         for entry in reversed(self.hidden):
             entry.show()
         self.full_precision.end_visit()
