@@ -52,11 +52,6 @@ class Workload:
         """Number of parameters of the whole model."""
         return sum(part.parameters for part in self.parts)
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether there is a head whose loss may be in chunks."""
-        return any(part.vocabulary for part in self.parts)
-
     def units(
         self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF, chunked: bool = False
     ) -> list[UnitCost]:
