@@ -53,7 +53,7 @@ class GradientVersions:
             self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
 
     def note_accumulated(self, parameters: list[Tensor], before: Mark) -> None:
-        """Record that the gradients were accumulated into ``.grad``, of which ``before`` is the mark from before."""
+        """Record that the gradients were accumulated; ``before`` is the mark of each ``.grad`` until then."""
         known, mark = self._marks[id(parameters[0])]
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])

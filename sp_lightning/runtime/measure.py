@@ -134,7 +134,7 @@ def measure_link(device: Device, effort: Effort = QUICK) -> LinkSpeed:
 
 
 def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
-    """Measure the share of its speed that each way up keeps while those of all devices, one or more, run at once."""
+    """Measure what share of its speed a device's way up keeps while the ways up of all these devices run at once."""
     limit = min(_largest(device.memory()[0], effort) for device in devices)
     nbytes = max(LEAST_COPY, min(limit, _largest(host_memory().free, effort) // len(devices)))
     ways = [(device, _way_up(device, nbytes)) for device in devices]
