@@ -137,7 +137,8 @@ class StandIns:
                 slot.replace(self.full_precision.copies[index], params[index])
         for entry in reversed(self.hidden):
             entry.show()
-        self.full_precision.end_visit()
+        if self.full_precision.copies:
+            self.full_precision.end_visit()
         self._bound_slots = 0
         self.bound = False
 
