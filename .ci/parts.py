@@ -40,6 +40,7 @@ class Part(NamedTuple):
 EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
 STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "runtime"))
 PARITY = "tests/ranks/test_parity_with_ddp.py"
+IN_FILES = "tests/contract/test_weights_in_files.py::test_weights_that_stay_in_files_train"
 RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
@@ -60,6 +61,8 @@ PARTS = {
         ("tests/contract/test_state_on_disk.py", "tests/optim/test_portions.py"),
         ("sp_lightning/disk/", "sp_lightning/optim/"),
     ),
+    "disk-weights": Part((f"{IN_FILES}_as_in_memory",), ("sp_lightning/disk/",)),
+    "disk-autocast": Part((f"{IN_FILES}_under_autocast_as_in_memory",), ("sp_lightning/disk/",)),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),

@@ -4,7 +4,9 @@
 
 Each case trains a model of 537 MB of FP32 parameters with AdamW on the CPU, which is each rank's device, and sums the
 proportional set size of all ranks (``/proc/PID/smaps_rollup``: a page that four processes map counts a quarter in
-each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile.
+each): its growth since before the model was made. The ranks stop for it, so that nothing changes meanwhile. Pages of
+files are left out: libtorch's alone are several hundred MB, and of those a rank's share grows when any other process
+of the machine that maps them ends. Weights, gradients and state lie in none: shared ones are memory files.
 
 Expected is what a plan counts (footprint.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
 and 8 for the state, once, and in each rank the gradients of the units that are on their way to their owners; where they
@@ -94,9 +96,9 @@ def show(size: int, case: str, found: dict[str, Any]) -> None:
 
 
 def proportional(process: int) -> int:
-    """Read the proportional set size of a process, in bytes."""
+    """Read the proportional set size of a process without the pages of files, in bytes."""
     with open(f"/proc/{process}/smaps_rollup") as rollup:
-        return next(1024 * int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+        return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def measure(options: argparse.Namespace) -> None:

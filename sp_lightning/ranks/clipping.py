@@ -67,7 +67,10 @@ class Clipping:
         at_once: list[Tensor] = []
         for parameter in parameters:
             place = self._places.get(id(parameter))
-            if place is None or not self._exchange.is_mean(*place):
+            if place is None or true_grad(parameter) is None:
+                at_once.append(parameter)
+            elif not self._exchange.is_mean(*place):  # but it may show the mean, on this rank alone
+                self._factors[place].append(factor)
                 at_once.append(parameter)
             else:
                 of_units[place[0]].append(place[1])

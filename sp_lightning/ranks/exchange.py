@@ -403,16 +403,11 @@ class Exchange:
         used = USED if id(parameter) in self._used else 0
         self.board.post(self._firsts[store] + index, (place * len(TYPES) + TYPES.index(grad.dtype)) * 4 + AT + used)
 
-    def end_backward(self) -> None:
-        """Note that this rank's backward has ended: others wait for its gradients no longer (Rule 8)."""
-        self._stand(ENDED)
+    def _post_rest(self, backward: _Backward) -> None:
+        """Post what lies in ``.grad`` alone, or "none", for each parameter of which nothing was posted (Rules 1 and 5).
 
-    def finish(self) -> None:
-        """Exchange what this backward made. Every rank comes here (Rules 1 to 3)."""
-        backward = self._backward
-        assert backward is not None
-        while backward.under_way:
-            self._post_next(backward)
+        A name for a gradient that outlived this would count as user code's reference to it (Rule 3).
+        """
         for store in self.stores:
             self._keep_old(backward, store)
             for index, parameter in enumerate(store.params):
@@ -423,6 +418,18 @@ class Exchange:
                         self.board.post(self._firsts[store] + index, used)
                     else:
                         self._post(backward, store, index, None, grad)
+
+    def end_backward(self) -> None:
+        """Note that this rank's backward has ended: others wait for its gradients no longer (Rule 8)."""
+        self._stand(ENDED)
+
+    def finish(self) -> None:
+        """Exchange what this backward made. Every rank comes here (Rules 1 to 3)."""
+        backward = self._backward
+        assert backward is not None
+        while backward.under_way:
+            self._post_next(backward)
+        self._post_rest(backward)
         self.board.meet()
         self._end_job(backward)
         shown = [

@@ -27,6 +27,8 @@ def check(size, device, **settings):
         ("cpu", {"edits": True, "clip": True}),
         ("cpu", {"optimizer": "adafactor", "edits": True}),
         ("cpu", {"optimizer": "foreach", "accumulate": 2}),
+        ("cpu", {"accumulate": 2, "clip": True}),
+        ("cpu", {"accumulate": 2, "clip": True, "holds": True}),
         pytest.param("simgpu", {"accumulate": 2, "edits": True}, marks=pytest.mark.simgpu),
         pytest.param("simgpu", {"optimizer": "sgd", "keeps_zeros": True}, marks=pytest.mark.simgpu),
     ],

@@ -82,6 +82,7 @@ def train(
     clip: bool = False,
     edits: bool = False,
     keeps_zeros: bool = False,
+    holds: bool = False,
     repeats_from: int = STEPS,
     renewals: int = 0,
 ) -> Found:
@@ -89,6 +90,7 @@ def train(
 
     ``repeats_from``: the step from which on a block runs twice.
     ``renewals``: how often another optimizer takes over; only the first rank keeps those before.
+    ``holds``: the first rank's user code refers to gradients that accumulate.
     ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -108,6 +110,7 @@ def train(
             no_sync = handle.no_sync
         stepped = OPTIMIZERS[optimizer](net.parameters())
         losses, kept = [], [stepped]
+        held: list[Tensor | None] = []
         for step in range(STEPS):
             if step % accumulate == 0:
                 stepped.zero_grad(set_to_none=not keeps_zeros)
@@ -128,10 +131,12 @@ def train(
                     (net.eval() if streamed is not None else ddp.module.eval())(tokens, None)
                 net.train()
             if not last:
+                held = [p.grad for p in net.parameters()] if holds and rank == 0 else []
                 continue
             if clip:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.3)
             stepped.step()
+            assert all(one is None or torch.equal(one, p.grad) for one, p in zip(held, net.parameters(), strict=False))
             if edits:
                 edit(net, stepped)
         return Found(
