@@ -95,9 +95,9 @@ class GradientSlab:
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
-        wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
-        self._widened = set(wide_views)
-        self._tensors = [*[slot.tensor for slot in self._slots.values()], *wide_views.values()]
+        self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
+        self._tensors = [slot.tensor for slot in self._slots.values()]
+        self._tensors += [slot.wide_view for slot in self._slots.values() if slot.wide_view is not None]
         self._storages = {storage_id(storage): storage for storage in map(Tensor.untyped_storage, self._tensors)}
         self._untouched = self._traces()
         # By the gradients that came together before, and their types.
