@@ -1,12 +1,13 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks]
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --files]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
-inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`. Each is replaced by its arguments in a
-copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`. The output has a line for each wait; the
-exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks`` writes its result into
-CONTRIBUTING.md, between the two marks there.
+inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--files`` one for reads and
+writes of files, and what else orders them there, such as a lock: see `OF_FILES`. Each is replaced by its arguments in a
+copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`, or those of the file in `FOR_FILES`. The
+output has a line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks``
+and ``--files`` writes its result into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py")
@@ -43,13 +44,36 @@ BESIDE |= {"observe/disk_speed.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where units are summed, which are not due yet
-BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "faces", "owners", "team")}
+BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "user_edits")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
-# Waits for reads and writes of files: `TESTS` have nothing in files, so these were not deleted yet.
-FOR_FILES = {f"disk/{name}.py" for name in ("direct_ring", "file_store", "state_ring", "checkpoint_file")}
-FOR_FILES |= {"optim/state_on_disk.py"}
+# Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.
+_IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
+_ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")
+_CHECKPOINTS = (
+    "tests/disk/test_waits_for_files.py",
+    "tests/disk/test_checkpoint_file.py",
+    "tests/lightning/test_checkpoints.py",
+)
+FOR_FILES = {
+    "disk/checkpoint_file.py": _CHECKPOINTS,
+    "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
+    "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
+    "disk/file_store.py": _IN_FILES,
+    "disk/scratch_file.py": ("tests/disk/test_scratch_file.py", "tests/disk/test_waits_for_files.py"),
+    "disk/source_files.py": ("tests/disk/test_source_files.py", *_CHECKPOINTS),
+    "disk/state_ring.py": _ON_DISK,
+    "disk/weight_files.py": _IN_FILES,
+    "lightning/checkpoint_io.py": _CHECKPOINTS,
+    "optim/state_on_disk.py": _ON_DISK,
+}
+# What else orders things there: these calls, and locks and contexts that close something when they end.
+OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
+OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
+OF_FILES |= {"_allocate", "_keep_order"}
+LOCKS = {"_lock"}
 LONGEST_S = 900
+LONGEST_TEST_S = 120
 
 
 class Wait(NamedTuple):
@@ -78,22 +102,23 @@ class Verdict(NamedTuple):
         return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
 
 
-def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of_ranks: bool = False) -> list[Wait]:
-    """List the waits of a package in the order of its files: those of ranks for others, or all but these and for files.
+def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "steps") -> list[Wait]:
+    """List the waits of a package in the order of its files: those "of" ranks for others, of files, or of all else.
 
     In the files ``beside`` no step waits.
     """
     found = all_waits(package)
     if idle := set(beside) - {wait.file for wait in found}:
         raise ValueError(f"BESIDE names files of {package} that have no wait or do not exist: {sorted(idle)}")
-    left = [
-        wait
-        for wait in found
-        if wait.file not in beside and wait.file not in FOR_FILES and is_between_ranks(wait) == of_ranks
-    ]
+    left = [wait for wait in found if wait.file not in beside and kind(wait) == of]
     if not left:
         raise ValueError(f"no wait was found in {package}")
     return left
+
+
+def kind(wait: Wait) -> str:
+    """Return what the wait is for: other "ranks", "files", or "steps"."""
+    return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
 
 
 def is_between_ranks(wait: Wait) -> bool:
@@ -109,21 +134,35 @@ def all_waits(package: pathlib.Path) -> list[Wait]:
         file, source = path.relative_to(package).as_posix(), path.read_text()
         for scope in ast.walk(ast.parse(source)):  # inner functions come after the outer ones around them
             if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
-                for node in filter(is_wait, ast.walk(scope)):
-                    text = " ".join((ast.get_source_segment(source, node) or "").split())
-                    at = file, node.lineno, node.col_offset
-                    found[at] = Wait(*at, getattr(scope, "name", "the file itself"), text)
+                for node in ast.walk(scope):
+                    if isinstance(node, ast.withitem):
+                        node = node.context_expr
+                    if is_wait(node, file):
+                        text = " ".join((ast.get_source_segment(source, node) or "").split())
+                        at = file, node.lineno, node.col_offset
+                        found[at] = Wait(*at, getattr(scope, "name", "the file itself"), text)
     return [found[at] for at in sorted(found)]
 
 
-def is_wait(node: ast.AST) -> bool:
-    function = node.func if isinstance(node, ast.Call) else None
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in WAITS | OF_RANKS
+def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
+    """Whether a wait is there: a call, or in what is for files a lock."""
+    if isinstance(node, ast.Call):
+        names, node = WAITS | (OF_FILES if file in FOR_FILES else OF_RANKS), node.func
+    else:
+        names = LOCKS if file in FOR_FILES and isinstance(getattr(node, "ctx", None), ast.Load) else set()
+    return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in names
+
+
+def tests_of(wait: Wait) -> Collection[str]:
+    """Return the tests that may see that a wait is missing."""
+    return {"steps": TESTS, "ranks": TESTS_OF_RANKS, "files": FOR_FILES.get(wait.file, ())}[kind(wait)]
 
 
 class Deletion(ast.NodeTransformer):
-    """Replaces a call by its arguments: what evaluating them does, such as recording an event, is still done."""
+    """Replaces a call by its arguments: what evaluating them does, such as recording an event, is still done.
+
+    A context is replaced by one that does nothing.
+    """
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
@@ -131,11 +170,23 @@ class Deletion(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if not (is_wait(node) and (node.lineno, node.col_offset) == (self.wait.line, self.wait.column)):
+        if not self.is_meant(node):
             return node
-        self.count += 1
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         return ast.copy_location(ast.Tuple(arguments, ast.Load()), node)
+
+    def visit_withitem(self, item: ast.withitem) -> ast.AST:
+        if self.is_meant(item.context_expr):
+            nothing = ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
+            nothing.args = getattr(item.context_expr, "args", [])
+            item.context_expr = nothing
+        return self.generic_visit(item)
+
+    def is_meant(self, node: ast.expr) -> bool:
+        """Whether this is the wait to delete."""
+        meant = (node.lineno, node.col_offset) == (self.wait.line, self.wait.column) and is_wait(node, self.wait.file)
+        self.count += meant
+        return meant
 
 
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -165,6 +216,7 @@ def verdict(
         if change is not None:
             change(folder / "sp_lightning")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", *tests]
+        command += ["--timeout", str(LONGEST_TEST_S), "--timeout-method", "thread"]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)
@@ -202,17 +254,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a file of the package, by its path there, or a line: engine.py:195")
     parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
-    parser.add_argument("--ranks", action="store_true", help="delete the waits of ranks for others")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--ranks", dest="of", action="store_const", const="ranks", help="delete waits of ranks for others")
+    of.add_argument("--files", dest="of", action="store_const", const="files", help="delete waits for files")
+    parser.set_defaults(of="steps")
     options = parser.parse_args()
-    tests = TESTS_OF_RANKS if options.ranks else TESTS
     with tempfile.TemporaryDirectory() as name:
         source = copied(ROOT, pathlib.Path(name))  # edits to the checkout do not change it meanwhile
-        listed = waits(source / "sp_lightning", of_ranks=options.ranks)
-        found = [wait for wait in listed if options.only in f"{wait.file}:{wait.line}"]
+        found = [w for w in waits(source / "sp_lightning", of=options.of) if options.only in f"{w.file}:{w.line}"]
         if not found:
             say(f"no wait is in {options.only!r}")
             return 2
-        unchanged = verdict(source, tests=tests)
+        unchanged = verdict(source, tests=dict.fromkeys(test for wait in found for test in tests_of(wait)))
         if unchanged.status:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
@@ -220,13 +273,13 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             for wait, result in zip(
                 found,
-                pool.map(lambda wait: verdict(source, partial(delete, wait), tests), found),
+                pool.map(lambda wait: verdict(source, partial(delete, wait), tests_of(wait)), found),
                 strict=True,
             ):
                 say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {result}")
                 results.append((wait, result))
     missed = sum(not result.caught for _, result in results)
-    if not options.only and not options.ranks:
+    if not options.only and options.of == "steps":
         write(summary(results))
     say(f"{len(found)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0

@@ -105,6 +105,7 @@ def _part(unit: UnitCost, count: int) -> UnitCost:
         up_nbytes=unit.up_nbytes // count,
         down_nbytes=unit.down_nbytes // count,
         parameters=unit.parameters // count,
+        cast=unit.cast // count,
         forward_flops=unit.forward_flops / count,
         backward_flops=unit.backward_flops / count,
     )

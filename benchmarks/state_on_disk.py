@@ -1,33 +1,49 @@
 """Step optimizer state that lies on a disk: time beside the disk's own speed, bits, and memory.
 
-    python benchmarks/state_on_disk.py [--gigabytes 1.6] [--folder DIR] [--repeats 5]
+    python benchmarks/state_on_disk.py [--gigabytes 1.6] [--folder DIR] [--repeats 5] [--autocast]
+    python benchmarks/state_on_disk.py --trainer [--gigabytes 1.6] [--folder DIR]
 
-A stack of layers with so many bytes of FP32 weights is stepped by AdamW, in two processes on the CPU:
+A stack of layers with so many bytes of FP32 weights is stepped by AdamW, in processes of their own on the CPU, which
+take turns, so that other load falls on all of them:
 
-- "memory": state in memory. "disk": ``disk=``, ``host_budget="0B"``. Both take the same steps, one after the other in
-  turns, so that other load falls on both, and both have the same weights and state at the end, bit for bit.
-- After each pair of steps the raw disk moves as much as a step does, by three threads each way, in 32 MiB direct
-  transfers of a file of its own: read and written at once, or one after the other, whichever is faster. The step's time
-  is divided by the larger of the two others, and the median of these ratios is printed.
+- "raw": the disk as a program without Python's lock finds it: direct transfers of a file of its own, written before,
+  from private memory in huge pages (in 4 KiB pages, such as those of a shared mapping, a disk takes twice as long). Of
+  all numbers of threads and sizes of transfers in `THREADS` and `SIZES` it uses those that were the fastest at the
+  beginning, and both directions at once or one after the other, whichever is faster each time. ``dd`` reads and writes
+  the same file as a cross-check.
+- "ring": state goes through the ring that steps use, beside a thread that computes in pure Python; that of "raw"
+  computes in another process meanwhile. The ratio of both speeds is printed for each direction.
+- "memory": steps with state in memory. "disk": with ``disk=``, ``host_budget="0B"``. Both have the same weights and
+  state at the end, bit for bit. The time of a step on disk is divided by the larger of the time in memory and that in
+  which "raw" moves as much as a step does.
+
+The medians of the ratios of all turns are printed. With ``--autocast`` a forward and a backward under autocast make the
+gradients, and FP32 weights lie on the disk, too.
 
 The growth of anonymous and locked memory of "disk" since before ``stream`` is sampled all the time, and compared with
-what the run's own choice says, first step and the loading of state included. The page cache is not part of it.
+what the run's own choice says, first step and the loading of state included. The page cache is not part of it. With
+``--trainer`` only that is measured, in a Trainer's run and in one that goes on from its checkpoint, each with a
+``host_budget`` that it exceeds without the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
+import itertools
 import json
 import mmap
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +55,12 @@ sys.path.insert(0, str(ROOT))
 
 WIDTH = 4096
 LAYER_NBYTES = WIDTH * WIDTH * 4
-CHUNK = 32 << 20
-THREADS = 3
+THREADS = (1, 2, 3, 4)
+SIZES = (4 << 20, 16 << 20, 32 << 20, 64 << 20)
+SAMPLE = 512 << 20  # bytes to find the fastest of these with
 BEFORE = 3  # steps: the first one makes state, and compiled code is compared meanwhile
+NARROW = 2048  # of layers in a Trainer's run: the window and gradients of the device are beside them, on the CPU
+SPARE = 150e6  # bytes of a Trainer's host budget beside weights, gradients and buffers; in memory all takes twice that
 
 
 def main() -> None:
@@ -49,42 +68,68 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.6, help="of weights; on the disk twice as many")
     parser.add_argument("--folder", help="where to put the scratch file (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--run", choices=("memory", "disk"), help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", action="store_true", help="measure the memory of a Trainer's run")
+    parser.add_argument("--autocast", action="store_true", help="compute under autocast, with weights on the disk")
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     layers = max(2, round(options.gigabytes * 1e9 / LAYER_NBYTES))
+    nbytes = on_disk(layers, options.autocast)
+    if options.run is not None:
+        return RUNS[options.run](options.run, layers, options.folder, options.autocast)
     with tempfile.TemporaryDirectory(prefix="state-on-disk-", dir=options.folder) as folder:
-        if options.run is not None:
-            return serve(options.run, layers, options.folder)
-        workers = {name: Worker(name, options.gigabytes, folder) for name in ("memory", "disk")}
-        times: dict[str, list[float]] = {"memory": [], "disk": [], "raw": []}
+        if options.trainer:
+            return in_trainers(options.gigabytes, folder)
+        names = ("raw", "ring", "memory", "disk")
+        workers = {name: Worker(name, options.gigabytes, folder, options.autocast) for name in names}
+        print(workers["raw"].ask("choose"))
+        times: dict[str, list[float]] = {}
         for turn in range(BEFORE + options.repeats):
-            taken = {name: worker.ask("step") for name, worker in workers.items()}
-            taken["raw"] = raw(Path(folder) / "raw", layers)
+            taken = {name: workers[name].ask("step") for name in ("memory", "disk")}
+            taken["raw"] = workers["raw"].ask("both")
+            for way in ("read", "write"):
+                taken[f"ring {way}"] = workers["ring"].ask(way)
+                with computing():
+                    taken[f"raw {way}"] = workers["raw"].ask(way)
             if turn >= BEFORE:
                 for name, seconds in taken.items():
-                    times[name].append(seconds)
-        ends = {name: worker.ask("end") for name, worker in workers.items()}
-    nbytes = 2 * layers * LAYER_NBYTES
-    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {nbytes / 1e9:.2f} GB of state read and written in a step")
+                    times.setdefault(name, []).append(seconds)
+        checked = dd(Path(folder) / "raw", nbytes)
+        ends = {name: workers[name].ask("end") for name in ("memory", "disk")}
+    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {nbytes / 1e9:.2f} GB read and written in a step")
     print("weights and state:", "equal, bit for bit" if ends["memory"]["bits"] == ends["disk"]["bits"] else "DIFFERENT")
     for name, seconds in times.items():
-        print(f"{name}: {statistics.median(seconds):.2f} s, from {min(seconds):.2f} to {max(seconds):.2f}")
-    ratios = [d / max(m, r) for m, d, r in zip(*times.values(), strict=True)]
-    print(
-        f"step on disk / max(step in memory, raw disk): {statistics.median(ratios):.2f}, {min(ratios):.2f} to "
-        f"{max(ratios):.2f}"
-    )
-    found = ends["disk"]
+        rate = f", {nbytes / 1e9 / statistics.median(seconds):.2f} GB/s" if name.endswith(("read", "write")) else ""
+        print(f"{name}: {statistics.median(seconds):.2f} s, from {min(seconds):.2f} to {max(seconds):.2f}{rate}")
+    print(checked)
+    for way in ("read", "write"):
+        ratios = [raw / ring for raw, ring in zip(times[f"raw {way}"], times[f"ring {way}"], strict=True)]
+        print(f"ring / raw, {way}, beside pure Python: {spread(ratios)}")
+    ratios = [d / max(m, r) for m, d, r in zip(*(times[name] for name in ("memory", "disk", "raw")), strict=True)]
+    print(f"step on disk / max(step in memory, raw disk): {spread(ratios)}")
+    say_memory(ends["disk"])
+
+
+def on_disk(layers: int, autocast: bool) -> int:
+    """Count the bytes that a step reads and writes: two moments, and weights that autocast casts."""
+    return (3 if autocast else 2) * layers * LAYER_NBYTES
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def say_memory(found: dict[str, Any]) -> None:
     growth, there, planned = (found[name] / 1e6 for name in ("growth", "there", "planned"))
     print(f"anonymous and locked memory: the model's {there:.0f} MB grew by {growth:.0f} MB; planned {planned:.0f} MB")
     print(f"memory / planned: {(there + growth) / planned:.2f}")
 
 
 class Worker:
-    """A process that steps when it is asked to."""
+    """A process that does what it is asked for."""
 
-    def __init__(self, name: str, gigabytes: float, folder: str) -> None:
+    def __init__(self, name: str, gigabytes: float, folder: str, autocast: bool = False) -> None:
         command = [sys.executable, __file__, "--run", name, "--gigabytes", str(gigabytes), "--folder", folder]
+        command += ["--autocast"] * autocast
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, what: str) -> Any:
@@ -94,43 +139,76 @@ class Worker:
         return json.loads(self._process.stdout.readline())
 
 
-def serve(name: str, layers: int, folder: str) -> None:
+def answer(found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+# ---- steps
+
+
+def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
     """Step a model whenever a line comes in, and say how long it took."""
     import sp_lightning
     from sp_lightning.optim import native
 
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    for layer in net:
-        layer.weight.data = torch.empty(WIDTH, WIDTH).normal_(0, 0.02)
+    net = stack(layers)
     there = layers * LAYER_NBYTES
     memory = Memory()
     options = {"disk": folder, "host_budget": "0B"} if name == "disk" else {}
+    options["wire_dtype"] = "auto" if autocast else "as-is"
     optimizer = torch.optim.AdamW(net.parameters())
-    with sp_lightning.stream(net, "cpu", window=1, wire_dtype="as-is", units=["Linear"], **options) as handle:
+    with sp_lightning.stream(net, "cpu", window=1, units=["Linear"], **options) as handle:
         planned = 0
         if name == "disk":
-            from sp_lightning.disk.placement import choose
-
-            planned = choose(handle.units, {}, 0, None, False, trains=True, spills=True).host.total
+            planned = planned_nbytes(handle, autocast=autocast)
         for number, line in enumerate(sys.stdin):
             if line.strip() == "end":
                 break
-            give_gradients(net, number)
+            if autocast:
+                compute(net, number)
+            else:
+                give_gradients(net, number)
             begin = time.perf_counter()
             optimizer.step()
             native.LIBRARY.wait()
             seconds = time.perf_counter() - begin
             if number == 0:  # and loads what it has, as a run does that goes on from a checkpoint
                 handle.state_loaded(optimizer, optimizer.param_groups[0], net[0].weight)
-            print(json.dumps(seconds), flush=True)
-        growth = memory.end()
+            answer(seconds)
+        growth, planned = memory.end(), planned + handle.stats()["device_peak"]  # which is the CPU's memory, too
         digest = hashlib.sha256()
         for parameter in net.parameters():
             digest.update(parameter.detach().numpy().tobytes())
             for value in optimizer.state[parameter].values():
                 digest.update(value.numpy().tobytes())
-    print(json.dumps({"bits": digest.hexdigest(), "growth": growth, "planned": planned, "there": there}), flush=True)
+    answer({"bits": digest.hexdigest(), "growth": growth, "planned": planned, "there": there})
+
+
+def stack(layers: int, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(layers)))
+    for layer in net:
+        layer.weight = nn.Parameter(torch.empty(width, width).normal_(0, 0.02))
+    return net
+
+
+def planned_nbytes(handle: Any, budget: int = 0, autocast: bool = False) -> int:
+    """Return the host memory that the run's own choice counts."""
+    from sp_lightning.autograd.autocast_weights import castable
+    from sp_lightning.disk.placement import choose
+
+    cast = castable(handle.module) if autocast else ()
+    return choose(handle.units, {}, budget, None, autocast, trains=True, spills=True, castable=cast).host.total
+
+
+def compute(net: nn.Sequential, number: int) -> None:
+    """Run forward and backward under autocast."""
+    for layer in net:
+        layer.weight.grad = None
+    batch = torch.empty(8, WIDTH).normal_(0, 1, generator=torch.Generator().manual_seed(number))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = net(batch).float().square().mean()
+    loss.backward()
 
 
 def give_gradients(net: nn.Sequential, number: int) -> None:
@@ -167,38 +245,219 @@ class Memory:
         return self._most - self._begin
 
 
-def raw(path: Path, layers: int) -> float:
-    """Read and write as many bytes as a step does, directly; return the seconds."""
-    nbytes = 2 * layers * LAYER_NBYTES
-    new = not path.exists()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, nbytes)
-    buffers = [mmap.mmap(-1, CHUNK) for _ in range(2 * THREADS)]
-    for buffer in buffers:
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # as the ring's: fewer pages to hold for each transfer
-        buffer[:] = bytes(CHUNK)
+# ---- a Trainer's run, and one that goes on from its checkpoint
 
-    def move(call: Any, thread: int) -> None:
-        buffer = buffers[thread]
-        for begin in range(CHUNK * (thread % THREADS), nbytes, CHUNK * THREADS):
-            call(fd, [memoryview(buffer)[: min(CHUNK, nbytes - begin)]], begin)
 
-    if new:
-        for thread in range(THREADS):
-            move(os.pwritev, thread)
-    ways = [(os.preadv, range(THREADS)), (os.pwritev, range(THREADS, 2 * THREADS))]
-    with concurrent.futures.ThreadPoolExecutor(2 * THREADS) as threads:
+def in_trainers(gigabytes: float, folder: str) -> None:
+    for name in ("fit", "resume"):
+        print(f"{name}:")
+        found = Worker(name, gigabytes, folder).ask("")
+        say_memory(found)
+        print(f"of a host budget of {found['budget'] / 1e6:.0f} MB: {'kept' if found['kept'] else 'EXCEEDED'}")
 
-        def timed(*given: Any) -> float:
-            begin = time.perf_counter()
-            for job in [threads.submit(move, call, thread) for call, of in given for thread in of]:
+
+def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
+    """Train two steps and save a checkpoint, or two more from there on; say how much memory it took."""
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    from sp_lightning.disk.state_ring import BUFFER, BUFFERS
+    from sp_lightning.lightning.strategy import SuperpipelineStrategy
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = stack(layers * (WIDTH // NARROW) ** 2, NARROW)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    class Planned(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.nbytes = planned_nbytes(trainer.strategy.handle, budget)
+            self.on_disk = trainer.strategy.handle.stats
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            assert trainer.strategy.handle.stats()["disk_written"] > 0
+
+    budget = int(2 * layers * LAYER_NBYTES + BUFFERS * BUFFER + SPARE)
+    path, planned = Path(folder) / "last.ckpt", Planned()
+    module, batches = Module(), DataLoader([torch.randn(4, NARROW) for _ in range(2)], batch_size=None)
+    there = layers * LAYER_NBYTES
+    memory = Memory()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=SuperpipelineStrategy(disk=folder, host_budget=budget, window=1, wire_dtype="as-is", units=["Linear"]),
+        max_epochs=1 if name == "fit" else 2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[planned],
+    )
+    trainer.fit(module, batches, ckpt_path=None if name == "fit" else path)
+    if name == "fit":
+        trainer.save_checkpoint(path)
+    found = {"growth": memory.end(), "there": there, "planned": planned.nbytes, "budget": budget}
+    answer({**found, "kept": found["growth"] + there <= budget})
+
+
+# ---- the disk
+
+
+class Raw:
+    """Direct transfers of a file that was written before."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, nbytes)
+        self._nbytes = nbytes
+        self._memory = [private(max(SIZES)) for _ in range(2 * max(THREADS))]
+        self._fastest = dict.fromkeys((os.preadv, os.pwritev), (3, 32 << 20))
+        self.time(os.pwritev)
+
+    def choose(self) -> str:
+        """Find the fastest number of threads and size of transfers for each direction."""
+        said = []
+        for call in self._fastest:
+            taken: dict[tuple[int, int], list[float]] = {}
+            for _ in range(3):
+                for way in itertools.product(THREADS, SIZES):
+                    taken.setdefault(way, []).append(self._timed({call: way}, min(SAMPLE, self._nbytes)))
+            self._fastest[call] = best = min(taken, key=lambda way: statistics.median(taken[way]))
+            said.append(f"{call.__name__} by {best[0]} threads in {best[1] >> 20} MiB")
+        return f"raw: {', '.join(said)}"
+
+    def time(self, *calls: Any) -> float:
+        """Move the whole file in these directions, at once; return the seconds."""
+        return self._timed({call: self._fastest[call] for call in calls}, self._nbytes)
+
+    def _timed(self, ways: dict[Any, tuple[int, int]], nbytes: int) -> float:
+        memory = iter(self._memory)
+        with concurrent.futures.ThreadPoolExecutor(2 * max(THREADS)) as threads:
+            begin, jobs = time.perf_counter(), []
+            for call, (count, size) in ways.items():
+                begins, lock = iter(range(0, nbytes, size)), threading.Lock()
+                jobs += [
+                    threads.submit(self._move, call, next(memory), begins, lock, size, nbytes) for _ in range(count)
+                ]
+            for job in jobs:
                 job.result()
             return time.perf_counter() - begin
 
-        seconds = min(timed(*ways), timed(ways[0]) + timed(ways[1]))
-    os.close(fd)
-    return seconds
+    def _move(self, call: Any, memory: memoryview, begins: Iterator[int], lock: Any, size: int, nbytes: int) -> None:
+        while True:
+            with lock:
+                begin = next(begins, None)
+            if begin is None:
+                return
+            done, size = 0, min(size, nbytes - begin)
+            while done < size:
+                done += call(self._fd, [memory[done:size]], begin + done)
 
+
+def private(nbytes: int) -> memoryview:
+    """Map memory as the library does: Python's own mapping would be shared, which has pages of 4 KiB only."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+    return memoryview(memory)
+
+
+def raw(name: str, layers: int, folder: str, autocast: bool) -> None:
+    disk = Raw(Path(folder) / "raw", on_disk(layers, autocast))
+    calls: dict[str, Callable[[], Any]] = {
+        "choose": disk.choose,
+        "read": lambda: disk.time(os.preadv),
+        "write": lambda: disk.time(os.pwritev),
+        "both": lambda: min(disk.time(os.preadv, os.pwritev), disk.time(os.preadv) + disk.time(os.pwritev)),
+    }
+    for line in sys.stdin:
+        answer(calls[line.strip()]())
+
+
+def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
+    """Read or write as much as a step does through the ring, beside a thread in pure Python."""
+    from sp_lightning.core.telemetry import Counters
+    from sp_lightning.disk.scratch_file import ScratchFile
+    from sp_lightning.disk.state_ring import BUFFER, Run, StateRing
+
+    file = ScratchFile(folder)
+    ring = StateRing(file, BUFFER, Counters())
+    (tensor,) = file.tensors([torch.empty(on_disk(layers, autocast), dtype=torch.uint8)])
+    place = file.place_of(tensor)
+    assert place is not None
+    ends = place.offset + place.nbytes
+    runs = [Run(at, 0, min(BUFFER, ends - at)) for at in range(place.offset, ends, BUFFER)]
+
+    def read() -> None:
+        with contextlib.closing(ring.portions((run, [run]) for run in runs)) as portions:
+            for _, buffer in portions:
+                ring.write(buffer, [])
+
+    def write() -> None:
+        for run in runs:
+            ring.write(ring.take(), [run])
+        ring.drain()
+
+    for buffer in ring._buffers:
+        buffer.memory[:] = os.urandom(1 << 20) * (BUFFER >> 20)
+    write()
+    for line in sys.stdin:
+        with computing():
+            begin = time.perf_counter()
+            {"read": read, "write": write}[line.strip()]()
+            seconds = time.perf_counter() - begin
+        answer(seconds)
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Have a thread compute in pure Python."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def dd(path: Path, nbytes: int) -> str:
+    """Read and write the raw file once more by another program."""
+    if shutil.which("dd") is None:
+        return "there is no dd"
+    count = nbytes // (32 << 20)
+    rates = {}
+    for way, flags in (
+        ("read", [f"if={path}", "of=/dev/null", "iflag=direct"]),
+        ("write", ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]),
+    ):
+        begin = time.perf_counter()
+        subprocess.run(["dd", *flags, "bs=32M", f"count={count}"], check=True, capture_output=True)
+        rates[way] = count * (32 << 20) / 1e9 / (time.perf_counter() - begin)
+    return f"dd, one thread: read {rates['read']:.2f} GB/s, write {rates['write']:.2f} GB/s"
+
+
+RUNS: dict[str, Callable[[str, int, str, bool], None]] = {
+    "memory": serve,
+    "disk": serve,
+    "raw": raw,
+    "ring": ring,
+    "fit": fit,
+    "resume": fit,
+}
 
 if __name__ == "__main__":
     main()

@@ -18,6 +18,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -70,20 +71,10 @@ def make_stand_ins() -> None:
 
     random.seed(0)
     words = tiny.tokenizer(tiny.sentences(200), extra=["<image>"])
-    llama = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8, "dtype": "bfloat16"}
     mixtral = hf.MixtralConfig(architectures=["MixtralForCausalLM"], dtype="bfloat16")  # whose sizes are the defaults
     mixtral.save_pretrained("mistralai/Mixtral-8x7B-v0.1")
     words.save_pretrained("mistralai/Mixtral-8x7B-v0.1")
-    for name, hidden, intermediate, layers, heads in (
-        ("meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32),
-        ("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32),
-        ("meta-llama/Llama-3.1-70B", 8192, 28672, 80, 64),
-        ("meta-llama/Llama-3.1-70B-Instruct", 8192, 28672, 80, 64),
-    ):
-        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": heads, "tie_word_embeddings": layers == 16}
-        hf.LlamaConfig(**llama, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(name)
-        words.save_pretrained(name)
+    llamas(words)
     tower = hf.CLIPVisionConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -119,6 +110,23 @@ def make_stand_ins() -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     lines = (" ".join("".join(random.choices(letters, k=7)) for _ in range(10)) for _ in range(12_000))
     pathlib.Path("corpus.txt").write_text("\n\n".join(lines))
+
+
+def llamas(words: Any) -> None:
+    """Make Llamas, each with this tokenizer."""
+    import transformers as hf
+
+    llama = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8, "dtype": "bfloat16"}
+    for name, hidden, intermediate, layers, heads in (
+        ("meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32),
+        ("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32),
+        ("meta-llama/Llama-3.1-70B", 8192, 28672, 80, 64),
+        ("meta-llama/Llama-3.1-70B-Instruct", 8192, 28672, 80, 64),
+    ):
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "tie_word_embeddings": layers == 16}
+        hf.LlamaConfig(**llama, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(name)
+        words.save_pretrained(name)
 
 
 def whisper(folder: str) -> None:
@@ -211,13 +219,14 @@ def written(page: str, sentences: dict[str, str]) -> str:
 
 def needs(page: str) -> dict[str, str]:
     """Plan all commands of the page."""
-    with tempfile.TemporaryDirectory() as folder, _in(folder):
+    with tempfile.TemporaryDirectory() as folder, inside(folder):
         make_stand_ins()
         return {match[1]: sentence(planned(match[1], match[2])) for match in COMMAND.finditer(page)}
 
 
 @contextlib.contextmanager
-def _in(folder: str) -> Iterator[None]:
+def inside(folder: str) -> Iterator[None]:
+    """Work in a folder."""
     before = os.getcwd()
     os.chdir(folder)
     try:

@@ -47,7 +47,8 @@ from torch import Tensor, nn
 
 from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
 from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, storage_id, tracing_state
-from ..memory.parameters import HostParameter, quietly, true_data, true_version
+from ..memory.parameters import HostParameter, quietly, true_version
+from ..memory.partition import slots
 from .backward_pass import in_backward
 from .stand_ins import StreamedUnit
 
@@ -74,6 +75,13 @@ class Read(NamedTuple):
     dtype: torch.dtype | None  # that the function names; None: autocast's
 
 
+def castable(module: nn.Module) -> set[int]:
+    """Return the ids of a module's weights that may come to travel in autocast's type, as far as is known (Rule 1)."""
+    places = slots(module)
+    weights = (child._parameters.get(NAME) for child in module.modules() if type(child) in LAYERS)
+    return {id(w) for w in weights if w is not None and w.dtype is torch.float32 and len(places[w]) == 1}
+
+
 def cast_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Read | None:
     """Tell how a function that is called with a weight casts it; None if it may do anything else with it."""
     if func in CAST_FOR:
@@ -92,7 +100,7 @@ class CastBytes:
         self.unit = unit
         self._index = index
         self._state = self._state_now()
-        self._host = unit.store.device.host_copy(true_data(unit.store.params[index]), cast)
+        self._host = unit.store.host_cast(index, cast)
 
     def _state_now(self) -> tuple[Any, ...]:
         """Return what changes when the weight may have other bytes, on the host or on the device."""

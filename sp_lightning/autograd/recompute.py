@@ -9,7 +9,8 @@ it, so that the second run equals the first and leaves no trace:
    the places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which
    contexts set around a forward: type and device of new tensors, and the choices of kernels. An object that knows
    modules outside of the unit, such as a trainer, does not belong to the unit and is left alone. What cannot be copied
-   is copied in parts, as far as these can be; an iterator that cannot be copied is an error.
+   is copied in parts, as far as these can be; an iterator that cannot be copied is an error. A copy of plain values,
+   such as a model's config, is used again as long as neither it nor the original has changed.
 2. Tensors are not copied, except buffers, weights that were written, and tensors that are passed to a unit of which it
    is not known yet that it leaves them alone: forward may change them in place (a dropout that comes first). If it did,
    the copy is kept. A change in place is an error if no copy can stand for the tensor, if the unit did not make such
@@ -23,10 +24,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import io
+import itertools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -47,8 +51,18 @@ from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, reachable, tensors_in
 
 Call = Callable[..., Any]
+_COPIED_BY_ITSELF = {
+    "__deepcopy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+}
 # Attributes of a module that forward does not change, or that are restored in another way.
 _FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+# Types whose objects cannot change.
+_CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.
 _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype, type(None))
 
@@ -62,6 +76,7 @@ class Recompute:
         self._anchor = torch.empty(0, device=device.torch_device)
         self._written = written
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
+        self._copies = _Copies()
 
     @never_compiled
     def run(
@@ -73,7 +88,7 @@ class Recompute:
         gradients flow through.
         """
         try:
-            before = _ForwardSnapshot(name, root, args, kwargs, self._written)
+            before = _ForwardSnapshot(name, root, args, kwargs, self._written, self._copies)
         except _CannotCopy:
             raise ExactnessError(
                 f"{name} keeps, or is passed, an iterator that cannot be copied, so its forward cannot run again; "
@@ -170,10 +185,26 @@ class _State:
                 for name in names
             ]
 
-    def copied(self, memo: dict[int, Any]) -> _State:
-        """Return the same state in copies of what a forward may change; what several values share stays shared."""
+    @property
+    def values(self) -> list[Any]:
+        """The values of all attributes that a forward may change."""
+        return [v for _, attributes in self.attributes for v in attributes.values() if not isinstance(v, _ATOMS)]
+
+    def copied(self, memo: dict[int, Any], copies: dict[int, _Copy]) -> _State:
+        """Return the same state in copies of what a forward may change; what several values share stays shared.
+
+        ``copies``: those that are there, by the ids of the values.
+        """
+
+        def copied(value: Any) -> Any:
+            known = copies.get(id(value))
+            if known is None or not known.parts.keys().isdisjoint(memo):
+                return value if isinstance(value, _ATOMS) else _copied(value, memo)
+            memo.update(known.parts)
+            return known.copy
+
         made = copy.copy(self)
-        made.attributes = [(module, _copies(values, memo)) for module, values in self.attributes]
+        made.attributes = [(module, {name: copied(v) for name, v in then.items()}) for module, then in self.attributes]
         made._buffers = [
             (place, {name: value if value is None else value.detach().clone() for name, value in buffers.items()})
             for place, buffers in self._buffers
@@ -209,6 +240,94 @@ class _State:
                     hooks.update(before)
 
 
+class _Copy:
+    """A copy of a plain value, which no code changes, and what shows whether the value has changed since."""
+
+    def __init__(self, value: Any, contents: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        memo: dict[int, Any] = {}
+        self.copy = copy.deepcopy(value, memo)
+        self.parts = {id(part): memo[id(part)] for part, _ in contents if id(part) in memo}  # copies, by the originals
+        self._contents = contents  # refers to the originals, whose ids stay theirs
+        self._of_copy = _contents(self.copy) or []
+        self._given_back: list[_Copy] = []  # copies of this copy
+
+    @property
+    def is_true(self) -> bool:
+        """Whether the value and its copy are what they were."""
+        both = itertools.chain(self._contents, self._of_copy)
+        return all(len(then) == len(now := _items(part)) and all(map(operator.is_, now, then)) for part, then in both)
+
+    def take(self) -> _Copy:
+        """Copy the copy for a second run, which may change what it gets."""
+        while self._given_back:
+            if (again := self._given_back.pop()).is_true:
+                return again
+        return _Copy(self.copy, self._of_copy)
+
+    def give_back(self, again: _Copy) -> None:
+        """Give back what was taken, after the run."""
+        self._given_back.append(again)
+
+
+class _Copies:
+    """The copies of plain values, each for all units that keep it (Rule 1)."""
+
+    def __init__(self) -> None:
+        self._of_units: dict[str, dict[int, _Copy]] = {}  # by the ids of the values
+        self._all: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
+
+    def of(self, name: str, state: _State) -> dict[int, _Copy]:
+        """Return copies of the plain values in a unit's state, by their ids."""
+        found: dict[int, _Copy] = {}
+        for value in state.values:
+            known = self._all.get(id(value))
+            if id(value) in found:
+                continue
+            if known is None or not known.is_true:
+                contents = _contents(value)
+                known = None if contents is None else _Copy(value, contents)
+            if known is not None:
+                found[id(value)] = self._all[id(value)] = known
+        self._of_units[name] = found
+        return found
+
+
+def _contents(value: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """List all parts of a value with what is in them; None if it leads to anything but plain values and constants."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+    stack, seen = [value], set()
+    while stack:
+        part = stack.pop()
+        if type(part) in _CONSTANTS or id(part) in seen:
+            continue
+        if not (type(part) in (dict, list, tuple, set, frozenset) or _is_plain_object(part)):
+            return None
+        seen.add(id(part))
+        found.append((part, _items(part)))
+        stack += found[-1][1]
+    return found
+
+
+def _items(part: Any) -> tuple[Any, ...]:
+    if type(part) is dict:
+        return *part, *part.values()
+    return tuple(part) if type(part) in (list, tuple, set, frozenset) else (type(part), vars(part))
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object is its class and the entries of its ``__dict__``, also to those who copy it."""
+    kind = type(value)
+    if isinstance(value, SHARED) or not hasattr(value, "__dict__"):
+        return False
+    if any(not _COPIED_BY_ITSELF.isdisjoint(vars(base)) for base in kind.__mro__[:-1]):
+        return False
+    try:
+        make, arguments, state, *items = value.__reduce_ex__(4)
+    except Exception:
+        return False
+    return make is copyreg.__newobj__ and arguments == (kind,) and type(state) is dict and items == [None, None]  # type: ignore[attr-defined]
+
+
 class _ForwardSnapshot:
     """A snapshot of all that Rule 1 names, taken before a forward.
 
@@ -216,19 +335,21 @@ class _ForwardSnapshot:
     afterwards what was there.
     """
 
-    def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written) -> None:
+    def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written, copies: _Copies) -> None:
         self._name = name
         self._written = written
         self._modules = list(root.modules())
         now = _State(self._modules)
-        values = [value for _, attributes in now.attributes for value in attributes.values()]
+        plain = copies.of(name, now)
+        values = [value for _, then in now.attributes for value in then.values() if id(value) not in plain]
         self._foreign = _foreign(values, self._modules)
         reached = reachable([value for value in values if id(value) not in self._foreign])
         attributes = [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
         self.kept = _versions(attributes)  # tensors that modules keep as attributes, or in them
         memo = {**self._foreign}
         self._arguments = _copied((args, kwargs), memo)
-        self._before = now.copied(memo)
+        self._before = now.copied(memo, plain)
+        self._plain = list(plain.values())
         self.weights: dict[Any, Tensor] = {}
         self._now: list[contextlib.ExitStack] = []  # in a second run: what puts back the state of now
         self._offload: Offload | None = None
@@ -307,7 +428,10 @@ class _ForwardSnapshot:
         now.callback(before.restore)
         now.callback(setattr, self._written, "restored", self._written.restored)
         self._memo = {**self._foreign}
-        self._before.copied(self._memo).restore()
+        taken = {id(plain.copy): plain.take() for plain in self._plain}
+        for plain in self._plain:
+            now.callback(plain.give_back, taken[id(plain.copy)])
+        self._before.copied(self._memo, taken).restore()
         self._written.restored = self.weights
         if self._before.device != before.device:
             now.enter_context(self._before.device)

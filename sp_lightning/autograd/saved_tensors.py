@@ -29,7 +29,7 @@ from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
 from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, storage_id, top_hooks
 from ..errors import ExactnessError
-from ..memory.parameters import DeviceParameter, true_version
+from ..memory.parameters import is_stand_in, true_data, true_version
 from ..memory.weights import SavedBytes
 from .autocast_weights import SavedCast
 from .offload import Offload, OffloadedTensor
@@ -60,19 +60,18 @@ class SavedWeight(NamedTuple):
     @classmethod
     def of(cls, unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
         """Note the place of a tensor: a weight of the unit, or a view of one."""
-        store, stand_ins, whole = unit.store, unit.stand_ins, isinstance(tensor, DeviceParameter)
+        store, stand_ins, whole = unit.store, unit.stand_ins, is_stand_in(tensor)
         place = tensor
-        if isinstance(tensor, DeviceParameter):
+        if is_stand_in(tensor):
             index = store.index_of[id(tensor.host)]
             if store.weights[index].parted:
                 place = store.device_view(index)
         else:
-            index = store.index_at(int(tensor.storage_offset()) * tensor.element_size())
-        offset = int(place.storage_offset())
+            index = store.index_at(int(tensor.storage_offset()) * tensor.itemsize)
         return cls(
             unit,
             index,
-            offset,
+            int(place.storage_offset()),
             place.dtype,
             place.shape,
             place.stride(),
@@ -94,8 +93,10 @@ class SavedWeight(NamedTuple):
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.weight, self.bytes.before)
             first -= store.layout.fields[self.weight].offset // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=store.storage.device)
-        tensor = empty.set_(storage, first, self.shape, self.stride)
+        tensor = true_data(self.unit.stand_ins.outputs[self.weight])  # takes less time than an empty one
+        if tensor.dtype is not self.dtype:
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, first, self.shape, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
         return negated_view(tensor) if self.negative else tensor
 
@@ -113,13 +114,6 @@ class SavedWeight(NamedTuple):
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{store.names[self.weight]} is at version {now}; expected version {then} instead"
             )
-
-
-class SavedActivation(NamedTuple):
-    """A saved tensor that stays where it is, with its version: autograd checks none of what goes through hooks."""
-
-    tensor: Tensor  # detached: a saved result leads to its node, and neither would ever be freed
-    version: int
 
 
 class SavedTensors:
@@ -162,7 +156,7 @@ class SavedTensors:
         if not has_storage(tensor):
             return None
         unit = self._owner(storage_id(tensor.untyped_storage()))
-        if unit is None and isinstance(tensor, DeviceParameter):
+        if unit is None and is_stand_in(tensor):
             unit = self._owner_of(tensor.host)
             return (
                 unit if unit is not None and unit.store.weights[unit.store.index_of[id(tensor.host)]].parted else None
@@ -178,8 +172,13 @@ class SavedTensors:
             note = self._casts.get(storage_id(tensor.untyped_storage()))
             if note is not None:
                 return note(tensor)
-        packed = self._offload.pack(tensor)
-        return SavedActivation(tensor.detach(), true_version(tensor)) if packed is tensor else packed
+        if self._offload.active:
+            packed = self._offload.pack(tensor)
+            if packed is not tensor:
+                return packed
+        # It stays where it is, detached: a saved result leads to its node, and neither would ever be freed. Its version
+        # goes along, as autograd checks none of what goes through hooks.
+        return tensor.detach(), true_version(tensor)
 
     @never_compiled_hook
     def _unpack(self, saved: Any) -> Tensor:

@@ -115,10 +115,11 @@ class StandIns:
         """Put the stand-ins into the slots; the unit is resident (Rule 2)."""
         if self.bound:
             return
+        params, outputs, autocast = self.store.params, self.outputs, self.store.autocast
         for index, slot in self.slots:
-            if index not in self.store.autocast:
-                self._bound_slots += slot.replace(self.store.params[index], self.outputs[index])
-            elif index in self.full_precision.enabled and slot.get() is self.store.params[index]:
+            if index not in autocast:
+                self._bound_slots += slot.replace(params[index], outputs[index])
+            elif index in self.full_precision.enabled and slot.get() is params[index]:
                 slot.set(self.full_precision.tensor(index))
         for entry in self.hidden:
             entry.hide()
@@ -130,13 +131,14 @@ class StandIns:
             return
         if self.data_exposed[0]:
             self.store.rejoin(self.outputs)
+        params, outputs = self.store.params, self.outputs
         for index, slot in self.slots:
-            host = self.store.params[index]
-            if not slot.replace(self.outputs[index], host) and index in self.full_precision.copies:
-                slot.replace(self.full_precision.copies[index], host)
+            if not slot.replace(outputs[index], params[index]) and index in self.full_precision.copies:
+                slot.replace(self.full_precision.copies[index], params[index])
         for entry in reversed(self.hidden):
             entry.show()
-        self.full_precision.end_visit()
+        if self.full_precision.copies:
+            self.full_precision.end_visit()
         self._bound_slots = 0
         self.bound = False
 
@@ -283,10 +285,16 @@ class StreamedUnit:
 
     def sizes(self) -> UnitBytes:
         """Return the unit's byte counts, from which sizes are chosen."""
-        fields = zip(self.store.layout.fields, self.store.params, strict=True)
-        trained = [(field.nbytes, p.numel()) for field, p in fields if p.requires_grad]
-        gradients, elements = sum(nbytes for nbytes, _ in trained), sum(numel for _, numel in trained)
-        return UnitBytes(self.name, self.store.nbytes, gradients, self.unit.resident, elements)
+        fields = zip(self.store.layout.fields, self.store.host_layout.fields, self.store.params, strict=True)
+        trained = [(field, host, p.numel()) for field, host, p in fields if p.requires_grad]
+        return UnitBytes(
+            self.name,
+            self.store.nbytes,
+            gradient_nbytes=sum(field.nbytes for field, *_ in trained),
+            resident=self.unit.resident,
+            trained=sum(numel for *_, numel in trained),
+            cast=sum(numel for field, host, numel in trained if field.dtype is not host.dtype),
+        )
 
     def host_bytes(self) -> UnitHostBytes:
         """Return the unit's bytes on the host, and those that its gradients will take there."""

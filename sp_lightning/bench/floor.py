@@ -73,12 +73,14 @@ def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitCost]:
         tokens = {name: setting.shape.tokens(name, setting.batch, setting.seq) for name, _ in unit.params}
         forward = 2.0 * sum(active[name] * count for name, count in tokens.items())
         half = setting.precision == "bf16-true"
-        nbytes = sum(p.numel() * (2 if half or id(p) in cast else 4) for _, p in unit.params)
+        narrow = sum(p.numel() for _, p in unit.params if id(p) in cast)
+        nbytes = 2 * unit.numel if half else 4 * unit.numel - 2 * narrow
         return UnitCost(
             name=unit.name,
             up_nbytes=nbytes,
             down_nbytes=0 if setting.inference else nbytes,
             parameters=unit.numel,
+            cast=narrow,
             forward_flops=forward,
             backward_flops=0 if setting.inference else 2 * forward,
             resident=unit.resident,

@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(_storage_uses, map(storage_id, map(Tensor.untyped_storage, tensors))))
 
 
-def storage_uses_at(addresses: Sequence[int]) -> list[int]:
+def storage_uses_at(addresses: Iterable[int]) -> list[int]:
     """Count the tensors and objects that refer to each storage, given by its id (tensors.py); each must be alive."""
     return list(map(_storage_uses, addresses))
 

@@ -105,3 +105,5 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
 # Without it packing a unit's gradients would take a call for each.
 copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
+# So would counting the steps of all parameters.
+add_to_all: Callable[[list[Tensor], float], Any] = torch._foreach_add_

@@ -54,9 +54,11 @@ class Machine:
     dram_bytes_per_s: float  # for the optimizer
     device_nbytes: int
     host_nbytes: int
-    # Read and written by a step of AdamW in FP32: weight and two moments (24), and the gradient (4). Left out are 8
-    # more where weights travel in half precision: gradients are widened first (6), and wire copies are written (2).
+    # Read and written by a step of AdamW in FP32: weight and two moments (24), and the gradient (4).
     optimizer_bytes_per_parameter: float = 28
+    # Beside a step of any optimizer, for each weight that is FP32 on the host and travels in half precision: its
+    # gradient is widened first (2 and 4), and its wire copy is written (2).
+    cast_bytes_per_parameter: float = 8
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
     disk_bytes_per_s: float = DISK_READ
     disk_out_bytes_per_s: float = DISK_WRITE  # sustained

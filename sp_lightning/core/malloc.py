@@ -4,7 +4,8 @@
    The threshold between them grows with the largest block ever freed, up to 32 MiB: most of a model's tensors are
    small then. A block freed in the middle of the heap stays resident. An aligned allocation, as all of torch's are,
    cannot even reuse the hole that a block of its own size left.
-2. Weights that move into slabs leave such holes: `freed` returns their pages to the system.
+2. Weights that move into slabs leave such holes, and state that moves to a disk: `freed` returns their pages to the
+   system.
 3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes. From a heap,
    the holes between the tensors that stay took a fifth as much memory as the state. From `by_themselves` until
    `as_ever`, blocks of at least 1 MiB are mapped: state takes its exact size, and freed temporaries leave nothing.

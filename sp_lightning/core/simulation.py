@@ -32,6 +32,7 @@ device allocator wastes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -72,6 +73,7 @@ class UnitCost:
     disk_nbytes: int = 0  # of each load, that are read from files
     state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
     state_written_nbytes: int = 0
+    cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
 
     def up_s(self, machine: Machine) -> float:
         """Return the seconds of a load: files are read while what was read goes up."""
@@ -263,7 +265,8 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
     both: list[tuple[tuple[LaneName, LaneName], float]]
     both = [(("up", "down"), machine.duplex), (("disk in", "disk out"), machine.disk_duplex)]
 
-    def rates(busy: Collection[LaneName]) -> dict[LaneName, float]:
+    @functools.cache
+    def rates(busy: tuple[LaneName, ...]) -> dict[LaneName, float]:
         found = dict.fromkeys(busy, 1.0)
         for ways, share in both:
             if all(way in busy for way in ways):
@@ -271,7 +274,7 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
         taken = sum(found[name] * shares.get(name, 0.0) for name in busy)
         return found if taken <= 1 else {name: found[name] / (taken if name in shares else 1.0) for name in busy}
 
-    return rates
+    return lambda busy: rates(tuple(busy))
 
 
 def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
@@ -335,7 +338,8 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
 
 
 def _in_memory_s(unit: UnitCost, machine: Machine) -> float:
-    return unit.trained * unit.parameters * machine.optimizer_bytes_per_parameter / machine.dram_bytes_per_s
+    nbytes = unit.parameters * machine.optimizer_bytes_per_parameter + unit.cast * machine.cast_bytes_per_parameter
+    return unit.trained * nbytes / machine.dram_bytes_per_s
 
 
 # ---- issuing

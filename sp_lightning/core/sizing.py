@@ -54,6 +54,7 @@ class UnitBytes:
     gradient_nbytes: int
     resident: bool = False  # stays on the device, outside the window
     trained: int = 0  # elements that an optimizer steps
+    cast: int = 0  # of these, elements that travel in another type than they have on the host
 
 
 # ---- memory

@@ -1,4 +1,4 @@
-"""Counters, spans of a step's work and waiting, a listener for its phases, and the latest values of a quantity.
+"""Counters, spans of a step's work and waiting, and a listener for its phases.
 
 A timeline, measured or simulated, is made of spans.
 """
@@ -6,10 +6,8 @@ A timeline, measured or simulated, is made of spans.
 from __future__ import annotations
 
 import contextlib
-import math
-import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -117,7 +115,7 @@ class Counters:
     bytes_up: int = 0
     bytes_down: int = 0
     disk_read: int = 0  # bytes of weights and state that fills and steps read from files
-    disk_written: int = 0  # bytes of optimizer state and master weights
+    disk_written: int = 0  # bytes of optimizer state and FP32 weights
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device
@@ -153,24 +151,3 @@ class Counters:
         added = {name: value - previous[name] for name, value in now.items() if name != "stall_ms"}
         added["stall_ms"] = {cause: ms - stalls_before.get(cause, 0.0) for cause, ms in now["stall_ms"].items()}
         return added
-
-
-class Rolling:
-    """The last `size` values of a measured quantity; without any, their median and mean are NaN."""
-
-    def __init__(self, size: int) -> None:
-        self._values: deque[float] = deque(maxlen=size)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        self._values.append(value)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self._values) if self._values else math.nan
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self._values) if self._values else math.nan

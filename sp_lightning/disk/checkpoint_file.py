@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import queue
 import struct
@@ -29,8 +28,9 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from ..compat.serialization import FINGERPRINT, save_with_holes, with_fingerprint
-from ..memory.pinned import libc
+from ..memory.pinned import HostAllocator, libc
 from .direct_file import BLOCK, DIRECT, REFUSALS, DirectFile, holder
+from .direct_ring import Buffer, buffer_over
 
 LARGE = 1 << 20  # bytes: smaller storages are written by torch
 PIECE = 16 << 20  # bytes
@@ -81,11 +81,9 @@ class _Copies:
         self._holes: list[Hole] = []
         self._failed = False
         self._threads = ThreadPoolExecutor(WRITERS, "superpipeline-save")
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(WRITERS):
-            buffer = mmap.mmap(-1, PIECE + 2 * BLOCK)
-            buffer.madvise(mmap.MADV_DONTFORK)  # as in direct_ring.py, Rule 6
-            self._free.put(buffer)
+            self._free.put(buffer_over(HostAllocator().plain(PIECE + 2 * BLOCK)))
 
     def begin(self, header: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a storage into the hole of the entry whose header is at this byte of the file."""
@@ -149,26 +147,24 @@ class _Copies:
 
     # ---- on the threads
 
-    def _copy(self, buffer: mmap.mmap, hole: Hole, storage: torch.UntypedStorage, at: int, nbytes: int) -> int:
+    def _copy(self, buffer: Buffer, hole: Hole, storage: torch.UntypedStorage, at: int, nbytes: int) -> int:
         """Copy a piece of a storage and return its checksum; the buffer's blocks are those of the file."""
         try:
             if self._failed:
                 return 0
             first = (hole.begin + at) % BLOCK
-            start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            start = buffer.flat.data_ptr()
             if hole.source is None:
                 ctypes.memmove(start + first, storage.data_ptr() + at, nbytes)
             else:
                 file, offset = hole.source
                 shift = (offset + at) % BLOCK
-                with memoryview(buffer) as memory:
-                    file.read(memory, offset + at - shift, shift + nbytes)
+                file.read(buffer.memory, offset + at - shift, shift + nbytes)
                 if shift != first:
                     ctypes.memmove(start + first, start + shift, nbytes)
-            with memoryview(buffer) as memory:
-                piece = memory[first : first + nbytes]
-                self._write(piece, hole.begin + at)
-                return zlib.crc32(piece)
+            piece = buffer.memory[first : first + nbytes]
+            self._write(piece, hole.begin + at)
+            return zlib.crc32(piece)
         except BaseException:
             self._failed = True
             raise

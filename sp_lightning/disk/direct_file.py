@@ -11,8 +11,10 @@ import abc
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DiskError
@@ -70,6 +72,7 @@ class DirectFile(abc.ABC):
         self._direct: int | None = None
         self.is_direct = False
         self._contents = contents
+        self._said = threading.Lock()  # taken by the first of several threads that are refused, for good
 
     def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
         """Read bytes from a multiple of BLOCK on into memory that has room for whole blocks (Rule 1)."""
@@ -136,6 +139,8 @@ class DirectFile(abc.ABC):
         self._say_buffered(str(why))
 
     def _say_buffered(self, why: str) -> None:
+        if not self._said.acquire(blocking=False):
+            return
         log.warning(
             "superpipeline: %s, on %s, cannot be read directly (%s): %s through the page cache, which takes several "
             "times the processor's time",
@@ -144,6 +149,15 @@ class DirectFile(abc.ABC):
             why,
             self._contents,
         )
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A range of a file."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
 
 
 OPEN: weakref.WeakSet[DirectFile] = weakref.WeakSet()  # over whose mappings tensors lie

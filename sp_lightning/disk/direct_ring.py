@@ -13,8 +13,9 @@
    computes, too.
 6. No forked process gets the buffers: the kernel might give a child the page into which a read is under way, and the
    parent a copy without what is read.
-7. A write to host memory may begin while the disk is read: what is read from a file does not change by it. So the
-   copies from memory come first, and nobody who is about to write waits for the disk.
+7. A write to host memory may begin while a source file is read: what is read does not change by it. So the copies from
+   memory come first, and nobody who is about to write waits for the disk. Where weights lie over the file (the scratch
+   file), it may begin once the file was read.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.pinned import libc
 from ..memory.staging import Around, Copies, StagedCopy
-from .direct_file import BLOCK, blocks
-from .source_files import Place, SourceFile
+from .direct_file import BLOCK, DirectFile, FileRange, blocks
 
 PIECE = 64 << 20  # bytes
 GAP = 1 << 20  # bytes between two weights that cost less to read than a read of its own
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 class Piece:
     """A range of a file that is read at once (Rule 1)."""
 
-    file: SourceFile
+    file: DirectFile
     begin: int  # a multiple of BLOCK
     nbytes: int = 0  # as far as its parts go
     parts: list[Part] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Target(NamedTuple):
 Job = tuple[Piece, list[Target]]
 
 
-def pieces(places: Iterable[tuple[int, Place, int]], most: int = PIECE) -> list[Piece]:
+def pieces(places: Iterable[tuple[int, FileRange, int]], most: int = PIECE) -> list[Piece]:
     """Cut the places of weights into pieces (Rule 1). Each has the weight's index and the bytes of an element."""
     cut: list[Piece] = []
     for index, place, itemsize in sorted(places, key=lambda item: (item[1].file.path, item[1].offset)):
@@ -164,12 +164,14 @@ class DirectRing:
         copies: Copies,
         jobs: Sequence[Job],
         around: Around,
-        files: Sequence[SourceFile],
+        files: Sequence[DirectFile],
         unit: str = "",
+        writable: bool = False,
     ) -> FileFill:
         """Start copies from memory and from files to the device.
 
-        Host memory may be written as soon as the copies from memory are made (Rule 7).
+        Host memory may be written as soon as the copies from memory are made, and the files were read if they are
+        `writable` (Rule 7).
 
         Args:
             counters: They count what the host waits for the disk.
@@ -178,11 +180,12 @@ class DirectRing:
             around: Entered before the first copy is queued, left after the last.
             files: All files that have any of these bytes (source_files.py, Rule 4).
             unit: The name of what is filled.
+            writable: A write to host memory may change what is read from the files.
         """
         fill = FileFill(counters)
         timed = [counters.listener.work("disk in", unit, "weights", piece.nbytes) for piece, _ in jobs]
         self._order.submit(self._read, fill, jobs, timed)
-        self._sender.submit(self._send, fill, copies, around, files)
+        self._sender.submit(self._send, fill, copies, around, files, writable)
         return fill
 
     def close(self) -> None:
@@ -215,24 +218,27 @@ class DirectRing:
         finally:
             fill.reading(None)
 
-    def _send(self, fill: FileFill, copies: Copies, around: Around, files: Sequence[SourceFile]) -> None:
+    def _send(
+        self, fill: FileFill, copies: Copies, around: Around, files: Sequence[DirectFile], writable: bool
+    ) -> None:
         try:
             if not self._device.is_host:
                 torch.accelerator.set_stream(self._device.up)
             with torch.no_grad():
-                for file in files:
-                    file.check()
                 with around:
                     for target, source in copies:
                         target.copy_(source, non_blocking=True)
                     if copies:
                         self._device.up.record_event().synchronize()
-                    fill.on_host.set_result(None)
+                    if not writable:
+                        fill.on_host.set_result(None)
                     for targets, buffer, read in fill.reads():
                         with self._lent(buffer, read):
                             read.result()
                             for part in targets:
                                 self._copy(part, buffer)
+                    if writable:
+                        fill.on_host.set_result(None)
                 for file in files:
                     file.check()
             fill.on_device.set_result(self._device.up.record_event())

@@ -12,8 +12,11 @@ It follows the rules of a unit (unit_store.py), but for these:
 4. A fill that failed leaves the device's bytes stale, whatever they were: the next visit fills them again. The error is
    raised in whoever waits for the bytes; an eviction, which needs none, does not raise it.
 5. Every fill checks the unit's files, also for weights that left them: unwritten pages are still the file's.
-6. FP32 weights of which only wire copies travel may lie in the scratch file, as the optimizer's state does
-   (state_on_disk.py): a `MasterStore` has its wire copies in memory, and no slab.
+6. FP32 weights that travel as wire copies, or may come to, may lie in the scratch file, as the optimizer's state does
+   (state_on_disk.py): a `ScratchStore` has wire copies in memory, and those weights not in its slab.
+7. A weight there without a wire copy (before autocast's casts are known, or where it is not only cast) goes up from its
+   range of the scratch file: reading that directly finds what was written through the mapping. Once user code gives it
+   other data, it goes up from that.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.staging import Around, Arrival, Copies
 from ..memory.unit_store import UnitStore
-from ..memory.weights import Stamp, Weight
+from ..memory.weights import BY_ITSELF, Stamp, Weight
+from .direct_file import FileRange
 from .direct_ring import DirectRing, Job, Piece, Target, pieces
 from .source_files import Place, written
 
@@ -51,9 +55,14 @@ class FileUnitStore(UnitStore):
         device_dtype: Callable[[torch.dtype], torch.dtype],
         places: Mapping[int, Place],
         ring: Callable[[], DirectRing],
+        filed: Collection[int] = (),
     ) -> None:
-        """Adopt the unit's parameters, but for those of which `places` has the place in a file, by index."""
+        """Adopt the unit's parameters, but for those of which `places` has the place in a file, by index.
+
+        Those of the indices `filed` take no bytes in the slab either.
+        """
         self._places = dict(places)
+        self._filed = frozenset([*places, *filed])
         self._files = list(dict.fromkeys(place.file for place in places.values()))
         self._ring = ring
         self._own_wires: dict[int, Tensor] = {}  # of weights that left their files
@@ -64,21 +73,21 @@ class FileUnitStore(UnitStore):
     # ---- the host side
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        return (self.slab, *(file.flat for file in self._files))
+    def host_ranges(self) -> list[tuple[int, int]]:
+        return [*super().host_ranges, *((file.flat.data_ptr(), file.nbytes) for file in self._files)]
 
     def _lay_out_slab(self) -> Layout:
         """Lay out the parameters in the slab, but for those in files, which take no bytes there."""
         parameters = list(enumerate(self.unit.params))
-        kept = Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index not in self._places])
+        kept = Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index not in self._filed])
         fields = iter(kept.fields)
         filed = iter(
-            Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index in self._places]).fields
+            Layout.of([(name, true_data(p)) for index, (name, p) in parameters if index in self._filed]).fields
         )
         end = kept.nbytes
         return Layout(
             tuple(
-                replace(next(filed), offset=end) if index in self._places else next(fields) for index, _ in parameters
+                replace(next(filed), offset=end) if index in self._filed else next(fields) for index, _ in parameters
             ),
             end,
         )
@@ -93,8 +102,14 @@ class FileUnitStore(UnitStore):
     def in_place(self, index: int) -> bool:
         return index not in self._places and super().in_place(index)
 
+    def _ranges(self) -> Mapping[int, FileRange]:
+        """Return the ranges of files that a fill reads, by the indices of weights."""
+        return self._places
+
     def _leave_files(self) -> None:
         """Note which weights left their files (Rule 2)."""
+        if not self._places:
+            return
         moved = {index for index in self._places if self.params[index].data_ptr() != self._homes[index]}
         stayed = [(index, place) for index, place in self._places.items() if index not in moved]
         found = written([(place.address, place.nbytes) for _, place in stayed])
@@ -128,10 +143,9 @@ class FileUnitStore(UnitStore):
 
     def load(self) -> None:
         self.wait_step()
-        if self._places:
-            self._leave_files()
+        self._leave_files()
         super().load()
-        self.counters.disk_read += sum(place.nbytes for place in self._places.values())
+        self.counters.disk_read += sum(range_.nbytes for range_ in self._ranges().values())
 
     def _cut(self) -> Copies:
         """List the copies from memory, and the pieces to read from files with what is done with them."""
@@ -149,9 +163,15 @@ class FileUnitStore(UnitStore):
         for index, source in enumerate(super()._sources()):
             yield (self._own_wires[index], 0) if index in self._own_wires else source
 
+    @property
+    def largest_piece(self) -> int:
+        """The most bytes that a fill reads at once."""
+        return max((piece.nbytes for piece in self.pieces()), default=0)
+
     def pieces(self) -> list[Piece]:
         """List the ranges of files that a fill reads."""
-        return pieces((index, place, self.weights[index].host.dtype.itemsize) for index, place in self._places.items())
+        ranges = self._ranges().items()
+        return pieces((index, range_, self.weights[index].host.dtype.itemsize) for index, range_ in ranges)
 
     def _targets(self, piece: Piece) -> Iterator[Target]:
         for index, at, within, nbytes in piece.parts:
@@ -194,15 +214,15 @@ class FileUnitStore(UnitStore):
 class Scratch(Protocol):
     """The scratch file, as far as weights are in it (state_on_disk.py)."""
 
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the file with the values of this one."""
+    def moved(self, tensor: Tensor) -> tuple[Tensor, FileRange]:
+        """Return a tensor of the file with the values of this one, and its range."""
 
     def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
         """Convert a tensor of the file into a wire copy; return False, with nothing done, if that is not possible."""
 
 
-class MasterStore(UnitStore):
-    """Device buffer and wire copies of one unit, whose FP32 weights are in the scratch file (Rule 6)."""
+class ScratchStore(FileUnitStore):
+    """Slab, ranges of the scratch file, wire copies and device buffer of one unit (Rules 6 and 7)."""
 
     def __init__(
         self,
@@ -211,29 +231,73 @@ class MasterStore(UnitStore):
         counters: Counters,
         owner: ParameterOwner,
         device_dtype: Callable[[torch.dtype], torch.dtype],
+        chosen: Collection[int],
         scratch: Scratch,
+        ring: Callable[[], DirectRing],
     ) -> None:
-        """Adopt the unit's parameters, which move into the file."""
+        """Adopt the unit's parameters; those with the indices `chosen` move into the file."""
         self._scratch = scratch
-        super().__init__(unit, device, counters, owner, device_dtype)
+        self._moved: dict[int, FileRange] = {}
+        self._read: dict[int, FileRange] = {}
+        super().__init__(unit, device, counters, owner, device_dtype, {}, ring, chosen)
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        return (self.slab, *(_bytes(true_data(parameter)) for parameter in self.params))
-
-    def _lay_out_slab(self) -> Layout:
-        """Lay out the parameters, of which none takes bytes in the slab."""
-        return Layout(super()._lay_out_slab().fields, 0)
+    def host_ranges(self) -> list[tuple[int, int]]:
+        return [*super().host_ranges, *((self._homes[index], range_.nbytes) for index, range_ in self._moved.items())]
 
     def _place(self, weight: Weight) -> Tensor:
-        return self._scratch.moved(true_data(weight.parameter))
+        index = self.index_of[id(weight.parameter)]
+        if index not in self._filed:
+            return super()._place(weight)
+        data, self._moved[index] = self._scratch.moved(true_data(weight.parameter))
+        return data
+
+    def in_place(self, index: int) -> bool:
+        return UnitStore.in_place(self, index)
+
+    def _lay_out_wire(self) -> Tensor:
+        """Lay out the wire copies; what has none goes up from the file (Rule 7)."""
+        for index in self._moved:
+            weight = self.weights[index]
+            joins = bool(self.narrow) and weight.field.nbytes < BY_ITSELF
+            weight.in_file = not weight.is_narrow and not joins
+        return super()._lay_out_wire()
+
+    def _ranges(self) -> Mapping[int, FileRange]:
+        return self._read
+
+    @property
+    def largest_piece(self) -> int:
+        ranges = ((i, range_, self.weights[i].host.dtype.itemsize) for i, range_ in self._moved.items())
+        return max((piece.nbytes for piece in pieces(ranges)), default=0)
+
+    def _leave_files(self) -> None:
+        """Find out which weights go up from the file: not those that were given other data (Rule 7)."""
+        read = {
+            index: range_
+            for index, range_ in self._moved.items()
+            if self.weights[index].in_file and self.params[index].data_ptr() == self._homes[index]
+        }
+        if read != self._read:
+            self._read = read
+            self._copies, self._jobs = [], None
+
+    def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
+        if not self._read:
+            return self.device.send_up(copies, around, uncut, after)
+        assert after is None and self._jobs is not None
+        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, (), self.unit.name, True)
 
     def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp, done: Collection[int] = ()) -> None:
-        """Convert weights that no step converted: those that are in the file from there, past its mapping."""
-        here = [index for index, weight in enumerate(self.weights) if weight.wire is not None and index not in done]
+        """Convert weights that no step converted: those that are in the file from there, past its mapping.
+
+        What a graph may have saved is left to the way that keeps the bytes before (unit_store.py, Rule 8).
+        """
+        saved = self.autocast if self.remembered() else ()
+        here = [i for i in self._moved if self.weights[i].wire is not None and i not in done and i not in saved]
         read = [i for i in here if self._scratch.converted(true_data(data[i]), self.weights[i].wire)]
         super()._fill_wire(data, stamp, {*done, *read})
 
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    def _fill_cast(self, index: int, cast: Tensor) -> None:
+        if not self._scratch.converted(true_data(self.params[index]), cast):
+            super()._fill_cast(index, cast)

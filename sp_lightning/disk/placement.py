@@ -6,8 +6,9 @@
 3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
-5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory: with a compute type of their
-   own (master weights), unit by unit.
+5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit: with a compute
+   type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
+   from there, through buffers as in Rule 6, until they do, and if they never do.
 6. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
@@ -16,7 +17,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,8 +26,9 @@ from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring
-from .direct_file import BLOCK
+from .direct_file import BLOCK, blocks
 from .direct_ring import BUFFERS, PIECE
+from .scratch_file import SEGMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,19 @@ class Budgeted:
     host: HostBytes
     in_files: int  # bytes of weights
     spilled: list[int] = field(default_factory=list)  # units whose state is on disk
-    masters: list[int] = field(default_factory=list)  # units whose FP32 weights are on disk
+    masters: dict[int, int] = field(default_factory=dict)  # bytes of FP32 weights on disk, by unit
     on_disk: int = 0  # bytes of that state and those weights
     buffer: int = 0  # bytes of a buffer through which state is stepped
 
 
-def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: int, spills: bool = False) -> Budgeted:
+def within(
+    units: Sequence[UnitPlacement],
+    budget: int,
+    whole: HostBytes,
+    ring: int,
+    spills: bool = False,
+    masters_ring: int = 0,
+) -> Budgeted:
     """Choose what stays in files, and what goes to the disk, so that the run fits into the budget (Rule 3).
 
     Args:
@@ -92,6 +101,7 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
         whole: What the run takes if all weights are in memory.
         ring: Bytes of the buffers through which files are read, if any weight stays in one.
         spills: The optimizer's state may be on disk.
+        masters_ring: Bytes of the buffers through which FP32 weights on disk are read as they are.
     """
     over = whole.total - budget
     chosen = stay_in_files(units, over + ring) if over > 0 else []
@@ -110,8 +120,12 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
     host = replace(host, optimizer=host.optimizer - state)
     # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
     may_follow = {index: units[index].masters for index in spilled if index not in chosen}
-    masters = evenly(may_follow, host.total - budget) if host.total > budget else []
-    weights = sum(units[index].masters for index in masters)
+    masters: dict[int, int] = {}
+    if host.total > budget:
+        more = max(0, masters_ring - bool(chosen) * ring)
+        masters = {index: units[index].masters for index in evenly(may_follow, host.total + more - budget)}
+        host = replace(host, ring=host.ring + bool(masters) * more)
+    weights = sum(masters.values())
     host = replace(host, weights=host.weights - weights)
     return Budgeted(
         units=chosen,
@@ -124,12 +138,19 @@ def within(units: Sequence[UnitPlacement], budget: int, whole: HostBytes, ring: 
     )
 
 
-def masters_nbytes(parameters: Sequence[torch.Tensor], compute_dtype: torch.dtype | None) -> int:
-    """Return the bytes of a unit's weights that can be on disk (Rule 5): all go up as wire copies, or none can."""
-    if compute_dtype is None or not any(p.requires_grad and p.dtype is torch.float32 for p in parameters):
-        return 0
-    travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with the others' wire copies
-    return UnitHostBytes.of(parameters).weights if travel else 0
+def may_move(
+    parameters: Sequence[torch.Tensor], compute_dtype: torch.dtype | None, castable: Collection[int]
+) -> list[torch.Tensor]:
+    """List a unit's weights that can be on disk (Rule 5); none if none of them trains.
+
+    With a compute type of their own all go up as wire copies, or none can.
+    """
+    moved = [p for p in parameters if id(p) in castable and p.dtype is torch.float32]
+    if compute_dtype is not None:
+        travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with others' wire copies
+        moved = list(parameters) if travel else []
+    moved = [p for p in moved if p.dim() and p.numel()]
+    return moved if any(p.requires_grad and p.dtype is torch.float32 for p in moved) else []
 
 
 def choose(
@@ -140,6 +161,7 @@ def choose(
     may_cast: bool,
     trains: bool,
     spills: bool = False,
+    castable: Collection[int] = (),
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
 
@@ -151,18 +173,22 @@ def choose(
         may_cast: Weights may come to travel in autocast's type.
         trains: What requires gradients trains.
         spills: The optimizer's state may be on disk.
+        castable: The ids of weights that may come to travel in autocast's type.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
-    placements = []
+    placements, largest_moved = [], 0
     for unit in units:
         parameters = [parameter for _, parameter in unit.params]
+        moved = may_move(parameters, compute_dtype, castable if may_cast else ())
+        if compute_dtype is None:
+            largest_moved = max(largest_moved, sum(blocks(p.nbytes) + SEGMENT for p in moved))
         placements.append(
             UnitPlacement(
                 whole=UnitHostBytes.of(parameters, travels),
                 kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
                 state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
-                masters=masters_nbytes(parameters, compute_dtype),
+                masters=UnitHostBytes.of(moved).weights,
                 resident=unit.resident,
             )
         )
@@ -170,7 +196,8 @@ def choose(
     largest = max((placement.in_files for placement in placements), default=0)
     converts = compute_dtype is not None or may_cast  # in a buffer of its own
     ring = (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
-    return within(placements, budget, whole, ring, spills and trains)
+    masters_ring = BUFFERS * min(PIECE, largest_moved)
+    return within(placements, budget, whole, ring, spills and trains, masters_ring)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..errors import DiskError, OptionError
 from ..memory.layout import Layout
 from ..memory.pinned import libc, mapped
-from ..options import format_both
+from ..options import format_both, format_bytes
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem, is_network
 
 log = logging.getLogger(__name__)
@@ -158,10 +158,10 @@ def check_folder(folder: str) -> str:
     return kind
 
 
-def check_room(folder: str, nbytes: int) -> None:
-    """Raise DiskError if a folder's disk has no room for so many bytes."""
-    if free_nbytes(folder) < nbytes:
-        raise no_room(folder, nbytes)
+def check_room(folder: str, nbytes: int, checkpoints: int = 0) -> None:
+    """Raise DiskError if a folder's disk has no room for so many bytes, and for so many of checkpoints."""
+    if free_nbytes(folder) < nbytes + checkpoints:
+        raise no_room(folder, nbytes, checkpoints)
 
 
 def free_nbytes(folder: str) -> int:
@@ -170,16 +170,24 @@ def free_nbytes(folder: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def no_room(folder: str, nbytes: int) -> DiskError:
-    """Make the error of a disk that has no room for so many bytes."""
-    needed, free = format_both(nbytes, free_nbytes(folder))
+def no_room(folder: str, nbytes: int, checkpoints: int = 0) -> DiskError:
+    """Make the error of a disk that has no room for so many bytes, and for so many of checkpoints."""
+    there = free_nbytes(folder)
+    needed, free = format_both(nbytes + checkpoints, there)
+    missing, remedies = nbytes + checkpoints - there, ["name another disk"]
+    what = "Optimizer state needs"
+    if checkpoints:
+        what = f"Optimizer state ({format_bytes(nbytes)}) and the next checkpoint with the one that it replaces need"
+        remedies.insert(0, "save checkpoints elsewhere (ModelCheckpoint(dirpath=...))")
+    if missing <= nbytes:
+        remedies.append(f"raise host_budget by {format_bytes(missing)}")
     return DiskError(
         path=folder,
         offset=0,
         errno=errno.ENOSPC,
         writes=True,
-        outcome=f"Optimizer state needs {needed} there, and {free} are free: nothing was stepped. Free some space, "
-        "name another disk, or raise host_budget",
+        outcome=f"{what} {needed} there, and {free} are free: nothing was stepped. Free {format_bytes(missing)}, "
+        + " or ".join(remedies),
     )
 
 

@@ -8,7 +8,7 @@
 3. As long as no page of a weight was written, the file has its bytes. Once one was, whoever wrote it, the weight's
    memory has them, and the pages next to it are still right as well.
 4. A file has to stay what it was when its weights were loaded: its size and its time of modification are compared
-   before and after each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
+   after the last read of each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
 5. A network filesystem may show a change of a file late, or not at all: weights are not left there.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.parameters import true_data
-from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, FileRange, filesystem
 
 PAGE = mmap.PAGESIZE
 
@@ -58,12 +58,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(FileRange):
     """The place of a weight that stays in its file (Rule 2)."""
 
     file: SourceFile
-    offset: int
-    nbytes: int
 
     @property
     def address(self) -> int:

@@ -5,14 +5,15 @@
 2. A buffer is taken again only after what it had was written. What was written is on the disk when `drain` returns, or
    one of its writes raised.
 3. After an error the ring is as it was before: `recover` waits for all that is under way.
-4. No forked process gets the buffers (direct_ring.py, Rule 6).
+4. All buffers lie side by side: as one they hold what is too large for a buffer and cannot be cut, one at a time.
+5. No forked process gets the buffers (direct_ring.py, Rule 6).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -62,7 +63,9 @@ class StateRing:
         self._file = file
         self._counters = counters
         allocator = HostAllocator()
-        self._buffers = [buffer_over(allocator.plain(blocks(nbytes))) for _ in range(BUFFERS)]
+        memory = allocator.plain(BUFFERS * blocks(nbytes))
+        self._whole = buffer_over(memory)
+        self._buffers = [buffer_over(buffer) for buffer in memory.split(blocks(nbytes))]  # type: ignore[no-untyped-call]
         self._free = deque(self._buffers)
         self._written: deque[tuple[Buffer, list[Future[None]]]] = deque()  # in the order of their writes
         self._readers = ThreadPoolExecutor(READERS, "superpipeline-state-read")
@@ -71,7 +74,7 @@ class StateRing:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.flat.nbytes for buffer in self._buffers)
+        return self._whole.flat.nbytes
 
     @property
     def buffer_nbytes(self) -> int:
@@ -145,6 +148,28 @@ class StateRing:
             self.recover(read for *_, reads in ahead for read in reads)
             raise
 
+    @contextlib.contextmanager
+    def as_one(self, read: Sequence[Run], written: Sequence[Run]) -> Generator[Buffer, None, None]:
+        """Lend all buffers as one, with what is read into it, and write it in the end. Nothing else is under way."""
+        under_way: list[Future[None]] = []
+        try:
+            under_way += self.read(self._whole, list(self._cut(read)))
+            self.wait(under_way)
+            yield self._whole
+            write = self._file.write
+            under_way += [self._begin(self._writers, "disk out", write, self._whole, run) for run in self._cut(written)]
+            self.wait(under_way)
+        except BaseException:
+            self.recover(under_way)
+            raise
+
+    def _cut(self, runs: Iterable[Run]) -> Iterator[Run]:
+        """Cut runs so that several threads move them."""
+        most = self.buffer_nbytes
+        for offset, at, nbytes in runs:
+            for begin in range(0, nbytes, most):
+                yield Run(offset + begin, at + begin, min(most, nbytes - begin))
+
     def recover(self, reads: Iterable[Future[None]] = ()) -> None:
         """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""
         transfers = [*reads, *(write for _, writes in self._written for write in writes)]
@@ -158,5 +183,4 @@ class StateRing:
         """End the threads and free the buffers."""
         self._readers.shutdown()
         self._writers.shutdown()
-        for buffer in self._buffers:
-            keep_from_forks(buffer.flat, False)
+        keep_from_forks(self._whole.flat, False)

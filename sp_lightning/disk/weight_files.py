@@ -24,8 +24,8 @@ from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing
-from .file_store import FileUnitStore, MasterStore, Scratch
-from .placement import Budgeted, choose
+from .file_store import FileUnitStore, Scratch, ScratchStore
+from .placement import Budgeted, choose, may_move
 from .source_files import Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Choice(NamedTuple):
     found: dict[int, Found]  # by the ids of parameters
     placed: Budgeted
     adopted: Collection[int]  # weights that are in files, and do not stay there
+    moved: Collection[int]  # the ids of FP32 weights that go to the disk
 
 
 class WeightFiles:
@@ -45,6 +46,7 @@ class WeightFiles:
 
     def __init__(self, device: Device, choice: Choice, scratch: Scratch | None) -> None:
         """Open the files of the weights that stay there."""
+        self._moved = choice.moved
         self.placed = choice.placed
         self._scratch = scratch
         self._device = device
@@ -71,12 +73,15 @@ class WeightFiles:
             for index, (_, parameter) in enumerate(unit.params)
             if id(parameter) in self._places
         }
-        if unit.index in self.placed.masters:
-            assert self._scratch is not None
-            return MasterStore(unit, device, counters, owner, device_dtype, self._scratch)
-        if not places:
+        moved = [index for index, (_, parameter) in enumerate(unit.params) if id(parameter) in self._moved]
+        if not places and not moved:
             return UnitStore(unit, device, counters, owner, device_dtype)
-        store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)
+        if moved:
+            assert self._scratch is not None
+            ring = self._made_ring
+            store: FileUnitStore = ScratchStore(unit, device, counters, owner, device_dtype, moved, self._scratch, ring)
+        else:
+            store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)
         self._stores.append(store)
         return store
 
@@ -103,7 +108,7 @@ class WeightFiles:
 
     def _made_ring(self) -> DirectRing:
         if self._ring is None:
-            read = [piece.nbytes for store in self._stores for piece in store.pieces()]
+            read = [store.largest_piece for store in self._stores]
             self._ring = DirectRing(self._device, max(read, default=BLOCK))
         return self._ring
 
@@ -127,6 +132,7 @@ def choose_files(
     may_cast: bool,
     only_inference: bool,
     spills: bool = False,
+    castable: Collection[int] = (),
 ) -> Choice | None:
     """Choose what stays in files or goes to the disk, for a budget; None if nothing has to. Opens no file.
 
@@ -138,11 +144,14 @@ def choose_files(
         may_cast: Weights may come to travel in autocast's type.
         only_inference: No training follows.
         spills: The optimizer's state may be on disk.
+        castable: The ids of weights that may come to travel in autocast's type.
     """
     check_available(budget)
     found = _found(units, device, only_inference)
     filed = {key: at.nbytes for key, at in found.items()}
-    placed = choose(units, filed, budget, compute_dtype, may_cast, trains=not only_inference, spills=spills)
+    placed = choose(
+        units, filed, budget, compute_dtype, may_cast, trains=not only_inference, spills=spills, castable=castable
+    )
     if placed.host.total > budget > 0:
         raise HostMemoryError(_not_met(units, budget, placed, found, spills))
     if not placed.units and not placed.spilled:
@@ -156,7 +165,12 @@ def choose_files(
             len(units),
             format_bytes(placed.host.total),
         )
-    return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids)
+    moved = {
+        id(parameter)
+        for index in placed.masters
+        for parameter in may_move([parameter for _, parameter in units[index].params], compute_dtype, castable)
+    }
+    return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids, moved)
 
 
 def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -> Mapping[str, Any]:
@@ -222,7 +236,8 @@ def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[i
     terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
     spilled, spill = "", ""
     if spills:
-        spilled = f" and {format_bytes(placed.on_disk)} of optimizer state on the disk"
+        what = "optimizer state and FP32 weights" if placed.masters else "optimizer state"
+        spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
     elif placed.host.optimizer:
         spill = "Give disk= a folder on a local SSD for the optimizer's state. "
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import zipfile
 from collections.abc import Container, Iterator
@@ -14,7 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
 from ..errors import SuperpipelineError
-from .names import TorchCheckpointIO
+from ..memory.footprint import state_nbytes
+from .names import LightningModule, ModelCheckpoint, TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 _UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
@@ -66,6 +68,31 @@ class MappedCheckpointIO(TorchCheckpointIO):
         # whose file is gone would kill the process.
         others = {key: value for key, value in checkpoint.items() if key not in self.copied_later}
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
+
+
+def next_checkpoints(folder: str, trainer: Any, module: LightningModule, whole: bool) -> int:
+    """Count the bytes that the next checkpoints take on a folder's disk, each with the one that it replaces.
+
+    Unless they have the `whole` model for certain, weights that do not train are not counted.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    weights = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad or whole)
+    state, total = sum(state_nbytes(optimizer) or 0 for optimizer in trainer.optimizers), 0
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or not (callback.save_top_k or callback.save_last):
+            continue
+        path = local_path(callback.dirpath or trainer.default_root_dir)
+        if path is not None and _disk_of(path) == _disk_of(folder):
+            replaces = trainer.max_epochs != 1 and not glob.glob(os.path.join(glob.escape(path), "*.ckpt"))
+            total += (1 + replaces) * (weights + state * (not callback.save_weights_only))
+    return total
+
+
+def _disk_of(path: str) -> int:
+    """Return the number of the device that a path is on, or will be."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev
 
 
 def local_path(path: Any) -> str | None:

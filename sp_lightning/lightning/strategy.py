@@ -27,7 +27,7 @@ from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
 from . import user_hooks
 from .callback import SuperpipelineCallback
-from .checkpoint_io import MappedCheckpointIO, on_host, size_so_far
+from .checkpoint_io import MappedCheckpointIO, next_checkpoints, on_host, size_so_far
 from .names import (
     Accelerator,
     Checkpoint,
@@ -87,8 +87,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of FP32
-            ``master_weights``: it lies there in a nameless file while the run lasts, and is stepped in portions, with
-            the same bits (docs/disk.md).
+            weights of which copies in half precision travel (under autocast, or with ``master_weights``): it lies there
+            in a nameless file while the run lasts, and is stepped in portions, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -213,7 +213,17 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self.model = setup_model(self)(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._check_room(trainer)
         self.setup_precision_plugin()
+
+    def _check_room(self, trainer: Trainer) -> None:
+        """Raise DiskError if checkpoints beside the optimizer's state would fill its disk in mid-run."""
+        assert self.handle is not None and self.lightning_module is not None
+        disk, folder, module = self.handle.steps.disk, self.options.disk, self.lightning_module
+        if disk is not None and folder is not None:
+            nbytes = next_checkpoints(folder, trainer, module, not user_hooks.chooses_checkpoints(module))
+            if nbytes:
+                disk.check_room(self.optimizers, nbytes)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""

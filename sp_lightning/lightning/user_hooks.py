@@ -40,6 +40,7 @@ PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients",
 
 CALLBACKS_BEFORE_NEXT = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 MODULE_BEFORE_NEXT = (*CALLBACKS_BEFORE_NEXT, "optimizer_zero_grad", "optimizer_step")
+SAVING = ("on_save_checkpoint",)
 READ_NO_WEIGHTS = frozenset(
     {SuperpipelineCallback, ModelCheckpoint, LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, Timer}
     | {TQDMProgressBar, RichProgressBar}
@@ -65,6 +66,11 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
 def why_weights_must_be_stepped(module: LightningModule) -> str | None:
     """Say which hook may read weights before the next forward begins, or return None (Rule 2)."""
     return _hooked(module, MODULE_BEFORE_NEXT, CALLBACKS_BEFORE_NEXT, known=READ_NO_WEIGHTS)
+
+
+def chooses_checkpoints(module: LightningModule) -> bool:
+    """Whether the user's code may leave weights out of checkpoints."""
+    return _hooked(module, SAVING, SAVING, known=()) is not None
 
 
 def next_is_a_training_step(trainer: Any) -> bool:

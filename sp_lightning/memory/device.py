@@ -268,18 +268,21 @@ class Device:
         """Cast a weight on the device."""
         return weight.to(dtype)
 
-    def host_copy(self, data: Tensor, like: Tensor) -> Tensor:
-        """Copy a host tensor to other host memory, with the type, the shape and the strides of ``like``.
+    def host_empty(self, like: Tensor) -> Tensor:
+        """Allocate a tensor in host memory with the type, the shape and the strides of ``like``.
 
-        A large copy is mapped by itself: the system has its memory again as soon as it is dropped (malloc.py).
+        A large one is mapped by itself: the system has its memory again as soon as it is dropped (malloc.py).
         """
         with torch.inference_mode(False), torch.no_grad():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-            nbytes = copy.untyped_storage().nbytes()
+            nbytes = (
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+                .untyped_storage()
+                .nbytes()
+            )
             large = nbytes >= malloc.MIB
             flat = self._slabs.plain(nbytes) if large else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            copy = torch.empty(0, dtype=like.dtype, device="cpu")
-            return copy.set_(flat.untyped_storage(), 0, like.shape, like.stride()).copy_(data)
+            empty = torch.empty(0, dtype=like.dtype, device="cpu")
+            return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
 
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
         """Lock no more memory (Rule 3), which is an error if the user requires it."""

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -115,15 +115,20 @@ def host_bytes(
     )
 
 
-def state_nbytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of state that one of torch's optimizers will make; None for any other, where it is unknown."""
+def state_nbytes(optimizer: torch.optim.Optimizer, of: Container[int] | None = None) -> int | None:
+    """Return the bytes of state that one of torch's optimizers will make; None for any other, where it is unknown.
+
+    With `of`, ids of parameters, only for those.
+    """
     kind = type(optimizer)
     if kind.__name__ not in STATES or not kind.__module__.startswith("torch.optim"):
         return None
     total = 0
     for group in optimizer.param_groups:
         states = STATES[kind.__name__] + sum(bool(group.get(name)) for name in MORE_STATES)
-        total += states * sum(_nbytes(p, p.dtype) for p in group["params"] if p.requires_grad)
+        total += states * sum(
+            _nbytes(p, p.dtype) for p in group["params"] if p.requires_grad and (of is None or id(p) in of)
+        )
     return total
 
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat.references import references, storage_uses
-from ..compat.tensors import copy_all
+from ..compat.references import references, storage_uses, storage_uses_at
+from ..compat.tensors import copy_all, storage_id
 from .device import Device
 from .layout import ALIGNMENT, Layout, aligned, as_few_runs
 from .parameters import true_grad
 from .staging import Copies
 from .unit_store import UnitStore
 
-_kind = operator.attrgetter("dtype", "requires_grad")
+_dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
 
 
@@ -95,9 +95,11 @@ class GradientSlab:
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
         self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
-        self._wide_views = {index: slot.wide_view for index, slot in self._slots.items() if slot.wide_view is not None}
-        self._untouched = {index: _traces([slot.tensor]) for index, slot in self._slots.items()}
-        self._all_untouched = self._all_traces()
+        self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
+        self._tensors = [slot.tensor for slot in self._slots.values()]
+        self._tensors += [slot.wide_view for slot in self._slots.values() if slot.wide_view is not None]
+        self._storages = {storage_id(storage): storage for storage in map(Tensor.untyped_storage, self._tensors)}
+        self._untouched = self._traces()
         # By the gradients that came together before, and their types.
         self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
 
@@ -131,49 +133,50 @@ class GradientSlab:
         slot = self._slots.get(index)
         if slot is None or grad is None:
             return 0
-        return (grad is slot.tensor) + (grad is slot.wide_view) + (grad is self._wide_views.get(index))
+        return 2 * (grad is slot.tensor or grad is slot.wide_view)  # by its slot, and in the list of all
 
     def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
         """Return page-locked slots for gradients, with the parameters' strides, to which no other code refers."""
-        untouched = self._all_traces() == self._all_untouched
+        traces = self._traces()
         key = (*indices, *[grad.dtype for grad in grads])
         known = self._packed.get(key)
-        if known is not None and untouched:
+        if known is not None and traces == self._untouched:
             return known
-        widening = untouched or _traces([*self._wide_views.values()]) == self._all_untouched[1]
-        found = [self._slot_for(index, grad, untouched, widening) for index, grad in zip(indices, grads, strict=True)]
+        same = [
+            now == before
+            for now, before in zip(zip(*traces, strict=True), zip(*self._untouched, strict=True), strict=True)
+        ]
+        free = {index for index, is_free in zip(self._slots, same, strict=False) if is_free}
+        if not all(same[len(self._slots) :]):  # widening would write over bytes that code refers to
+            free -= self._widened
+        found = [self._slot_for(index, grad, free) for index, grad in zip(indices, grads, strict=True)]
         if any(slot is not self._slots.get(index) for index, slot in zip(indices, found, strict=True)):
             return found, PackedGradients(self._device, found)
         if known is None:
             known = self._packed[key] = found, PackedGradients(self._device, found)
         return known
 
-    def _all_traces(self) -> tuple[Any, Any]:
-        """Read the traces of other code on all slots, and on their wide views."""
-        return _traces([slot.tensor for slot in self._slots.values()]), _traces([*self._wide_views.values()])
+    def _traces(self) -> tuple[list[Any], ...]:
+        """Read what changes when code refers to a slot's tensor or alters it: ``p.grad.data = ...``, ``grad.t_()``."""
+        return (
+            *references(self._tensors),
+            storage_uses_at(self._storages),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(Tensor.size, self._tensors)),
+            list(map(Tensor.stride, self._tensors)),
+            list(map(_dtype, self._tensors)),
+            list(map(_requires_grad, self._tensors)),
+        )
 
-    def _slot_for(self, index: int, grad: Tensor, untouched: bool, widening: bool) -> GradientSlot:
+    def _slot_for(self, index: int, grad: Tensor, free: Collection[int]) -> GradientSlot:
         slot = self._slots.get(index)  # None: the weight was frozen when the slab was made
-        fits = slot is not None and grad.dtype is slot.tensor.dtype and (widening or slot.wide_view is None)
-        if slot is not None and fits and (untouched or _traces([slot.tensor]) == self._untouched[index]):
+        if slot is not None and index in free and grad.dtype is slot.tensor.dtype:
             return slot
         field = self._fields[index]
         flat = self._device.passing(max(grad.numel() * grad.element_size(), ALIGNMENT))
         empty = torch.empty(0, dtype=grad.dtype, device="cpu")
         tensor = empty.set_(flat.untyped_storage(), 0, field.shape, field.stride)
         return GradientSlot(tensor, flat, 0)
-
-
-def _traces(tensors: list[Tensor]) -> Any:
-    """Read what changes when code refers to one of these tensors or alters it: ``p.grad.data = ...``, ``grad.t_()``."""
-    return (
-        *references(tensors),
-        storage_uses(tensors),
-        list(map(Tensor.data_ptr, tensors)),
-        list(map(Tensor.size, tensors)),
-        list(map(Tensor.stride, tensors)),
-        list(map(_kind, tensors)),
-    )
 
 
 def _references_to_grad(parameter: Tensor) -> tuple[list[int], ...]:

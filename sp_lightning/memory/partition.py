@@ -468,12 +468,13 @@ class Slot:
 
     def replace(self, there: Any, value: Any) -> bool:
         """Put ``value`` into the place if ``there`` is in it; return whether it was."""
-        found = self.holder.get(self.key) if self.inside is None else self.get()
-        if found is there and self.inside is None:
+        if (self.holder.get(self.key) if self.inside is None else self.get()) is not there:
+            return False
+        if self.inside is None:
             self.holder[self.key] = value
-        elif found is there:
+        else:
             self.set(value)
-        return found is there
+        return True
 
     def set(self, value: Any) -> None:
         found = self.holder[self.key]

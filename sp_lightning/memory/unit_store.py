@@ -40,9 +40,9 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -73,7 +73,7 @@ class SharedMemory(Protocol):
         """Find the ranges of bytes that this rank wrote through the face."""
 
 
-_offset = operator.attrgetter("offset")
+_outside = operator.attrgetter("outside")
 
 
 class UnitStore:
@@ -108,6 +108,7 @@ class UnitStore:
         self._ordered: list[Any] = []  # streams that are ordered after the fill
         self.weights = self._adopt(shares_bytes)
         self._homes = self._addresses()  # where the parameters' bytes are unless user code replaced them
+        self._storages = self._storage_ids()
         self._epoch = 0
         self._device_stamp = Stamp(None, [], self._homes)
         self.retype({})
@@ -121,6 +122,7 @@ class UnitStore:
         self.autocast = dict(autocast)
         types = [autocast.get(i, self._device_dtype(weight.host.dtype)) for i, weight in enumerate(self.weights)]
         self.layout = layout_with(self.host_layout.fields, types)
+        self._offsets = [field.offset for field in self.layout.fields]
         self.nbytes = max(self.layout.nbytes, ALIGNMENT)  # parameters may all be empty
         self.flat = self.device.device_bytes(self.nbytes)
         self.storage = self.flat.untyped_storage()
@@ -128,12 +130,15 @@ class UnitStore:
             weight.field, weight.wire, weight.saved, weight.parted, weight.saved_again = field, None, None, False, False
         self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
         self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
-        self.wire = lay_out_wire(self.weights, self.device)
+        self.wire = self._lay_out_wire()
         self._wire_stamp: Stamp | None = None
         # Of a fill; else made at the first one, because slices of the device buffer need its memory.
         self._copies: Copies = [] if self.narrow else [(self.flat, self.slab[: self.nbytes])]
         self.memory = object()  # counts the references of graphs (Rule 8)
         self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
+
+    def _lay_out_wire(self) -> Tensor:
+        return lay_out_wire(self.weights, self.device)
 
     def _sources(self) -> Iterator[tuple[Tensor, int]]:
         """Yield where each weight goes up from: a buffer, and the first byte there."""
@@ -181,7 +186,7 @@ class UnitStore:
                 set_true_data(weight.parameter, data)
                 weight.storage = data.untyped_storage()
             watch(weight.parameter, self)
-        malloc.freed(self.slab.numel())
+        malloc.freed(sum(weight.host.nbytes for weight in weights))
         return weights
 
     def _place(self, weight: Weight) -> Tensor:
@@ -212,9 +217,10 @@ class UnitStore:
     # ---- several ranks (Rule 11)
 
     @property
-    def slabs(self) -> tuple[Tensor, ...]:
-        """The slab, and its face if several ranks share it."""
-        return (self.slab,) if self.shared is None else (self.slab, self.shared.face)
+    def host_ranges(self) -> list[tuple[int, int]]:
+        """The address and the bytes of the slab, and of its face if several ranks share it."""
+        slabs = [self.slab] if self.shared is None else [self.slab, self.shared.face]
+        return [(slab.data_ptr(), slab.nbytes) for slab in slabs]
 
     def may_differ(self) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth."""
@@ -309,6 +315,16 @@ class UnitStore:
                 ]
                 self._fill_wire(data, stamp, done)
 
+    def host_cast(self, index: int, like: Tensor) -> Tensor:
+        """Cast a weight to other host memory, with the type, the shape and the strides of ``like``."""
+        cast = self.device.host_empty(like)
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill_cast(index, cast)
+        return cast
+
+    def _fill_cast(self, index: int, cast: Tensor) -> None:
+        cast.copy_(true_data(self.params[index]))
+
     def settle(self) -> None:
         """Wait until no fill reads the host bytes any more (Rule 4)."""
         if self.ready is not None:
@@ -332,8 +348,14 @@ class UnitStore:
 
         The epoch comes first: parameters whose step is deferred have no address.
         """
+        known = self._device_stamp
+        if known.epoch != self._epoch:
+            return True
         with without_dispatch():
-            return self._device_stamp.epoch != self._epoch or self._device_stamp != self._stamp(self.params)
+            versions, addresses = list(map(true_version, self.params)), self._addresses()
+        if versions != known.versions or addresses != known.addresses:
+            return True
+        return max(storage_uses_at(self._storages), default=0) > OWN_STORAGE_USES
 
     def stamp(self) -> Stamp:
         """Return the stamp of the host bytes (Rule 6)."""
@@ -365,10 +387,11 @@ class UnitStore:
     def load(self) -> None:
         """Start to fill the device buffer, which is allocated first if the unit is not resident (Rule 3)."""
         self.wait_step()
-        stamp = self._stamp(self.params)
-        if stamp != self._device_stamp:
+        stamp = self._device_stamp
+        if self.stale():
+            stamp = self._stamp(self.params)
             self._note_data(stamp.addresses)
-        self._device_stamp = stamp._replace(epoch=None)  # if the fill is interrupted, the old bytes stay stale
+            self._device_stamp = stamp._replace(epoch=None)  # if the fill is interrupted, the old bytes stay stale
         if self.narrow and stamp != self._wire_stamp:
             self._fill_wire(self.params, stamp)
         if self.is_loaded:  # filled again in place
@@ -498,7 +521,7 @@ class UnitStore:
 
     def index_at(self, offset: int) -> int:
         """Return the index of the parameter in whose device bytes an offset lies."""
-        return bisect.bisect_right(self.layout.fields, offset, key=_offset) - 1
+        return bisect_right(self._offsets, offset) - 1
 
     def aliases(self) -> int:
         """Return how many tensors refer to the device buffer (Rule 5)."""
@@ -526,6 +549,7 @@ class UnitStore:
             if then != now and index not in self.autocast:
                 weight.leave(functools.partial(weight.data_at, then))
             weight.storage, weight.stride = weight.parameter.untyped_storage(), weight.parameter.stride()
+        self._storages = self._storage_ids()
 
     def is_shared(self) -> bool:
         """Whether another tensor refers to the bytes of any parameter."""
@@ -534,9 +558,15 @@ class UnitStore:
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
 
+    def _storage_ids(self) -> list[int]:
+        """List the storages of the parameters' data when the device buffer was filled last (weights.py)."""
+        return [storage_id(weight.storage) for weight in self.weights]
+
     def _uncut(self, stamp: Stamp) -> list[tuple[Tensor, Tensor]]:
         """Pair weights that go up neither from the slab nor as wire copies with their places in the device buffer."""
         written = () if self.shared is None else self._on_the_face(stamp)
+        if not written and stamp.addresses == self._homes and not any(map(_outside, self.weights)):
+            return []
         places = enumerate(zip(self.weights, self._device_stamp.addresses, self._homes, strict=True))
         return [
             (self.layout.view(self.storage, weight.field), true_data(weight.parameter))

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
@@ -24,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..disk.direct_file import DIRECT, filesystem
+from ..disk.direct_ring import buffer_over
 from ..disk.scratch_file import rotates
 from ..errors import OptionError
-from ..memory.pinned import libc
+from ..memory.pinned import HostAllocator, libc
 
 CHUNK = 8 << 20  # bytes of a transfer
 THREADS = 3  # in each direction
@@ -114,19 +114,20 @@ class _Trial:
         begin = time.perf_counter()
 
         def work() -> None:
-            with mmap.mmap(-1, CHUNK) as buffer, memoryview(buffer) as memory:
-                memory[:] = self._random
-                while True:
-                    with lock:
-                        at = next(order) * CHUNK
-                    done = transfer(self._fd, memory, at)
-                    while done < CHUNK:
-                        done += transfer(self._fd, memory[done:], at + done)
-                    if transfer is os.pwrite and not self._is_direct:
-                        os.fdatasync(self._fd)
-                    ends.append(time.perf_counter())
-                    if ends[-1] - begin >= seconds:
-                        return
+            buffer = buffer_over(HostAllocator().plain(CHUNK))  # as a run's: in pages as large
+            memory = buffer.memory
+            memory[:] = self._random
+            while True:
+                with lock:
+                    at = next(order) * CHUNK
+                done = transfer(self._fd, memory, at)
+                while done < CHUNK:
+                    done += transfer(self._fd, memory[done:], at + done)
+                if transfer is os.pwrite and not self._is_direct:
+                    os.fdatasync(self._fd)
+                ends.append(time.perf_counter())
+                if ends[-1] - begin >= seconds:
+                    return
 
         with ThreadPoolExecutor(THREADS, "superpipeline-disk-speed") as threads:
             for thread in [threads.submit(work) for _ in range(THREADS)]:

@@ -236,7 +236,7 @@ bool convert(const float* in, uint16_t* out, int64_t n, int32_t) {
 
 void finish_stores() {
 #if defined(__x86_64__)
-  _mm_sfence();  // of `convert`, past the cache: other threads read them after this one ended
+  _mm_sfence();  // past the cache: other threads read them after this one ended
 #endif
 }
 
@@ -245,28 +245,35 @@ bool can_convert(int32_t type) { return type == kNone || type == kBFloat16 || (t
 // ---- gradients that came down in half precision (Rule 6)
 
 #if defined(__AVX2__) && defined(__F16C__)
-void widen_float16(const uint16_t* in, float* out, int64_t n) {
+void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool past_the_cache) {
+  past_the_cache = past_the_cache && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   for (int64_t i = 0; i < n; i += 8) {
     alignas(16) uint16_t rest[8] = {};
     alignas(32) float last[8];
     const int64_t m = std::min<int64_t>(8, n - i);
     if (m < 8) std::copy(in + i, in + n, rest);
-    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(m < 8 ? rest : in + i)));
-    _mm256_storeu_ps(m < 8 ? last : out + i, x);
-    if (m < 8) std::copy(last, last + m, out + i);
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(m < 8 ? rest : in + i));
+    const __m256 wide = type == kFloat16
+                            ? _mm256_cvtph_ps(x)
+                            : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+    if (m < 8) {
+      _mm256_store_ps(last, wide);
+      std::copy(last, last + m, out + i);
+    } else if (past_the_cache) {
+      _mm256_stream_ps(out + i, wide);
+    } else {
+      _mm256_storeu_ps(out + i, wide);
+    }
   }
 }
 #else
-void widen_float16(const uint16_t*, float*, int64_t) {}
-#endif
-
-void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
-  if (type == kFloat16) return widen_float16(in, out, n);
+void widen(const uint16_t* in, float* out, int64_t n, int32_t, bool) {
   for (int64_t i = 0; i < n; i++) {
     const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
     std::memcpy(out + i, &bits, sizeof bits);
   }
 }
+#endif
 
 // ---- the loops, for the elements of one block
 
@@ -435,8 +442,9 @@ extern "C" int32_t sp_lightning_convert(const float* in, uint16_t* out, int64_t 
 }
 
 // Widens numbers that lie in the second half of the memory that they are widened into, or behind it. Returns whether it
-// did.
-extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t count, int32_t type, int32_t threads) {
+// did. Numbers that go past the cache are not read into it first.
+extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t count, int32_t type, int32_t threads,
+                                      int32_t past_the_cache) {
   constexpr int64_t size = kBlock * kTaken;
   const int64_t blocks = (count + size - 1) / size;
   const int64_t ahead = (reinterpret_cast<intptr_t>(in) - reinterpret_cast<intptr_t>(out)) / 2;  // in numbers of `in`
@@ -450,16 +458,19 @@ extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t co
   std::vector<std::atomic<bool>> read(blocks);
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(std::min<int64_t>(threads, blocks))
-  for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
-    alignas(64) uint16_t own[size];
-    const int64_t at = block * size, n = std::min(size, count - at);
-    std::copy(in + at, in + at + n, own);
-    read[block].store(true, std::memory_order_release);
-    const int64_t first = std::max<int64_t>(2 * at - ahead, 0), last = 2 * (at + n) - ahead;  // of what is written over
-    for (int64_t other = first / size; other * size < last; other++) {
-      while (!read[other].load(std::memory_order_acquire)) sched_yield();
+  {
+    for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
+      alignas(64) uint16_t own[size];
+      const int64_t at = block * size, n = std::min(size, count - at);
+      std::copy(in + at, in + at + n, own);
+      read[block].store(true, std::memory_order_release);
+      const int64_t first = std::max<int64_t>(2 * at - ahead, 0), last = 2 * (at + n) - ahead;  // of what is written over
+      for (int64_t other = first / size; other * size < last; other++) {
+        while (!read[other].load(std::memory_order_acquire)) sched_yield();
+      }
+      widen(own, out + at, n, type, past_the_cache);
     }
-    widen(own, out + at, n, type);
+    finish_stores();
   }
   return true;
 }

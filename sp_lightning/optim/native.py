@@ -24,6 +24,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from ..compat.kernels import mkl_root
-from ..compat.tensors import dispatch_mode_count
+from ..compat.tensors import add_to_all, dispatch_mode_count
 from ..memory.weights import Conversion
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopen
 DIFFERENT = "its bits are different here"
 LARGEST = torch.finfo(torch.float32).max
 FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast (Rule 4)
+PAST_THE_CACHE = 1 << 22  # widened gradients that are written past it: the step that follows finds few of them in it
 
 MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
 ADAM, SGD_, ADAGRAD, RMSPROP = range(4)
@@ -54,11 +56,9 @@ WIRES = {torch.bfloat16: 1, torch.float16: 2}
 ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 
-class Scalars(ctypes.Array[ctypes.c_float]):
-    """The numbers that a parameter's step takes beside its tensors."""
-
-    _type_ = ctypes.c_float
-    _length_ = 8
+SCALARS = 8  # that a parameter's step takes beside its tensors
+# Parameter, gradient, state and their elements; scalars; the wire copy, its type, and whether it has a NaN.
+PACKED = struct.Struct(f"=5Qq{SCALARS}fQ2i")
 
 
 class Tensors(ctypes.Structure):
@@ -69,7 +69,7 @@ class Tensors(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("state", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
-        ("scalar", Scalars),
+        ("scalar", ctypes.c_float * SCALARS),
         ("wire", ctypes.c_void_p),
         ("wire_type", ctypes.c_int32),
         ("wire_has_nan", ctypes.c_int32),
@@ -220,9 +220,9 @@ class Library:
         request = Request(tensors, len(tensors), kind, flags, self._root, self._fused, threads, self._mkl)
         return not self._code.sp_lightning_step(ctypes.byref(request))
 
-    def wire_type(self, wire: Tensor | None) -> int:
+    def wire_type(self, wire: Tensor) -> int:
         """Return the type to which a wire copy is converted, as a number; 0 if torch has to."""
-        return 0 if wire is None else self._wires.get(wire.dtype, 0)
+        return self._wires.get(wire.dtype, 0)
 
     def widen(self, narrow: Tensor, wide: Tensor) -> bool:
         """Widen flat gradients into memory whose second half they lie in, in one parallel region.
@@ -233,7 +233,10 @@ class Library:
         if code is None or number is None or dispatch_mode_count():
             return False
         places = ctypes.c_void_p(narrow.data_ptr()), ctypes.c_void_p(wide.data_ptr())
-        done = code.sp_lightning_widen(*places, ctypes.c_int64(narrow.numel()), number, torch.get_num_threads())
+        count = narrow.numel()
+        done = code.sp_lightning_widen(
+            *places, ctypes.c_int64(count), number, torch.get_num_threads(), count >= PAST_THE_CACHE
+        )
         if done:
             torch.autograd.graph.increment_version(wide)
         return bool(done)
@@ -307,7 +310,7 @@ class Library:
                     mine = {name: state[name].clone() for name in names} | {"": param.detach().clone()}
                     partners = [None if name is None else mine[name] for name in recipe.state(group)]
                     step = state["step"].item() + 1 if "step" in state else 0
-                    requests.append(arguments(mine[""], grad, partners, Scalars(*recipe.scalars(group, step))))
+                    requests.append(packed(mine[""], grad, partners, _padded(recipe.scalars(group, step))))
                     ours.append((mine, {name: state[name] for name in names} | {"": param}))
             cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
             compared |= bool(requests)
@@ -318,17 +321,32 @@ class Library:
         return compared
 
 
-def arguments(
-    param: Tensor, grad: Tensor, state: Sequence[Tensor | None], scalars: Scalars, wire: Tensor | None = None
-) -> Tensors:
-    """Return what native.cpp reads of a parameter: addresses, which the caller keeps alive, and numbers."""
-    addresses = tuple([None if tensor is None else tensor.data_ptr() for tensor in state])
-    converts = (None if wire is None else wire.data_ptr()), LIBRARY.wire_type(wire)
-    return Tensors(param.data_ptr(), grad.data_ptr(), addresses, param.numel(), scalars, *converts)
+def packed(
+    param: Tensor,
+    grad: Tensor,
+    state: Sequence[Tensor | None],
+    scalars: tuple[float, ...],
+    wire: Tensor | None = None,
+    wire_type: int = 0,
+) -> bytes:
+    """Return a ``Tensors`` of a parameter as bytes: addresses, which the caller keeps alive, and numbers."""
+    first, second, third = [0 if tensor is None else tensor.data_ptr() for tensor in state] + [0] * (3 - len(state))
+    to = 0 if wire is None else wire.data_ptr()
+    return PACKED.pack(
+        param.data_ptr(), grad.data_ptr(), first, second, third, param.numel(), *scalars, to, wire_type, 0
+    )
 
 
-def _array(tensors: Sequence[Tensors]) -> Any:
-    return (Tensors * len(tensors))(*tensors)
+def _converted(conversion: Conversion | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if conversion is None else (conversion.wire, LIBRARY.wire_type(conversion.wire))
+
+
+def _padded(scalars: tuple[float, ...]) -> tuple[float, ...]:
+    return scalars + (0.0,) * (SCALARS - len(scalars))
+
+
+def _array(tensors: Sequence[bytes]) -> Any:
+    return (Tensors * len(tensors)).from_buffer(bytearray(b"".join(tensors)))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -370,13 +388,16 @@ def _widens(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).short().view(dtype)
     if dtype is torch.float16:
         numbers = numbers[~numbers.isnan()]
-    found = torch.empty(len(numbers), dtype=torch.float32)
-    narrow = found.view(dtype)[len(numbers) :].copy_(numbers)
-    address = ctypes.c_void_p(narrow.data_ptr()), ctypes.c_void_p(found.data_ptr())
-    if not code.sp_lightning_widen(*address, ctypes.c_int64(len(numbers)), WIRES[dtype], 1):
-        return False
     at_ends = torch.cat([few.float() for few in numbers.split(31)])  # type: ignore[no-untyped-call]
-    return same_bits(found, numbers.float()) and same_bits(found, at_ends)
+    for past_the_cache in (False, True):
+        found = torch.empty(len(numbers), dtype=torch.float32)
+        narrow = found.view(dtype)[len(numbers) :].copy_(numbers)
+        address = ctypes.c_void_p(narrow.data_ptr()), ctypes.c_void_p(found.data_ptr())
+        if not code.sp_lightning_widen(*address, ctypes.c_int64(len(numbers)), WIRES[dtype], 1, past_the_cache):
+            return False
+        if not (same_bits(found, numbers.float()) and same_bits(found, at_ends)):
+            return False
+    return True
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
@@ -467,11 +488,6 @@ class Candidate(NamedTuple):
     state: State
     conversion: Conversion | None = None
 
-    @property
-    def wire(self) -> Tensor | None:
-        """The wire copy to be converted, if any."""
-        return None if self.conversion is None else self.conversion.wire
-
 
 def reads(param: Tensor, *others: Tensor) -> bool:
     """Whether compiled code sees what torch's operators would: FP32 tensors whose bytes are their numbers."""
@@ -493,33 +509,36 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     if not LIBRARY.steps(optimizer, group):
         return False
     names = recipe.state(group)
-    if not all(name is None or name in candidate.state for candidate in candidates for name in names):
+    needed = {name for name in names if name is not None}
+    if not all(needed <= candidate.state.keys() for candidate in candidates):
         return False
     counts = [candidate.state["step"] for candidate in candidates if "step" in candidate.state]
     if len(counts) not in (0, len(candidates)):
         return False
-    done = [ctypes.c_float(count.item() + 1).value for count in counts] or [0.0] * len(candidates)  # FP32, as they are
-    numbers = {count: recipe.scalars(group, count) for count in set(done)}
-    if not all(abs(number) <= LARGEST for each in numbers.values() for number in each):
-        return False  # torch refuses a number that is too large; of two NaNs its operators keep the one or the other
-    scalars = {count: Scalars(*each) for count, each in numbers.items()}
+    done = [count.item() for count in counts] or [0.0] * len(candidates)
+    scalars: dict[float, tuple[float, ...]] = {}
+    for count in set(done):
+        numbers = recipe.scalars(group, ctypes.c_float(count + 1).value)  # FP32, as they are
+        if not all(abs(number) <= LARGEST for number in numbers):
+            return False  # torch refuses one that is too large; of two NaNs its operators keep the one or the other
+        scalars[count] = _padded(numbers)
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
     tensors = _array(
         [
-            arguments(candidate.param, candidate.grad, partner, scalars[count], candidate.wire)
-            for candidate, partner, count in zip(candidates, partners, done, strict=True)
+            packed(param, grad, partner, scalars[count], *_converted(conversion))
+            for (param, grad, _, conversion), partner, count in zip(candidates, partners, done, strict=True)
         ]
     )
     if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads()):
         return False
-    for count in counts:
-        count += 1
+    if counts:
+        add_to_all(counts, 1)
     written = [candidate.param for candidate in candidates]
     written += [tensor for partner in partners for tensor in partner if tensor is not None]
     torch.autograd.graph.increment_version(written)
-    for candidate, one in zip(candidates, tensors, strict=True):
-        if candidate.conversion is not None and one.wire_type and not one.wire_has_nan:
-            candidate.conversion.done(candidate.param)
+    for place, (param, _, _, conversion) in enumerate(candidates):
+        if conversion is not None and tensors[place].wire_type and not tensors[place].wire_has_nan:
+            conversion.done(param)
     return True
 
 

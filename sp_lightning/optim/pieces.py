@@ -33,10 +33,12 @@ from torch.optim import (
     ASGD,
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -47,7 +49,7 @@ from torch.optim import (
 from ..compat.kernels import can_share_operators, share_operators
 from ..compat.modules import run_first
 from ..compat.tensors import dispatch_mode_count, function_mode_count
-from ..memory.parameters import HostParameter, true_device
+from ..memory.parameters import HostParameter, is_on_host
 from ..memory.weights import Conversion
 from . import native
 
@@ -56,10 +58,12 @@ State = dict[str, Any]
 Regrouped = tuple[list[Group], Any]  # with their state
 Conversions = dict[Tensor, Conversion]  # by the parameter
 _params = operator.itemgetter("params")
+_nbytes = operator.attrgetter("nbytes")
 
 # Exactly these classes: a subclass may do anything in its step.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
+PER_PARAMETER = frozenset({Adafactor, Muon})  # each parameter's step depends on all of its elements, and on no other
 
 # ATen gives a thread at least this many elements of an elementwise kernel (at::internal::GRAIN_SIZE).
 GRAIN = 32768
@@ -139,7 +143,8 @@ class ShadowStep:
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
-        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
+        if any(group["params"] for group in shadow.param_groups):  # else all were stepped
+            type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         called_with = getattr(args[0], "called_with", None)
@@ -163,6 +168,16 @@ def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | Non
     if type(optimizer) not in ELEMENTWISE:
         return None
     return ShadowStep(functools.partial(regroup_in_pieces, piece=piece)).attach(optimizer)
+
+
+def step_each(optimizer: Optimizer) -> ShadowStep | None:
+    """Have the steps of a class that steps each parameter as a whole run on a shadow, which nothing regroups yet.
+
+    Returns None, and changes nothing, if the class is not known to be one.
+    """
+    if type(optimizer) not in PER_PARAMETER:
+        return None
+    return ShadowStep(lambda shadow, _: all_of(shadow)).attach(optimizer)
 
 
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
@@ -312,22 +327,22 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
 
 def needs_order(optimizer: Optimizer) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
-    ranges: list[tuple[int, int]] = []
+    stepped: list[Tensor] = []
+    state: list[Any] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            grad = param.grad
-            if not (_is_plain(param) and (grad is None or _is_plain(grad))):
-                return True
-            for tensor in (param, grad, *optimizer.state.get(param, {}).values()):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and (nbytes := tensor.nbytes):
-                    start = tensor.data_ptr()
-                    ranges.append((start, start + nbytes))
-    ranges.sort()
+            stepped.append(param)
+            if (grad := param.grad) is not None:
+                stepped.append(grad)
+            state += optimizer.state.get(param, {}).values()
+    if not all(map(_is_plain, stepped)):
+        return True
+    tensors = stepped + [value for value in state if isinstance(value, Tensor) and value.layout is torch.strided]
     last = 0
-    for start, end in ranges:
-        if start < last:
+    for start, nbytes in sorted(zip(map(Tensor.data_ptr, tensors), map(_nbytes, tensors), strict=True)):
+        if start < last and nbytes:
             return True
-        last = end
+        last = max(last, start + nbytes)
     return False
 
 
@@ -377,7 +392,7 @@ def has_gradient_in_step(param: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return true_device(tensor).type == "cpu" and tensor.layout == torch.strided and tensor.is_floating_point()
+    return is_on_host(tensor) and tensor.layout is torch.strided and tensor.is_floating_point()
 
 
 def same_order(param: Tensor, other: Tensor) -> bool:

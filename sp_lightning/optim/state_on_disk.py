@@ -3,18 +3,20 @@
 1. Of the chosen parameters, state of their shape lies in the file (scratch_file.py): ``optimizer.state`` shows tensors
    over it. Scalars stay in memory, and so does state that other code refers to, as long as it does.
 2. What is elementwise is stepped in portions: state comes into a buffer, is stepped there as any other, and goes back,
-   while the next portions are read and those before are written (state_ring.py). All else is stepped on the tensors as
-   they are, which is right, at the speed of page faults: other classes of optimizers, ``foreach``, parameters that
-   share bytes or scalars. The result is the same to the last bit.
+   while the next portions are read and those before are written (state_ring.py). A class that steps each parameter as
+   a whole finds all of it in a buffer, in its shape; one that is too large for a buffer has all of them, and nothing is
+   read or written beside its step. All else is stepped on the tensors as they are, which is right, at the speed of page
+   faults: other classes of optimizers, ``foreach``, parameters that share bytes or scalars, and those that are to be
+   stepped whole and too large for the ring. The result is the same to the last bit.
 3. A portion consists of whole pieces (pieces.py, Rule 5), which may end inside a block. Of such a block the first
    portion keeps its part in memory, and the next one writes it.
 4. Scalars are stepped by a parameter's last part, and the parts before it step copies. A parameter whose last part was
    not stepped has the scalars that it had.
 5. The first step makes state: its parts have none, torch makes it for each piece in memory, and it goes to the disk
-   from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with one
-   element of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
+   from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with a small
+   one of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
-7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and what travels is
+7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and wire copies are
    converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
    their bits depend on where a vector ends.
 8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
@@ -37,16 +39,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compat.references import are_tensors_of_entry_shared
+from ..core.malloc import freed
 from ..core.telemetry import Counters
-from ..disk.direct_file import BLOCK, blocks
+from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
-from ..disk.scratch_file import Extent, ScratchFile
+from ..disk.scratch_file import Extent, ScratchFile, check_room
 from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
+from ..memory.footprint import state_nbytes
 from ..memory.layout import is_dense
 from ..memory.weights import Conversion
+from ..options import format_bytes
 from .pieces import (
     FUSED,
+    PER_PARAMETER,
     PIECE,
     Conversions,
     Cutting,
@@ -83,6 +89,7 @@ class Spilled:
     places: dict[str, Extent]
     is_new: bool  # whether this step makes the state (Rule 5)
     fuses: bool
+    is_whole: bool  # whether it is stepped as a whole, in its shape
     lengths: tuple[int, ...] = ()  # of all pieces
     conversion: Conversion | None = None
     conversions: list[Conversion] = field(default_factory=list)  # of its parts
@@ -140,8 +147,23 @@ class Part:
         """Return the part of the parameter that is stepped, in the buffer if it came from the file."""
         for range_ in self.ranges:
             if range_.key == WEIGHT:
-                return range_.tensor(buffer, self.of.flat.dtype)
-        return self.of.flat[self.slice]
+                return self.shaped(range_.tensor(buffer, self.of.flat.dtype), self.of.param)
+        return self.shaped(self.of.flat[self.slice], self.of.param)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the part."""
+        return self.shaped(self.of.grad[self.slice], self.of.param.grad)
+
+    def state(self, buffer: Buffer) -> dict[str, Tensor]:
+        """Return the state that is in the buffer, and the parameter under WEIGHT if it is there."""
+        views = self.of.views
+        return {r.key: self.shaped(r.tensor(buffer, views[r.key].dtype), views[r.key]) for r in self.ranges}
+
+    def shaped(self, flat: Tensor, like: Tensor | None) -> Tensor:
+        """View the part of a tensor as it is stepped."""
+        assert like is not None
+        return flat.as_strided(like.shape, like.stride()) if self.of.is_whole else flat
 
     def read(self) -> Iterator[Run]:
         """Yield what comes from the file."""
@@ -165,6 +187,15 @@ class StateOnDisk:
         self._made_ring: StateRing | None = None
         self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._said: set[type] = set()  # the classes of optimizers of which the log says that they are slow
+
+    def check_room(self, optimizers: Iterable[Optimizer], checkpoints: int) -> None:
+        """Raise DiskError if the disk has no room for the state that these will make, and so many bytes of checkpoints.
+
+        Of optimizers whose state is unknown nothing is counted.
+        """
+        to_come = sum(state_nbytes(optimizer, self.parameters) or 0 for optimizer in optimizers)
+        check_room(self._file.folder, to_come, checkpoints)
 
     @property
     def ring_nbytes(self) -> int:
@@ -180,13 +211,20 @@ class StateOnDisk:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.regroup = functools.partial(self._regroup, shadow.regroup)
         if shadow is None or not all(map(takes_the_loop, optimizer.param_groups)):
+            self._say_slow(optimizer, "")
+        self.adopt(optimizer)
+
+    def _say_slow(self, optimizer: Any, what: str) -> None:
+        """Log, once for each class, what is stepped on tensors over the mapping (Rule 2)."""
+        if type(optimizer) not in self._said:
+            self._said.add(type(optimizer))
             log.info(
-                "superpipeline: %s cannot be stepped in portions: its state in %s is read and written through the page "
-                "cache, which takes several times as long",
+                "superpipeline: %s cannot be stepped in portions%s: its state in %s is read and written through the "
+                "page cache, which takes several times as long",
                 type(optimizer).__name__,
+                what,
                 self._file.folder,
             )
-        self.adopt(optimizer)
 
     def close(self) -> None:
         """End the threads and close the file. State lives on as tensors over it. Safe twice."""
@@ -224,15 +262,16 @@ class StateOnDisk:
             for key, tensor in zip(keys, moved, strict=True):
                 self._copy(state[parameter][key], tensor)
                 state[parameter][key] = tensor
+        freed(sum(tensor.nbytes for tensor in moved))
 
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the file with the values of this one (Rule 7); one that is too small stays in memory."""
+    def moved(self, tensor: Tensor) -> tuple[Tensor, FileRange]:
+        """Return a tensor of the file with the values of this one, and its range (Rule 7)."""
         with self._lock, torch.no_grad():
-            if not tensor.dim() or not tensor.numel():
-                return tensor.clone()
             (made,) = self._file.tensors([tensor])
             self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
-            return made
+            place = self._file.place_of(made)
+            assert place is not None
+            return made, FileRange(self._file, *place)
 
     def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
         """Convert a tensor of the file into a wire copy, directly; return False if it is not there, or has a NaN.
@@ -329,7 +368,8 @@ class StateOnDisk:
             fuses = (
                 self._fuses and type(shadow) in FUSED and group.get("foreach") is None and group.get("fused") is None
             )
-            makes: dict[torch.dtype, State] = {}  # by the types of parameters (Rule 5)
+            is_whole = type(shadow) in PER_PARAMETER
+            makes: dict[Any, State] = {}  # by the types and dimensions of parameters (Rule 5)
             for param in group["params"]:
                 views = self._views(shadow, group, param, makes)
                 if views is None:
@@ -344,17 +384,30 @@ class StateOnDisk:
                     if conversion is not None and not same_order(param, conversion.wire):
                         conversion = None
                     fused, is_new = fuses and bool(entry), not entry and not keeps_no_state(shadow, group)
-                    yield Spilled(param, group, entry, views, known, is_new, fused, conversion=conversion)
+                    one = Spilled(param, group, entry, views, known, is_new, fused, is_whole, conversion=conversion)
+                    if is_whole and one.nbytes_in_buffer(0, param.numel()) > self._ring.nbytes:
+                        self._say_slow(
+                            shadow, f" where a weight with its state exceeds {format_bytes(self._ring.nbytes)}"
+                        )
+                        continue
+                    yield one
 
-    def _views(
-        self, shadow: Any, group: Group, param: Tensor, makes: dict[torch.dtype, State]
-    ) -> dict[str, Tensor] | None:
+    def _views(self, shadow: Any, group: Group, param: Tensor, makes: dict[Any, State]) -> dict[str, Tensor] | None:
         """Return the state of a parameter that is to be in the file, which is made if the parameter has none.
 
         None if the parameter cannot be stepped in portions.
         """
         if param.grad is None or not param.dim() or not param.numel():
             return None
+        if type(shadow) in PER_PARAMETER and shadow.state.get(param):
+            if not has_gradient_in_step(param):
+                return None
+            tensors = ((key, value) for key, value in shadow.state[param].items() if isinstance(value, Tensor))
+            return {
+                key: value
+                for key, value in tensors
+                if same_order(param, value) and self._file.place_of(value) is not None
+            }
         if shadow.state.get(param):
             state = state_in_step(shadow, param)
             return None if state is None else {key: value for key, value in state.items() if not is_scalar(value)}
@@ -364,12 +417,13 @@ class StateOnDisk:
             return {}
         if id(param) not in self.parameters:
             return None
-        if param.dtype not in makes:
-            makes[param.dtype] = _made_for_one_element(shadow, group, param.dtype)
+        kind = param.dtype, param.dim()
+        if kind not in makes:
+            makes[kind] = _made_for(torch.zeros([2] * param.dim(), dtype=param.dtype, device="cpu"), shadow, group)
         like = {
             key: torch.empty_like(param, dtype=value.dtype, device="meta")
-            for key, value in makes[param.dtype].items()
-            if isinstance(value, Tensor) and value.dim()
+            for key, value in makes[kind].items()
+            if isinstance(value, Tensor) and list(value.shape) == [2] * param.dim()
         }
         return dict(zip(like, self._file.tensors(list(like.values())), strict=True)) if like else {}
 
@@ -385,17 +439,27 @@ class StateOnDisk:
     def _run(self, shadow: Any, spilled: list[Spilled], done: list[Spilled]) -> None:
         """Step parameters portion by portion, reading ahead and writing behind; list those that were stepped."""
         ring, cutting = self._ring, Cutting.of(shadow, PIECE)
-        for one in spilled:
+        large = [
+            one for one in spilled if one.is_whole and one.nbytes_in_buffer(0, one.param.numel()) > ring.buffer_nbytes
+        ]
+        others = [one for one in spilled if one not in large]
+        for one in others:
             one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
         runs_of = (
             (parts, as_few_runs(run for part in parts for run in part.read()))
-            for parts in _portions(spilled, ring.buffer_nbytes)
+            for parts in _portions(others, ring.buffer_nbytes)
         )
         with contextlib.closing(ring.portions(runs_of)) as portions:
             for parts, buffer in portions:
                 self._step_portion(shadow, parts, buffer, cutting)
                 ring.write(buffer, as_few_runs(run for part in parts for run in part.written()))
                 done += [part.of for part in parts if part.is_last]
+        for one in large:
+            numel = one.param.numel()
+            part = Part(one, 0, (numel,), True, list(_ranges(one, 0, numel, 0)))
+            with ring.as_one(as_few_runs(part.read()), as_few_runs(part.written())) as buffer:
+                self._step_portion(shadow, [part], buffer, cutting)
+            done.append(one)
         for one in spilled:
             self._counters.disk_written += one.nbytes()
             self._counters.disk_read += one.nbytes(reads=True)
@@ -437,8 +501,8 @@ def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cut
     for part in parts:
         one = part.of
         piece = part.piece(buffer)
-        piece.grad = one.grad[part.slice]
-        entry = {range_.key: range_.tensor(buffer, one.views[range_.key].dtype) for range_ in part.ranges}
+        piece.grad = part.grad
+        entry = part.state(buffer)
         scalars = one.entry if part.is_last else one.before
         state[piece] = {key: entry[key] if key in entry else _scalar(scalars[key], part) for key in one.entry}
         given[id(piece)] = part.lengths
@@ -453,7 +517,7 @@ def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cut
     step.param_groups, step.state = groups, state
     if cutting is None:
         step.param_groups, step.state = regroup_fused(step, conversions)
-    else:
+    elif type(shadow) not in PER_PARAMETER:
         step.param_groups, step.state = regroup_in_pieces(step, conversions, cutting=replace(cutting, given=given))
     type(shadow).step.__wrapped__(step)
 
@@ -466,7 +530,7 @@ def _convert(part: Part, buffer: Buffer) -> None:
     if part.ranges[0].key == WEIGHT and part.of.conversion is not None:
         if part.of.is_new:
             part.of.conversions.append(Conversion(_flat(part.of.conversion.wire)[part.slice]))
-        conversion, piece = part.of.conversions[-1], part.piece(buffer)
+        conversion, piece = part.of.conversions[-1], _flat(part.piece(buffer))
         if conversion.source is None and not piece.isnan().any():
             conversion.wire.copy_(piece)
             conversion.done(piece)
@@ -487,25 +551,23 @@ def _scalar(value: Tensor, part: Part) -> Tensor:
 def _make_state(shadow: Any, part: Part, buffer: Buffer) -> None:
     """Step a part whose state torch makes, and copy that into a buffer (Rule 5)."""
     one = part.of
-    pieces = _split(part.piece(buffer), part.lengths)
-    for piece, grad in zip(pieces, _split(one.grad[part.slice], part.lengths), strict=True):
+    pieces = _pieces(part, part.piece(buffer))
+    for piece, grad in zip(pieces, _pieces(part, part.grad), strict=True):
         piece.grad = grad
     step = shadow_of(shadow)
     step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)
     type(shadow).step.__wrapped__(step)
-    for range_ in part.ranges:
-        if range_.key == WEIGHT:
+    for key, made in part.state(buffer).items():
+        if key == WEIGHT:
             continue
-        targets = _split(range_.tensor(buffer, one.views[range_.key].dtype), part.lengths)
-        for piece, target in zip(pieces, targets, strict=True):
-            target.copy_(step.state[piece][range_.key])
+        for piece, target in zip(pieces, _pieces(part, made), strict=True):
+            target.copy_(step.state[piece][key])
     if part.is_last:
         one.entry = {key: one.views.get(key, value) for key, value in step.state[pieces[-1]].items()}
 
 
-def _made_for_one_element(shadow: Any, group: Group, dtype: torch.dtype) -> State:
-    """Return the state that torch makes for a parameter of one element."""
-    param = torch.zeros(1, dtype=dtype, device="cpu")
+def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
+    """Return the state that torch makes for a small parameter."""
     param.grad = torch.zeros_like(param)
     step = shadow_of(shadow)
     step.param_groups, step.state = [{**group, "params": [param]}], defaultdict(dict)
@@ -518,6 +580,8 @@ def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
     """Cut a parameter into pieces, of which at least one fits into a buffer with so much room."""
     numel = one.param.numel()
     most = (room - 2 * BLOCK * len(one.views)) // sum(view.itemsize for view in one.views.values())
+    if one.is_whole:
+        return (numel,)
     if one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
         most = most // BLOCK * BLOCK or BLOCK // 8
         return tuple(min(most, numel - first) for first in range(0, numel, most))
@@ -561,5 +625,5 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _split(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    return list(tensor.split(lengths))  # type: ignore[no-untyped-call]
+def _pieces(part: Part, tensor: Tensor) -> list[Tensor]:
+    return [tensor] if part.of.is_whole else list(tensor.split(part.lengths))  # type: ignore[no-untyped-call]

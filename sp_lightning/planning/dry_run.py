@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd.autocast_weights import castable
 from ..autograd.backward_pass import in_backward
 from ..autograd.bridge import Gradients
 from ..autograd.saved_tensors import tensors_in
@@ -98,9 +99,10 @@ def dry_run(
             else:
                 _perform(handle, batch, run)
                 handle.open_scope("train")  # Rule 4
+            stores = [unit.store for unit in engine.units]
             wires = [
                 [(aligned(store.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
-                for store in (unit.store for unit in engine.units)
+                for store in stores
             ]
             return StepTrace(
                 units=tuple(handle.units),
@@ -108,6 +110,8 @@ def dry_run(
                 wire=tuple(unit.sizes() for unit in engine.units),
                 wire_nbytes=tuple(sum(nbytes for nbytes, _ in unit) for unit in wires),
                 frozen_wire_nbytes=tuple(sum(nbytes for nbytes, p in unit if not p.requires_grad) for unit in wires),
+                castable=frozenset(castable(module)),
+                uncast=frozenset(id(w.parameter) for store in stores for w in store.weights if w.wire is None),
                 visits=tuple(tracker.visits),
                 passes=tuple(tracker.passes),
             )
@@ -281,10 +285,10 @@ class _CountingDevice(Device):
         with self.tracker.casting():
             return super().cast(weight, dtype)
 
-    def host_copy(self, data: Tensor, like: Tensor) -> Tensor:
-        """Copy as a device does, but never to memory that is mapped: tensors without data have none."""
+    def host_empty(self, like: Tensor) -> Tensor:
+        """Allocate as a device does, but never memory that is mapped: tensors without data have none."""
         with self.tracker.on_host():
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(data)
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
     def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         super().claim(storage, nbytes)

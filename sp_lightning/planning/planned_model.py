@@ -10,7 +10,8 @@
    autocast. In FP32 attention saves its scores, too, whose bytes depend on the length of a row and are not listed.
 5. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
    those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned. With
-   a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there.
+   a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there, and then
+   weights. Of those that may come to travel in autocast's type, the dry run finds out which do.
 6. Of a model that answers nothing is trained. A step is the pass in the middle of an answer: a token for each row.
 """
 
@@ -41,7 +42,8 @@ from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
 from ..core.sizing import UnitBytes
 from ..disk import state_ring
-from ..disk.placement import Budgeted, UnitPlacement, choose, within
+from ..disk.direct_ring import BUFFERS, PIECE
+from ..disk.placement import Budgeted, UnitPlacement, choose, may_move, within
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
@@ -72,6 +74,7 @@ class Requirements:
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
     sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
+    weights_on_disk: int = 0  # bytes, in files or in the scratch file
     reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 6)
 
     @property
@@ -178,17 +181,22 @@ class TracedModel(PlannedModel):
 
     def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
         in_files, placed = self._placed(trace, options)
-        read = {trace.units[index].name: sum(filed.values()) for index, filed in in_files.items()}
+        filed = {index: sum(of_unit.values()) for index, of_unit in in_files.items()}
+        moved = {index: self._may_move(trace, index, options) for index in placed.masters}
         trained = [
             sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
             for unit in trace.units
         ]
+        stepped = {index: sum(p.nbytes for p in of_unit if p.requires_grad) for index, of_unit in moved.items()}
+        as_it_is = {index: sum(p.nbytes for p in of_unit if id(p) in trace.uncast) for index, of_unit in moved.items()}
+        read = {unit.name: filed.get(unit.index, 0) + as_it_is.get(unit.index, 0) for unit in trace.units}
+        on_disk = sum(filed.values()) + sum(p.nbytes for of_unit in moved.values() for p in of_unit)
 
         def of(part: StepTrace) -> Requirements:
             costs, works = _costs(part, options, machine)
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-            costs = _with_moved(costs, [unit.name for unit in trace.units], placed, trained, self.states())
-            return Requirements(costs, works, trace.peak, trace.sizes, trace)
+            costs = _with_moved(costs, [unit.name for unit in trace.units], placed, trained, stepped, self.states())
+            return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
 
         if not trace.passes:
             return of(trace)
@@ -206,10 +214,16 @@ class TracedModel(PlannedModel):
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
         spills, trains = options.disk is not None, self.answers is None
-        placed = choose(trace.units, everything, options.host_budget, dtype, may_cast, trains=trains, spills=spills)
+        budget, known = options.host_budget, trace.castable
+        placed = choose(trace.units, everything, budget, dtype, may_cast, trains=trains, spills=spills, castable=known)
         if placed.units and self._names_in_files is None:
             self.notes.append("frozen weights are taken to be in local files as they are")
         return {index: filed[index] for index in placed.units}, placed
+
+    def _may_move(self, trace: StepTrace, index: int, options: Options) -> list[Tensor]:
+        """List a unit's FP32 weights that can be on disk (Rule 5)."""
+        parameters = [parameter for _, parameter in trace.units[index].params]
+        return may_move(parameters, self._half() if options.master_weights else None, trace.castable)
 
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters (Rule 5)."""
@@ -505,6 +519,7 @@ class ListedModel(PlannedModel):
                     cost,
                     up_nbytes=part.parameters * wire,
                     down_nbytes=part.parameters * wire,
+                    cast=part.parameters * (wire != self._host_width(options)),
                     forward_flops=forward,
                     backward_flops=slower * cost.backward_flops + again * forward,
                     activation_nbytes=round(SAVED[kind] * cost.activation_nbytes),
@@ -544,8 +559,9 @@ class ListedModel(PlannedModel):
         sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
         width, whole = self._host_width(options), self._workload.parts
         trained = [part.parameters * width for part in whole]
-        costs = _with_moved(costs, [part.name for part in whole], self._placed(options), trained, self._states)
-        return Requirements(costs, _sweep(costs), peak, sizes)
+        placed, names = self._placed(options), [part.name for part in whole]
+        costs = _with_moved(costs, names, placed, trained, placed.masters, self._states)
+        return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(placed.masters.values()))
 
     @property
     def logits_nbytes(self) -> int:
@@ -580,12 +596,15 @@ class ListedModel(PlannedModel):
                 kept=unit,
                 in_files=0,
                 state=STATES["AdamW"] * unit.trained,
-                masters=options.master_weights * unit.weights,
+                masters=unit.weights if unit.wire else 0,
             )
             for unit in units
         ]
+        read = 0 if options.master_weights else max(placement.masters for placement in placements)
         budget, spills = options.host_budget, options.disk is not None
-        return within(placements, whole.total if budget is None else budget, whole, 0, spills)
+        return within(
+            placements, whole.total if budget is None else budget, whole, 0, spills, BUFFERS * min(PIECE, read)
+        )
 
     def states(self) -> float:
         return self._states
@@ -662,6 +681,7 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 up_nbytes=size.nbytes,
                 down_nbytes=size.gradient_nbytes,
                 parameters=size.trained,
+                cast=size.cast,
                 forward_flops=forward.get(index, 0.0),
                 backward_flops=backward.get(index, 0.0),
                 resident=size.resident,
@@ -764,7 +784,12 @@ QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need i
 
 
 def _with_moved(
-    costs: Sequence[UnitCost], names: Sequence[str], placed: Budgeted, trained: Sequence[int], states: float
+    costs: Sequence[UnitCost],
+    names: Sequence[str],
+    placed: Budgeted,
+    trained: Sequence[int],
+    stepped: Mapping[int, int],
+    states: float,
 ) -> list[UnitCost]:
     """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 5).
 
@@ -773,13 +798,14 @@ def _with_moved(
         names: Of all units, as `placed` counts them.
         placed: What is where.
         trained: Bytes of each unit's weights that train.
+        stepped: Bytes of those that are on the disk, by unit.
         states: State tensors per parameter.
     """
     moved = dict.fromkeys(names, 0)
     for index in placed.spilled:
         moved[names[index]] += whole_states(states) * trained[index]
-    for index in placed.masters:
-        moved[names[index]] += trained[index]
+    for index, nbytes in stepped.items():
+        moved[names[index]] += nbytes
     of_each = ((cost, moved.get(cost.name, 0)) for cost in costs)
     return [replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes) for cost, nbytes in of_each]
 
@@ -792,7 +818,7 @@ def whole_states(states: float) -> int:
 def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
     """Return the host memory of a run less what is on the disk (Rule 5)."""
     state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
-    weights = sum(units[index].weights for index in placed.masters)
+    weights = sum(placed.masters.values())
     ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
     return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
 

@@ -278,7 +278,7 @@ class _Planner:
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
         whole, trained = self.copies
-        weights = host.weights + sum(cost.disk_nbytes for cost in needs.costs)  # a copy is in memory
+        weights = host.weights + needs.weights_on_disk  # a copy is in memory
         return replace(host, copies=whole * weights + trained * host.gradients)
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:

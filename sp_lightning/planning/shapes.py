@@ -138,7 +138,7 @@ class Llama:
         """Accept any sequence length."""
 
     def config(self) -> Any:
-        """Return the config of transformers."""
+        """Return the shape as a config of the transformers library."""
         from transformers import LlamaConfig
 
         return LlamaConfig(

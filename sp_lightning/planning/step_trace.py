@@ -70,6 +70,8 @@ class StepTrace:
     wire: tuple[UnitBytes, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
     wire_nbytes: tuple[int, ...]  # by unit, of the copies of weights that travel in another type than on the host
     frozen_wire_nbytes: tuple[int, ...]  # of those, the copies of frozen weights
+    castable: frozenset[int]  # ids of weights that may come to travel in autocast's type
+    uncast: frozenset[int]  # ids of weights that have no wire copies, later
     visits: tuple[Visit, ...]
     passes: tuple[int, ...] = ()  # places of the first visits of an answer's passes (Rule 4)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..core.machine import Machine
 from ..core.simulation import UnitCost, floor
 
-HALF = 2  # bytes of a bf16 number
+HALF, SINGLE = 2, 4  # bytes of a number in bf16 and in FP32
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,12 @@ class Workload:
         """Number of parameters of the whole model."""
         return sum(part.parameters for part in self.parts)
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether there is a head whose loss may be in chunks."""
-        return any(part.vocabulary for part in self.parts)
-
     def units(
         self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF, chunked: bool = False
     ) -> list[UnitCost]:
         """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each.
 
+        The weights on the host are FP32.
         ``chunked``: the loss is in chunks, whose logits are made once more in backward.
         """
         return [
@@ -70,6 +66,7 @@ class Workload:
                 up_nbytes=part.parameters * up_bytes,
                 down_nbytes=part.parameters * down_bytes,
                 parameters=part.parameters,
+                cast=part.parameters * (up_bytes < SINGLE),
                 forward_flops=2 * part.active * tokens,
                 backward_flops=(6 if chunked and part.vocabulary else 4) * part.active * tokens,
                 activation_nbytes=round(

@@ -123,7 +123,8 @@ class Ranks:
         if found != nbytes:
             os.close(descriptors[0])
             raise PeerError(
-                f"rank {self.rank} and rank 0 share memory of {nbytes} and {found} bytes: their models differ"
+                f"rank {self.rank} needs {nbytes} bytes of shared memory, rank 0 {found}: their models differ; "
+                "make the same model on every rank"
             )
         return descriptors[0]
 

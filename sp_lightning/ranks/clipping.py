@@ -2,13 +2,13 @@
 
 1. torch's `clip_grad_norm_` multiplies each ``.grad`` in place. On each rank's face (shared_memory.py) that would be a
    private copy of all gradients. So the factor is kept, and the owners multiply what they own of the shared gradients
-   when an optimizer steps (owners.py), after all ranks met: the same product of each element.
+   when an optimizer steps (sharded_step.py), after all ranks met: the same product of each element.
 2. This rank does not see the product before that. So its own gradient is multiplied at once as well if anything could
    tell: if ``.grad`` is not the mean's face, if code other than torch's function refers to it, or if this rank wrote to
    any gradient of the unit, since a page of its own has old bytes of the gradients beside that one.
 3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
    that it does not see yet. Other ranks may still not see it: owners multiply all the same.
-4. Ranks that clip differently would step with different gradients: at the step, this is an error (faces.py).
+4. Ranks that clip differently would step with different gradients: at the step, this is an error (user_edits.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..memory.parameters import HostParameter, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
 from .board import Ranks
 from .exchange import Exchange
-from .faces import Alike, flat, owned
+from .user_edits import Alike, flat, owned
 
 Place = tuple[UnitStore, int]  # of a parameter: its unit, and its number there
 

@@ -1,8 +1,8 @@
 """Gradients of all ranks, exchanged through host memory and summed by their owners in a fixed order.
 
-1. A rank posts each unit's gradients in its box (box.py). A gradient lies there in the type in which it came down, or,
-   with what ``.grad`` had before, in the parameter's type. At the end of backward a rank posts "none" for each
-   parameter that it did not reach. So skipped blocks and idle experts need no flag, unlike DDP's
+1. A rank posts each unit's gradients in its box (gradient_box.py). A gradient lies there in the type in which it came
+   down, or, with what ``.grad`` had before, in the parameter's type. At the end of backward a rank posts "none" for
+   each parameter that it did not reach. So skipped blocks and idle experts need no flag, unlike DDP's
    ``find_unused_parameters=True``.
 2. Of each element the owner takes, once all ranks have posted the unit, ``x * (1 / ranks)`` in the parameter's type for
    each rank, as DDP's reducer does; none counts as zeros. It adds them as a binary tree over ranks: ((0+1)+(2+3))+...
@@ -57,9 +57,9 @@ from ..memory.unit_store import UnitStore
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import Board, Ranks
-from .box import Box
-from .faces import Alike, fingerprint, flat, in_order, listed, owned
+from .gradient_box import Box
 from .shared_memory import PAGE, SharedSlab, paged
+from .user_edits import Alike, fingerprint, flat, in_order, listed, owned
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them

@@ -71,7 +71,7 @@ class SharedSlab:
         self.face, _ = mapped(self._descriptor, self.nbytes, mmap.MAP_PRIVATE)
 
     def lock(self, device: Device) -> None:
-        """Page-lock the truth, from and to which the device copies by itself: never the face, which it would copy."""
+        """Page-lock the truth, for copies by the device itself; a lock on the face would make each page private."""
         lock_in(device, self.truth, self._before_unmapping)
 
     def private(self) -> list[Range]:

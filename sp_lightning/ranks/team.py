@@ -18,9 +18,9 @@ from ..optim.pieces import Group
 from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
-from .faces import Faces
-from .owners import Owners
+from .sharded_step import Owners
 from .shared_memory import SharedSlab
+from .user_edits import Faces
 
 
 class Team:

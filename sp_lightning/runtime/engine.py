@@ -206,9 +206,9 @@ class Engine:
         return true_device(tensor).type != "cpu" or storage_id(tensor.untyped_storage()) in self._by_storage
 
     def in_slab(self, tensor: Tensor) -> bool:
-        """Whether a tensor's bytes lie in the slab of a unit."""
-        starts = ((slab.data_ptr(), slab.numel()) for unit in self.units for slab in unit.store.slabs)
-        return any(start <= tensor.data_ptr() < start + length for start, length in starts)
+        """Whether a tensor's bytes lie where those of a unit do: in its slab, or in a file."""
+        ranges = (range_ for unit in self.units for range_ in unit.store.host_ranges)
+        return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in ranges)
 
     def read_on_host(self, parameter: Tensor) -> None:
         """Warn, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""

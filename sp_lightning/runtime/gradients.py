@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +50,19 @@ class GradientVersions:
     def note_packed(self, parameters: list[Tensor]) -> None:
         """Record that the gradients of these parameters are on their way down together."""
         if id(parameters[0]) not in self._marks:
-            self._marks[id(parameters[0])] = parameters, _mark(parameters)
+            self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
 
     def note_accumulated(self, parameters: list[Tensor], before: Mark) -> None:
-        """Record that the gradients were accumulated into ``.grad``, of which ``before`` is the mark from before."""
+        """Record that the gradients were accumulated; ``before`` is the mark of each ``.grad`` until then."""
         known, mark = self._marks[id(parameters[0])]
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])
-        self._marks[id(parameters[0])] = parameters, _mark(parameters)
+        self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
 
     def changed(self) -> list[Tensor]:
         """List the first parameter of each packed group in which other code changed a gradient."""
-        return self._changed + [known[0] for known, mark in self._marks.values() if _mark(known) != mark]
+        marks = self._marks.values()
+        return self._changed + [known[0] for known, mark in marks if _mark(map(true_grad, known)) != mark]
 
     def clear(self) -> None:
         """Forget all gradients: another backward begins."""
@@ -68,12 +70,12 @@ class GradientVersions:
         self._changed.clear()
 
 
-def _mark(parameters: list[Tensor]) -> Mark:
-    """Make a mark that changes when a gradient is written or replaced, and that refers to no tensor.
+def _mark(grads: Iterable[Tensor | None]) -> Mark:
+    """Make a mark that changes when one of these gradients is written or replaced, and that refers to no tensor.
 
     A reference would count as user code's (gradient_store.py, Rule 1).
     """
-    grads = list(map(true_grad, parameters))
+    grads = list(grads)
     return list(map(id, grads)), [grad._version for grad in grads if grad is not None]
 
 
@@ -100,11 +102,12 @@ class GradientTransfer:
     def land(self) -> list[Tensor]:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
-        before = _mark(self.parameters)
+        before = list(map(true_grad, self.parameters))
+        mark = _mark(before)
         widening: list[tuple[Tensor, Tensor, GradientSlot]] = []
-        for parameter, slot in zip(self.parameters, self.slots, strict=True):
-            if slot.wide_view is None or true_grad(parameter) is not None:
-                _accumulate(parameter, slot.tensor)  # now: widening may write over it
+        for parameter, so_far, slot in zip(self.parameters, before, self.slots, strict=True):
+            if slot.wide_view is None or so_far is not None:
+                _accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
             else:
                 widening.append((parameter, slot.wide_view, slot))
         for narrow, wide in runs_to_widen(slot for *_, slot in widening):
@@ -112,7 +115,7 @@ class GradientTransfer:
                 widened(narrow, wide)
         for parameter, wide, _ in widening:
             set_true_grad(parameter, wide)
-        self.marks.note_accumulated(self.parameters, before)
+        self.marks.note_accumulated(self.parameters, mark)
         return self.parameters
 
 
@@ -140,13 +143,14 @@ class GradientReturn:
             return self._differentiable(store, grads)
         taken: dict[int, Tensor] = {}
         returned: dict[int, Tensor] = {}
-        leaves = node.next_functions
-        for index, grad in enumerate(grads):
+        for index, (grad, parameter, (leaf, _)) in enumerate(
+            zip(grads, store.params, node.next_functions, strict=True)
+        ):
             if grad is None:
                 continue
             if is_batched_gradient(grad):
                 return self._differentiable(store, grads)
-            disposition = _disposition(store.params[index], leaves[index][0], grad)
+            disposition = _disposition(parameter, leaf, grad)
             if disposition is Disposition.TAKE:
                 taken[index] = grad
             elif disposition is Disposition.RETURN:
@@ -285,14 +289,14 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
-    seen = tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None)
+    if tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):
+        return Disposition.RETURN
     unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
-    return Disposition.RETURN if seen or unguarded or grad.layout is not torch.strided else Disposition.TAKE
+    return Disposition.RETURN if unguarded or grad.layout is not torch.strided else Disposition.TAKE
 
 
-def _accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add a gradient to ``.grad``, or set it, as autograd does for a leaf."""
-    before = true_grad(parameter)
+def _accumulate(parameter: Tensor, before: Tensor | None, grad: Tensor) -> None:
+    """Add a gradient to ``.grad``, which is ``before``, or set it, as autograd does for a leaf."""
     if grad.dtype is not (dtype := true_dtype(parameter)):
         grad = grad.to(dtype)
     if before is None:

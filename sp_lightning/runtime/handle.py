@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from ..autograd.autocast_weights import castable
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
@@ -422,7 +423,10 @@ class Handle:
             check_folder(disk)
         may_cast = self._autocasts and self.options.may_cast and dtype is None
         budget = usual_budget(units) if budget is None else budget
-        choice = choose_files(units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None)
+        known = castable(self.module) if may_cast and disk is not None and not self._is_compiled else ()
+        choice = choose_files(
+            units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None, known
+        )
         if disk is not None and choice is not None and self._disk is None:
             check_room(disk, choice.placed.on_disk)
         return choice
@@ -494,9 +498,14 @@ class Handle:
             if name and not roots.isdisjoint(part for part in module.modules() if part is not module):
                 yield name, module
 
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether any of the modules is compiled: then no weight travels in autocast's type."""
+        return any(compiled_call(module) is not None for module in self.module.modules())
+
     def _module_entries(self) -> Iterator[ForwardEntry]:
         """Make an entry for each unit's root, each other module that owns parameters, and torch's encoders and RNNs."""
-        if any(compiled_call(module) is not None for module in self.module.modules()):
+        if self._is_compiled:
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():

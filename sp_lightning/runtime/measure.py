@@ -74,6 +74,7 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
         flops_per_s=measure_flops(here, dtype, effort),
         dram_bytes_per_s=dram,
         optimizer_bytes_per_parameter=dram / parameters_per_s,
+        cast_bytes_per_parameter=Machine.cast_bytes_per_parameter,
     )
 
 
@@ -98,6 +99,7 @@ def _without_compute(device: Device, link: LinkSpeed, parameters_per_s: float) -
         device_nbytes=device.memory()[1],
         host_nbytes=host_memory().total,
         optimizer_bytes_per_parameter=1,
+        cast_bytes_per_parameter=Machine.cast_bytes_per_parameter / Machine.optimizer_bytes_per_parameter,
     )
 
 
@@ -134,7 +136,7 @@ def measure_link(device: Device, effort: Effort = QUICK) -> LinkSpeed:
 
 
 def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
-    """Measure the share of its speed that each way up keeps while those of all devices, one or more, run at once."""
+    """Measure what share of its speed a device's way up keeps while the ways up of all these devices run at once."""
     limit = min(_largest(device.memory()[0], effort) for device in devices)
     nbytes = max(LEAST_COPY, min(limit, _largest(host_memory().free, effort) // len(devices)))
     ways = [(device, _way_up(device, nbytes)) for device in devices]

@@ -27,7 +27,7 @@ from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler
 from ..optim.pending_step import HostThread, PendingStep
-from ..optim.pieces import Group, ShadowStep, all_of, fuse, step_in_pieces
+from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
 from .engine import Engine
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ class OptimizerSteps:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         if optimizer not in self._shadows:
-            shadow = self._shadows[optimizer] = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            shadow = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
+            if shadow is None and self.disk is not None:  # else it would step state on the disk through page faults
+                shadow = step_in_pieces(optimizer) or step_each(optimizer)
+            self._shadows[optimizer] = shadow
             if shadow is not None:
                 shadow.rest = self._rest
             if self.disk is not None:
@@ -133,7 +136,7 @@ class OptimizerSteps:
         if isinstance(optimizer, ASGD):
             self.say(AFTER_BACKWARD, "ASGD makes tensors of torch's default type, which forward may set")
             return None
-        return None if self.shares_cores else self._shadows[optimizer]
+        return None if self.shares_cores or type(optimizer) in PER_PARAMETER else self._shadows[optimizer]
 
     @contextlib.contextmanager
     def overlapping(

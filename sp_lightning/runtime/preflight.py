@@ -111,6 +111,7 @@ def least_s(units: Sequence[UnitBytes], window: int, machine: Machine, transfer:
             up_nbytes=unit.nbytes,
             down_nbytes=unit.gradient_nbytes,
             parameters=unit.trained,
+            cast=unit.cast,
             forward_flops=0.0,
             backward_flops=0.0,
             resident=unit.resident,
@@ -223,16 +224,14 @@ def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dty
     def nbytes(parameters: Iterable[nn.Parameter]) -> int:
         return sum(aligned(p.numel() * device_dtype(p.dtype).itemsize) for p in parameters)
 
-    return [
-        UnitBytes(
-            unit.name,
-            nbytes(p for _, p in unit.params),
-            nbytes(p for _, p in unit.params if p.requires_grad and training),
-            unit.resident,
-            sum(p.numel() for _, p in unit.params if p.requires_grad and training),
-        )
-        for unit in units
-    ]
+    def of(unit: Unit) -> UnitBytes:
+        weights = [p for _, p in unit.params]
+        trained = [p for p in weights if p.requires_grad and training]
+        cast = [p for p in trained if device_dtype(p.dtype) is not p.dtype]
+        elements, cast_elements = (sum(p.numel() for p in some) for some in (trained, cast))
+        return UnitBytes(unit.name, nbytes(weights), nbytes(trained), unit.resident, elements, cast_elements)
+
+    return list(map(of, units))
 
 
 def check_host(

@@ -27,7 +27,7 @@ from ..core.recorder import Recorder
 from ..core.sizing import GROWTH, DeviceBudget, Times, UnitBytes, WindowChoice, choose, first_window, sizes_of, times_of
 from ..core.telemetry import Counters, StepListener
 from ..memory.device import Device
-from ..options import Options
+from ..options import Options, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +104,12 @@ class Tuner:
                 gradients = 2 * max((unit.gradient_nbytes for unit in self._streamed), default=0)
                 why = f"of a budget of {budget} bytes, {root} are for the resident root and {gradients} for gradients"
             log.info(
-                "superpipeline: starts with window %d and transfer %d: %s, units %s; the device has %d bytes",
+                "superpipeline: starts with window %d and transfer %d: %s, units %s; the device has %s",
                 self.window,
                 self.transfer,
                 why,
                 sizes_of(self._streamed),
-                self._capacity,
+                format_bytes(self._capacity),
             )
 
     def resized(self, index: int, unit: UnitBytes) -> None:

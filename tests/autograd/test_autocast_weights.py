@@ -983,7 +983,8 @@ def test_compiled_code_widens_as_torch_does_with_any_number_of_threads(
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     numbers = halves(count, dtype)
-    for _ in range(3):
+    for past_the_cache in (False, True, True):
+        monkeypatch.setattr(native, "PAST_THE_CACHE", 0 if past_the_cache else count + 1)
         narrow, room = in_a_room(numbers, ahead)
         version = room._version
         assert library.widen(narrow, room)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import sp_lightning
+from sp_lightning.autograd import recompute
 from sp_lightning.errors import ExactnessError
 
 
@@ -207,6 +208,86 @@ COUNTERS = {
 def test_an_object_that_a_block_changes_is_for_the_second_run_what_it_was_for_the_first(kept, device):
     make, count = COUNTERS[kept]
     check(lambda: models.Stack(Counting(make(), count) for _ in range(3)), training(), device, activations="recompute")
+
+
+class Config:
+    """Plain values, as the configs of models are."""
+
+    def __init__(self):
+        self.n, self.flag, self.names, self.entries = 1, True, [1.0, 2.0], {"one": 1.0, "two": {"three": 3.0}}
+
+
+class Other(Config):
+    factor = 2
+
+
+def reordered(config):
+    config.entries["one"] = config.entries.pop("one")
+    return len(next(iter(config.entries)))
+
+
+def replaced(config):
+    config.entries = {"one": config.entries["one"] + 1}
+    return config.entries["one"]
+
+
+def given(config, **entries):
+    vars(config).update(entries)
+
+
+CHANGES = {
+    "nothing": lambda config: config.n,
+    "a number": counted,
+    "the type of a number": lambda config: given(config, flag=1) or 1 + (type(config.flag) is int),
+    "a new attribute": lambda config: given(config, new=getattr(config, "new", 0) + 1) or config.new,
+    "a lost attribute": lambda config: 1 if vars(config).pop("flag", None) is None else 2,
+    "an item of a list": lambda config: config.names.append(config.names[-1] + 1) or config.names[-1],
+    "an entry further inside": lambda config: (
+        config.entries["two"].update(three=config.entries["two"]["three"] + 1) or 1
+    ),
+    "the order of a dictionary": reordered,
+    "a dictionary": replaced,
+    "its class": lambda config: setattr(config, "__class__", Other) or config.factor,
+}
+
+
+class Configured(models.Block):
+    """Changes a config, or not, by what is passed to it."""
+
+    def __init__(self, config, change):
+        super().__init__()
+        self.config, self.inner, self.change = config, config.entries, change
+
+    def forward(self, x):
+        changes = int(x.detach().abs().sum() * 1000) % 3 == 0
+        factor = self.change(self.config) if changes else self.config.n
+        factor += self.config.entries.get("two", self.inner["two"])["three"]
+        return super().forward(x) * torch.full_like(x, 0.1 * factor)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_config_that_a_block_changes_now_and_then_is_for_the_second_run_what_it_was(change, shared, device):
+    def make():
+        one = Config()
+        return models.Stack(Configured(one if shared else Config(), CHANGES[change]) for _ in range(3))
+
+    check(make, training(steps=6), device, activations="recompute")
+
+
+def test_a_config_that_no_block_changes_is_not_copied_again(device, monkeypatch):
+    config, copies = Config(), []
+    deepcopy = recompute.copy.deepcopy
+    monkeypatch.setattr(recompute.copy, "deepcopy", lambda value, memo: copies.append(value) or deepcopy(value, memo))
+    net = models.Stack(Configured(config, CHANGES["nothing"]) for _ in range(3)).to(device)
+    with sp_lightning.stream(net, device, window=2, activations="recompute"):
+        for before in (True, False, False):
+            net(torch.ones(2, models.FEATURES, device=device)).sum().backward()
+            assert any(type(value) is Config for value in copies) == before
+            copies.clear()
+        config.n = 2
+        net(torch.ones(2, models.FEATURES, device=device)).sum().backward()
+        assert any(value is config for value in copies)
 
 
 def numbers():

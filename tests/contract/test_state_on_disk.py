@@ -1,7 +1,7 @@
 """Training whose optimizer state is on disk is plain training, bit for bit (``disk=``, ``host_budget="0B"``).
 
-Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters in the scratch
-file and buffers that are smaller than the nets.
+Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters, and FP32 weights
+that travel as wire copies, in the scratch file and buffers that are smaller than the nets.
 """
 
 import functools
@@ -17,6 +17,12 @@ import parity
 from sp_lightning.disk import state_ring
 
 WINDOWS = {"1": 1, "2": 2, "all": 64}
+NOT_UNDER_AUTOCAST = {  # plain runs on the CPU, too
+    "bigbird": "scatters values of another type",
+    "tv_faster_rcnn": "suppresses boxes of another type",
+    "tv_retinanet": "suppresses boxes of another type",
+    "tv_video": "has another gradient of a convolution in each run",
+}
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mixed", "64-true"]
 
 
@@ -109,15 +115,20 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
         fused_optimizer=cell["fused"],
     )
     if cell["optimizer"] == "adamw":
-        assert found["disk_written"] > found["disk_read"] > 0
+        assert found["disk_written"] > 0 and found["disk_read"] > 0
+        if not cell["precision"].endswith("mixed"):  # else the first pass reads weights
+            assert found["disk_written"] > found["disk_read"]
 
 
 @pytest.mark.parametrize(
     "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
-def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator):
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, precision):
     case = FAMILIES[name].case
     for library in case.tags:
         pytest.importorskip(library)
-    assert check(case, accelerator, window=2)["disk_read"] > 0
+    if precision == "bf16-mixed" and name in NOT_UNDER_AUTOCAST:
+        pytest.skip(f"under autocast it {NOT_UNDER_AUTOCAST[name]}")
+    assert check(case, accelerator, precision, window=2)["disk_read"] > 0

@@ -316,6 +316,14 @@ def test_the_same_twice():
     assert simulated(units, machine=MACHINES["h100"]) == simulated(units, machine=MACHINES["h100"])
 
 
+def test_a_step_moves_what_its_optimizer_does_and_the_casts_of_what_travels_in_half_precision():
+    whole = unit(step=10**9)
+    machine = replace(MACHINES["rtx4090"], dram_bytes_per_s=1e9)
+    for cast in (0, 4 * 10**8, 10**9):
+        assert replace(whole, cast=cast).step_s(machine) == pytest.approx(28 + 8 * cast / 1e9)
+    assert not replace(whole, cast=10**9, down_nbytes=0).step_s(machine)  # a frozen one
+
+
 def test_two_hundred_units_take_under_a_second():
     units = [unit(up=index % 7, backward=index % 5) for index in range(200)]
     start = time.process_time()
@@ -420,7 +428,7 @@ def test_a_window_of_two_is_enough_for_that_and_one_of_one_is_not():
     for workload, machine in CASES:
         two, one = (stepped(workload, machine, "recompute", 1.2, False, False, window) for window in (2, 1))
         assert two.merit >= 0.965, (workload.name, machine.name)
-        assert one.merit < 0.9, (workload.name, machine.name)
+        assert one.merit < 0.92 < two.merit - 0.04, (workload.name, machine.name)
 
 
 def of_what_is_possible(workload, machine, margin, hidden_in_forward=True, window=3):
@@ -445,7 +453,7 @@ def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
         assert narrow >= (0.945 if margin == 1.0 else 0.95) and wide >= 0.95, machine.name
 
 
-@pytest.mark.parametrize("name", ["a100", "h200", "mi300x"])
+@pytest.mark.parametrize("name", ["a100", "mi300x"])
 def test_there_the_window_binds_and_not_what_comes_down(name):
     """Neither gradients and steps that take no time nor room for the whole model bring the UNet near its floor."""
     workload, machine = WORKLOADS["sdxl"], MACHINES[name]
@@ -457,7 +465,7 @@ def test_there_the_window_binds_and_not_what_comes_down(name):
         return bound / step.step_s
 
     bound = max((found := floor(units, 3, machine, recompute=True)).seconds, found.chain)
-    assert share(machine, 3) == pytest.approx(0.9475, abs=0.001)
+    assert share(machine, 3) == pytest.approx(0.9465, abs=0.001)
     assert share(free, 3) < 0.953 and share(machine, len(units)) < 0.96
 
 
@@ -466,7 +474,7 @@ def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_to
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, 1.2, hidden_in_forward=True, into_forward=True)
         assert result.floor.binds == "compute"
-        assert result.merit >= (0.96 if workload.uniform else 0.97), (workload.name, machine.name)
+        assert result.merit >= (0.955 if workload.uniform else 0.97), (workload.name, machine.name)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

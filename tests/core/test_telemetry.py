@@ -1,9 +1,8 @@
-import math
 import time
 
 import pytest
 
-from sp_lightning.core.telemetry import Counters, Rolling
+from sp_lightning.core.telemetry import Counters
 
 pytestmark = pytest.mark.quick
 
@@ -50,16 +49,3 @@ def test_a_stall_counts_the_time_inside_also_when_it_fails():
     with counters.stall("gradients"):
         time.sleep(0.02)
     assert 19 < once < counters.stall_ms["gradients"] - 19
-
-
-def test_rolling_knows_only_the_last_values():
-    rolling = Rolling(3)
-    for value in (100.0, 1.0, 2.0, 6.0):
-        rolling.add(value)
-    assert (len(rolling), rolling.median, rolling.mean) == (3, 2.0, pytest.approx(3.0))
-
-
-def test_rolling_says_nan_while_nothing_was_measured():
-    rolling = Rolling(3)
-    assert math.isnan(rolling.median)
-    assert math.isnan(rolling.mean)

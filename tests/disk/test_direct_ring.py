@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import in_files
 import pytest
 import torch
 from hypothesis import given
@@ -56,26 +57,12 @@ def test_weights_that_are_close_are_read_together():
     assert [[part.weight for part in piece.parts] for piece in cut] == [[0, 1], [2]]
 
 
-def flags_at(address):
-    """The kernel's flags of the mapping with this address."""
-    inside = False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            first = line.split()[0]
-            if "-" in first and not first.endswith(":"):
-                begin, end = (int(part, 16) for part in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "VmFlags:":
-                return line.split()[1:]
-    return []
-
-
 def test_a_forked_process_does_not_get_the_buffers(device):
     ring = DirectRing(Device(device), 1 << 20)
     addresses = [buffer.flat.data_ptr() for buffer in ring._buffers]
-    assert all(address % BLOCK == 0 and "dc" in flags_at(address) for address in addresses)
+    assert all(address % BLOCK == 0 and "dc" in in_files.flags_at(address) for address in addresses)
     ring.close()
-    assert not any("dc" in flags_at(address) for address in addresses)
+    assert not any("dc" in in_files.flags_at(address) for address in addresses)
 
 
 @pytest.fixture
@@ -237,4 +224,21 @@ def test_host_memory_may_be_written_only_after_the_device_has_read_it():
     fill.synchronize()
     fill.wait(found.compute)
     found.synchronize()
+    ring.close()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_lies_over_a_file_may_be_written_only_after_the_file_was_read(writable, filed, monkeypatch):
+    """Of a source file nothing can be written, and nobody waits for its reads."""
+    file, _ = filed
+    found, read, ends = Device("cpu"), os.preadv, threading.Event()
+    ring = DirectRing(found, 2 * BLOCK)
+    monkeypatch.setattr(os, "preadv", lambda *given: ends.wait(10) and read(*given))
+    jobs = jobs_of(file, torch.zeros(50000, dtype=torch.uint8))
+    fill = ring.fill(Counters(), [], jobs, contextlib.nullcontext(), [], writable=writable)
+    time.sleep(0.2)
+    assert fill.query() is not writable
+    ends.set()
+    fill.synchronize()
+    fill.wait(found.compute)
     ring.close()

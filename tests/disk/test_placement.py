@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_lightning.disk import state_ring
-from sp_lightning.disk.placement import UnitPlacement, masters_nbytes, stay_in_files, within
+from sp_lightning.disk.placement import UnitPlacement, may_move, stay_in_files, within
 from sp_lightning.memory.footprint import UnitHostBytes, host_bytes
 
 pytestmark = pytest.mark.quick
@@ -75,11 +75,19 @@ def weights(*of, trains=True):
 
 def test_master_weights_go_to_the_disk_only_where_all_of_a_unit_goes_up_as_wire_copies():
     single, half, large = (torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1 << 20)
-    nbytes = lambda *of, dtype=torch.bfloat16, **options: masters_nbytes(weights(*of, **options), dtype)  # noqa: E731
-    assert nbytes(single, single) == 2 * 4096 and nbytes(single, half) == 4096 + 2048
-    assert (
-        nbytes(half, half) == nbytes(single, large) == nbytes(single, trains=False) == nbytes(single, dtype=None) == 0
-    )
+    moved = lambda *of, dtype=torch.bfloat16, **options: len(may_move(weights(*of, **options), dtype, ()))  # noqa: E731
+    assert moved(single, single) == moved(single, half) == 2
+    assert moved(half, half) == moved(single, large) == moved(single, trains=False) == moved(single, dtype=None) == 0
+
+
+def test_under_autocast_weights_that_may_be_cast_go_to_the_disk_with_those_that_do_not_train():
+    single, half = (torch.float32, 1000), (torch.bfloat16, 1000)
+    layer, norm, frozen, other, empty = *weights(single, single), *weights(single, trains=False), *weights(half), None
+    empty = torch.empty(0, 3, device="meta", requires_grad=True)
+    layer, frozen = (each.view(10, 100) for each in (layer, frozen))
+    known = {id(each) for each in (layer, frozen, empty)}
+    assert may_move([layer, norm, frozen, other, empty], None, known) == [layer, frozen]
+    assert may_move([norm, frozen, empty], None, known) == [] and may_move([layer], None, ()) == []
 
 
 def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_budget_requires(monkeypatch):
@@ -95,3 +103,6 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
         assert state == min(10, -(-missing // 8000))
         assert masters == (0 if missing <= 80_000 else min(10, -(-(missing - 80_000) // 4000)))
         assert found.host.total == full.total + ring - found.on_disk and found.on_disk == 8000 * state + 4000 * masters
+        read = within(units, full.total + ring - missing, full, 0, True, 3000)  # through buffers of their own
+        assert len(read.masters) == (0 if missing <= 80_000 else min(10, -(-(missing + 3000 - 80_000) // 4000)))
+        assert read.host.ring == found.host.ring + 3000 * bool(read.masters)

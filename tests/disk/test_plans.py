@@ -9,6 +9,7 @@ import sp_lightning
 from sp_lightning.core.machine import GIB, PROFILES
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.memory.weights import BY_ITSELF
 from sp_lightning.planning import plan
 
 
@@ -123,6 +124,55 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
     assert expected.host.weights == 0 and expected.host.wire > 0
 
 
+class Mixed(nn.Module):
+    """A layer that autocast casts, a norm that it does not, and a weight that a function reads as it is, too."""
+
+    def __init__(self, width, wider):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, wider), nn.Linear(wider, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, x):
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return self.frozen(x) * self.down.weight.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("wider", [64, 4096])
+@pytest.mark.parametrize("window", [1, 2])
+def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(kind, wider, window, device, tmp_path):
+    """A large weight that is not only cast is read from the disk for each of its ways up."""
+    options = {"window": window, "host_budget": "0B", "disk": str(tmp_path), "units": ["Mixed"]}
+    net = nn.Sequential(nn.Linear(64, 64), *(Mixed(64, wider) for _ in range(4)), nn.Linear(64, 5))
+    size = sum(p.nbytes for p in net.parameters())
+    planned = {"machine": "rtx4090", "device": "cpu", "transfer": 1, "optimizer": kind, "precision": "bf16-mixed"}
+    expected = plan(net, torch.ones(4, 64), **planned, **options)
+    with sp_lightning.stream(net, device, transfer=1, **options) as handle:
+        optimizer = getattr(torch.optim, kind)([p for p in net.parameters() if p.requires_grad])
+        moved = []
+        for _ in range(5):
+            before = handle.stats()
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = net(torch.ones(4, 64, device=device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = handle.stats()
+            moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
+        rings = handle.engine.files.ring_nbytes + handle._disk.ring_nbytes
+        slabs = sum(unit.host_bytes().weights for unit in handle.engine.units)
+        wires = sum(unit.host_bytes().wire for unit in handle.engine.units)
+    assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
+    assert expected.disk_written_nbytes == expected.on_disk > 0
+    assert (expected.disk_read_nbytes > expected.on_disk) == (expected.disk_nbytes > 0) == (wider == 4096)
+    assert rings <= expected.host.ring and expected.host.weights <= slabs <= expected.host.weights + 512 * 20
+    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # footprint.py, Rule 2
+    assert expected.host.wire <= wires <= expected.host.wire + joined + 512 * 60
+    averaged = plan(net, torch.ones(4, 64), copies=1, **planned, **options)
+    assert size <= averaged.host.copies <= size + 512 * 60
+
+
 def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     net = model()
     whole, least = planned(net).host.total, planned(net, host_budget="0B", disk=str(tmp_path)).host
@@ -141,6 +191,9 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     assert len(seen) > 2 or whole <= least.total
 
 
+NO_MASTERS = {"master_weights": False}
+
+
 def test_a_listed_model_needs_less_host_memory_with_a_disk():
     options = {"precision": "bf16-true", "master_weights": True, "machine": "rtx4090", "activations": "recompute"}
     plain = plan("llama3-8b", 32768, **options)
@@ -149,6 +202,9 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     assert found.host.total == plain.host.total - found.on_disk + found.host.ring
     some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
     assert some.fits_host and 0 < some.on_disk < 8 * plain.parameters and some.host.weights == 4 * plain.parameters
+    assert plan("llama3-8b", 32768, copies=1, host_budget="0B", disk="/", **options).host.copies == plain.host.weights
+    mixed = plan("llama3-8b", 32768, host_budget="0B", disk="/", **{**options, "precision": "bf16-mixed", **NO_MASTERS})
+    assert 0.9 * found.on_disk < mixed.on_disk < found.on_disk and 0 < mixed.host.weights < 0.1 * plain.host.weights
     more = plan("llama3-8b", 32768, host_budget="64GiB", disk="/", **options)
     assert more.fits_host and 8 * plain.parameters < more.on_disk < found.on_disk and more.host.optimizer == 0
 
@@ -167,7 +223,7 @@ def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
     """With few tokens, on a drive whose directions are free of each other, and on one with one pipe."""
     free, shared, written, steps = FLOORS[name, each]
     options = {"machine": "rtx4090", "host_budget": "0B", "disk": "/"}
-    options |= MASTERS if each == 12 else {"precision": "bf16-mixed"}
+    options |= MASTERS if each == 12 else {"precision": "bf16-mixed", "wire_dtype": "as-is"}
     for duplex, seconds in ((1, free), (0.5, shared)):
         found = plan(name, 2048, disk_speed=f"7GB,5GB,{duplex}", **options)
         assert found.binds == "disk" and found.floor_s <= found.step_s <= 1.2 * seconds

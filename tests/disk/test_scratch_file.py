@@ -203,8 +203,20 @@ def test_a_disk_that_is_full_says_how_much_is_missing(file, monkeypatch, tmp_pat
         DiskError, match=r"Optimizer state needs 4\.00 MiB there, and .*iB are free: nothing was stepped"
     ):
         file.tensors([torch.empty(1 << 20)])
-    with pytest.raises(DiskError, match="raise host_budget"):
+    with pytest.raises(DiskError, match=r"Free 1024\.00 PiB, name another disk or raise host_budget by 1024\.00 PiB"):
         check_room(str(tmp_path), 1 << 60)
+    with monkeypatch.context() as full:
+        full.setattr(scratch_file, "free_nbytes", lambda folder: 5 << 20)
+        check_room(str(tmp_path), 3 << 20, 2 << 20)
+        fits = (
+            r"\(3.00 MiB\) and the next checkpoint with the one that it replaces need 7.00 MiB there, and 5.00 MiB are"
+        )
+        with pytest.raises(
+            DiskError, match=fits + r".*Free 2.00 MiB, save .* or name .* or raise host_budget by 2.00 MiB"
+        ):
+            check_room(str(tmp_path), 3 << 20, 4 << 20)
+        with pytest.raises(DiskError, match=r"or name another disk$"):  # no state, and no room still
+            check_room(str(tmp_path), 3 << 20, 6 << 20)
 
 
 @pytest.mark.parametrize("how", ["open", "incoherent", "later"])

@@ -142,7 +142,8 @@ def test_loaded_state_moves_to_the_disk_and_what_user_code_still_refers_to_does_
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             train(net, optimizer, device)
         gc.collect()
-        assert os.fstat(handle._disk._file._fd).st_blocks * 512 <= used
+        extents = 4096  # ext4 lists the ranges of a file in a block of its own once they are more than four
+        assert os.fstat(handle._disk._file._fd).st_blocks * 512 <= used + extents
 
 
 def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
@@ -160,7 +161,7 @@ def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
     assert list(optimizer.state) == [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "LBFGS", "of the user's own", "foreach"])
+@pytest.mark.parametrize("kind", ["LBFGS", "of the user's own", "foreach", "Adafactor, foreach"])
 def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(kind, device, caplog):
     class Own(torch.optim.Optimizer):
         def __init__(self, params):
@@ -174,8 +175,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
                 p.sub_(state["sum"], alpha=0.01)
 
     makes = {
-        "Adafactor": torch.optim.Adafactor,
-        "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
+        "Adafactor, foreach": functools.partial(torch.optim.Adafactor, foreach=True),
         "LBFGS": torch.optim.LBFGS,
         "of the user's own": Own,
         "foreach": functools.partial(torch.optim.AdamW, foreach=True),
@@ -193,7 +193,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
         with context(net) as handle, caplog.at_level(logging.INFO):
             for _ in range(3):
                 optimizer.step(closure) if kind == "LBFGS" else (closure(), optimizer.step())
-            if context is not plain and kind in ("Muon", "of the user's own", "foreach"):
+            if context is not plain and kind in ("of the user's own", "foreach"):
                 net(batch(device))
                 assert all(on_disk(handle, optimizer)), kind
         return net, optimizer
@@ -204,6 +204,41 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
         assert torch.equal(net.state_dict()[name], weight), name
     said = [message for message in caplog.messages if "cannot be stepped in portions" in message]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, masters, device, caplog):
+    makes = {
+        "Adafactor": torch.optim.Adafactor,
+        "Muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]),
+    }
+    found = []
+    for where in (True, False):
+        net = stack()
+        optimizer = makes[kind](list(net.parameters()))
+        options = {"window": 2, "master_weights": masters, "wire_dtype": "as-is"}
+        with streamed(net, device, **options) if where else sp_lightning.stream(net, device, **options) as handle:
+            for _ in range(3):
+                (train_half if masters else train)(net, optimizer, device, 1)
+            if where:
+                weights = [p.nbytes for p in net.parameters() if kind == "Adafactor" or p.dim() == 2]
+                state = [p.nbytes for p in net.parameters() if p.dim() == (2 if kind == "Muon" else 1)]
+                assert handle.stats()["disk_read"] == 2 * sum(state) + 3 * masters * sum(weights)
+                assert resident(os.getcwd()) == 0 or (masters and kind == "Muon")  # whose other weights are not stepped
+        found.append((net, optimizer))
+    assert_same(*found)
+    assert not any("cannot be stepped in portions" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
+def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
+    net = stack()
+    optimizer = getattr(torch.optim, kind)(net.parameters())
+    with streamed(net, device, fused_optimizer=True) as handle:
+        train(net, optimizer, device, 3)
+        assert handle.stats()["disk_read"] > 0 and resident(os.getcwd()) == 0
+    assert_same((net, optimizer), trained(3, getattr(torch.optim, kind), device))
 
 
 # ---- what is refused
@@ -261,6 +296,10 @@ def test_a_budget_that_cannot_be_met_names_the_disk():
     with pytest.raises(HostMemoryError, match=r"cannot be met.*Give disk= a folder on a local SSD"):
         streamed(stack(), "cpu", disk=None, host_budget=1000)
     with pytest.raises(HostMemoryError, match=r"and .*iB of optimizer state on the disk the run takes"):
+        streamed(stack(), "cpu", host_budget=1000, wire_dtype="as-is")
+    with pytest.raises(
+        HostMemoryError, match=r"and .*iB of optimizer state and FP32 weights on the disk the run takes"
+    ):
         streamed(stack(), "cpu", host_budget=1000)
 
 
@@ -326,8 +365,8 @@ def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, num
 @pytest.mark.parametrize("at_most", [1000, 5000])
 def test_short_transfers_change_no_bit(at_most, device, monkeypatch):
     preadv, pwritev = os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:at_most]], at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:at_most]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [memoryview(views[0])[:at_most]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [memoryview(views[0])[:at_most]], at))
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
     with streamed(net, device):
@@ -442,7 +481,9 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
         train_half(nets[0], optimizers[0], device, 1)
         after = handle.stats()
         weights = sum(p.nbytes for p in nets[0].parameters())
-        moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 0}[kind] * weights
+        moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 1}[kind] * weights
+        if kind == "Adafactor":  # has state of a parameter's shape for vectors alone
+            moved += sum(p.nbytes for p in nets[0].parameters() if p.dim() == 1)
         assert [after[name] - before[name] for name in ("disk_read", "disk_written")] == [moved, moved]
         with torch.no_grad():  # user code writes weights
             nets[0][1][0].weight.mul_(0.5)
@@ -603,7 +644,8 @@ def test_a_loop_with_fabric_and_its_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_stays_within_what_the_choice_says(tmp_path):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
     """First step and loading of state included; anonymous and locked memory."""
     import json
     import pathlib
@@ -612,6 +654,7 @@ def test_memory_stays_within_what_the_choice_says(tmp_path):
 
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
     command = [sys.executable, str(script), "--run", "disk", "--gigabytes", "0.55", "--folder", str(tmp_path)]
+    command += ["--autocast"] * autocast
     said = subprocess.run(command, input="step\n" * 3 + "end\n", stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(said.splitlines()[-1])
     assert found["there"] + found["growth"] <= 1.1 * found["planned"]

@@ -491,6 +491,15 @@ def test_streamed_weights_are_stepped_by_compiled_code(
 
 
 @pytest.mark.simgpu
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_half_precision_is_stepped_by_compiled_code_with_master_weights(small_steps, converted, master_weights):
+    strategy = parity.streaming_strategy("simgpu", window=1, optimizer_overlap=True, master_weights=master_weights)
+    parity.record(functools.partial(Module, AdamW), strategy, accelerator="simgpu", precision="bf16-true", batches=4)
+    assert (sum(small_steps) >= 2 * 3) == master_weights, native.LIBRARY.failure
+    assert set(converted) == ({torch.bfloat16} if master_weights else set())
+
+
+@pytest.mark.simgpu
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("first, then", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
 def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first, then, overlap, tmp_path):

@@ -1,19 +1,36 @@
 """Optimizers whose state lies in the scratch file step to the bits of those whose state is in memory."""
 
 import contextlib
+import copy
+import errno
 import itertools
 import os
 import time
 
 import pytest
 import torch
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 import parity
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk.scratch_file import ScratchFile
-from sp_lightning.disk.state_ring import SMALLEST
-from sp_lightning.optim.pieces import FUSED, fuse, step_in_pieces
+from sp_lightning.disk.state_ring import BUFFERS, SMALLEST
+from sp_lightning.errors import DiskError
+from sp_lightning.optim.pieces import fuse, step_each, step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 
 KINDS = {
@@ -63,7 +80,7 @@ def on_disk(file, optimizer, fuses=False, buffer=SMALLEST):
     """State of all parameters in the file, with small buffers."""
     disk = StateOnDisk(file, buffer, Counters(), fuses)
     disk.parameters = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    shadow = (fuse if fuses else step_in_pieces)(optimizer)
+    shadow = (fuse if fuses else step_in_pieces)(optimizer) or step_in_pieces(optimizer) or step_each(optimizer)
     disk.attach(optimizer, shadow)
     try:
         yield disk
@@ -124,6 +141,91 @@ def test_steps_in_portions_have_the_bits_of_the_loop(kind, dtype, count, fuses, 
         reference.close()
 
 
+WHOLE = {
+    "adafactor": (Adafactor, {"lr": 0.01}),
+    "adafactor, options": (Adafactor, {"lr": 0.01, "weight_decay": 0.1, "maximize": True, "d": 2.0}),
+    "muon": (Muon, {"lr": 0.01}),
+    "muon, options": (Muon, {"lr": 0.01, "nesterov": False, "weight_decay": 0.3}),
+}
+# In a buffer, in several, too large for all, and of strides of their own; Muon takes matrices alone.
+MATRICES = [(3, 5), (100, 120), (200, 300), (500, 400), (30, 70)]
+OTHERS = [(7,), (9000,), (20_000,), (3, 20, 7), ()]
+
+
+@parity.product(kind=list(WHOLE), dtype=["float32", "bfloat16"], count=[1, 2], weights=[False, True], nan=[False, True])
+def test_parameters_that_are_stepped_whole_have_the_bits_of_the_loop(
+    kind, dtype, count, weights, nan, file, threads, caplog
+):
+    threads(count)
+    cls, options = WHOLE[kind]
+    dtype = getattr(torch, dtype)
+    shapes = MATRICES + (OTHERS if cls is Adafactor else [])
+    ours, theirs = (parameters(dtype, shapes) for _ in range(2))
+    for params in (ours, theirs):
+        params[4] = torch.nn.Parameter(params[4].detach().t())
+    optimizer, plain = cls(ours, **options), cls(theirs, **options)
+    with caplog.at_level("INFO"), on_disk(file, optimizer) as disk:
+        room = disk._ring.nbytes
+        if weights:
+            for param in ours:
+                if param.dim() and param.numel():
+                    param.data = disk.moved(param.data)[0]
+        moved = []
+        for step in range(4):
+            give_gradients(ours, step, nan)
+            give_gradients(theirs, step, nan)
+            before = disk._counters.disk_read, disk._counters.disk_written
+            optimizer.step()
+            plain.step()
+            moved.append((disk._counters.disk_read - before[0], disk._counters.disk_written - before[1]))
+            assert_equal(ours, theirs, optimizer, plain)
+        states = [1 if cls is Muon or p.dim() == 1 else 0 for p in theirs]
+        taken = [(states[i] + weights) * p.nbytes for i, p in enumerate(theirs) if p.dim()]
+        fitting = sum(nbytes for nbytes in taken if nbytes <= room - 2 * 4096)
+        assert moved[-1] == (fitting, fitting)
+        assert fitting == sum(taken) or "exceeds 512.00 KiB" in caplog.text
+        assert len([1 for said in caplog.messages if "cannot be stepped in portions" in said]) == (fitting < sum(taken))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the_ring_as_it_was(
+    call, after, file, monkeypatch
+):
+    def made():
+        params = parameters(shapes=MATRICES)
+        return params, Muon(params, lr=0.01)
+
+    (ours, optimizer), (theirs, plain) = made(), made()
+    with on_disk(file, optimizer) as disk:
+        give_gradients(ours, 0)
+        give_gradients(theirs, 0)
+        optimizer.step()
+        plain.step()
+        disk.adopt(optimizer)  # of what is too large for the ring, torch made the state in memory
+        real, calls = getattr(os, call), itertools.count()
+
+        def failing(fd, views, at):
+            if next(calls) >= after:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, views, at)
+
+        kept = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ours]
+        with monkeypatch.context() as broken, pytest.raises(DiskError, match=r"had stepped \d of 5 parameters"):
+            broken.setattr(os, call, failing)
+            optimizer.step()
+        assert len(disk._ring._free) == BUFFERS
+        optimizer.load_state_dict(kept[0])
+        for param, value in zip(ours, kept[1], strict=True):
+            param.data.copy_(value)
+        for step in (1, 2):
+            give_gradients(ours, step)
+            give_gradients(theirs, step)
+            optimizer.step()
+            plain.step()
+    assert_equal(ours, theirs, optimizer, plain)
+
+
 @pytest.mark.parametrize("slow", ["preadv", "pwritev"])
 def test_a_slow_disk_is_waited_for(slow, file, monkeypatch):
     real = getattr(os, slow)
@@ -143,6 +245,27 @@ def test_a_slow_disk_is_waited_for(slow, file, monkeypatch):
 
 def traffic(optimizer, fuses, nbytes):
     """What four steps read and write: the first step reads nothing, but Adagrad is made with its state."""
-    if fuses and type(optimizer) not in FUSED:
-        return 0, nbytes
     return (4 * nbytes, 5 * nbytes) if isinstance(optimizer, Adagrad) else (3 * nbytes, 4 * nbytes)
+
+
+def anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_state_that_moved_into_the_file_leaves_nothing_in_memory(file):
+    """As it is loaded, parameter by parameter: malloc keeps freed blocks of less than 32 MiB (core/malloc.py)."""
+    large = torch.zeros(31 << 20, dtype=torch.uint8)
+    del large  # from here on, malloc takes all smaller ones from its heap
+    params = [torch.nn.Parameter(torch.zeros(3 << 20)) for _ in range(12)]
+    optimizer = AdamW(params)
+    with on_disk(file, optimizer) as disk:
+        before = None
+        for param in params:
+            made = {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": torch.tensor(1.0), **made}
+            del made
+            disk.adopt_one(optimizer, param)
+            before = before or anonymous()
+        assert spilled(disk, optimizer) == 12 * 2 * (12 << 20)
+        assert anonymous() - before < 100 << 20

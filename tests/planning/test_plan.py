@@ -606,6 +606,34 @@ def test_under_autocast_half_of_the_linear_weights_travels():
     assert as_is.device_terms[kept] - mixed.device_terms[kept] >= 3 * cast // 4
 
 
+@pytest.mark.parametrize(
+    "options, cast",
+    [
+        ({"precision": "32-true"}, 0),
+        ({"precision": "bf16-true"}, 0),
+        ({"precision": "bf16-mixed"}, 6 * 2 * 256 * 1024),
+        ({"precision": "bf16-mixed", "wire_dtype": "as-is"}, 0),
+        ({"precision": "bf16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
+    ],
+)
+def test_gradients_are_widened_and_wire_copies_written_on_the_host_as_well(options, cast):
+    found, seconds = planned(**options).simulation.floor, 1 / MACHINE.dram_bytes_per_s
+    moved = 28 * 6 * (2 * 256 * 1024 + 1024 + 256) + 8 * cast
+    assert found.optimizer + found.first_step == pytest.approx(seconds * moved)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_run_knows_how_much_of_it_is_cast(autocast):
+    import simgpu  # noqa: F401
+
+    with sp_lightning.stream(Stack(), torch.device("simgpu", 0), window=2) as handle:
+        for _ in range(2):
+            with torch.autocast("simgpu", dtype=torch.bfloat16, enabled=autocast):
+                handle.module(torch.ones(8, 256, device="simgpu")).sum().backward()
+        assert [unit.sizes().cast for unit in handle.engine.units] == [autocast * 2 * 256 * 1024] * 6
+
+
 class AsksBetweenUnits(Stack):
     def forward(self, x):
         for block in self.blocks:

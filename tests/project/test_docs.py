@@ -227,3 +227,28 @@ def test_what_a_recipe_needs_is_what_the_planner_says(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_needs.py"])
     page = make_needs.PAGE.read_text()
     assert make_needs.written(page, make_needs.needs(page)) == page  # else run: python docs/make_needs.py
+
+
+# What the recipes for a disk print
+
+
+def test_every_plan_of_the_recipes_for_a_disk_has_its_output():
+    make_disk = script("make_disk")
+    page = make_disk.PAGE.read_text()
+    found = {match[2]: match[0].removeprefix(match[1]).strip() for match in make_disk.PRINTED.finditer(page)}
+    assert [text.partition(":")[0] for text in found.values()] == ["FineTuneLLM", "LoraLLM"]
+    assert all(": fits\n" in text and "\nMemory\n" in text and "Change first" in text for text in found.values())
+    assert make_disk.written(page, found) == page
+    trained = [
+        block.split() for block in blocks(make_disk.PAGE, "text") if block.startswith("python -m sp_lightning fit")
+    ]
+    for fit, arguments in zip(trained, found, strict=True):  # the plan is of the command to run, on a machine
+        assert arguments.split()[: len(fit) - 3] == ["plan", *fit[4:]] and "--machine" in arguments
+
+
+@pytest.mark.slow
+def test_the_recipes_for_a_disk_show_what_the_planner_prints():
+    pytest.importorskip("peft")
+    make_disk = script("make_disk")
+    page = make_disk.PAGE.read_text()
+    assert make_disk.written(page, make_disk.outputs(page)) == page  # else run: python docs/make_disk.py

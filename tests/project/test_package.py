@@ -364,8 +364,10 @@ def test_every_file_with_waits_or_events_has_its_waits_deleted_or_is_beside_the_
     says = re.compile(r"\.(wait|wait_event|wait_stream|synchronize|record_event)\(|\bEvent\(")
     package = ROOT / "sp_lightning"
     say = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if says.search(path.read_text())}
-    waits = deletions.waits(package) + deletions.waits(package, of_ranks=True)
-    assert say <= {wait.file for wait in waits} | deletions.BESIDE | deletions.FOR_FILES
+    waits = [wait for of in ("steps", "ranks", "files") for wait in deletions.waits(package, of=of)]
+    assert say <= {wait.file for wait in waits} | deletions.BESIDE
+    assert deletions.FOR_FILES.keys() <= {wait.file for wait in waits}
+    assert all((ROOT / test).is_file() for tests in deletions.FOR_FILES.values() for test in tests)
 
 
 @pytest.fixture
@@ -397,6 +399,18 @@ def test_waits_of_sub_packages_are_found_and_deleted(deletions, package):
 
 def test_a_wait_at_the_top_of_a_file_is_found(deletions, package):
     assert {"bench/turns.py", "measure.py"} < {wait.file for wait in deletions.waits(package, ())}
+
+
+def test_locks_and_contexts_of_files_are_deleted(deletions, package):
+    (package / "disk").mkdir()
+    code = "def step(self, file):\n    with self._lock, contextlib.closing(file) as it:\n        it.read()\n"
+    (package / "disk/state_ring.py").write_text(code)
+    found = deletions.waits(package, BESIDE, of="files")
+    assert [wait.text for wait in found] == ["self._lock", "contextlib.closing(file)"]
+    for _ in found:
+        deletions.delete(deletions.waits(package, BESIDE, of="files")[0], package)
+    left = (package / "disk/state_ring.py").read_text()
+    assert "_lock" not in left and left.count("nullcontext(") == 2 and "nullcontext(file) as it" in left
 
 
 @pytest.mark.parametrize("stray", ["turns.py", "memory/measure.py", "memory/__init__.py"])

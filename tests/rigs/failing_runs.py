@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.ranks import board, exchange, faces, owners
+from sp_lightning.ranks import board, exchange, sharded_step, user_edits
 
 LONGEST_S = 90
 
@@ -102,9 +102,9 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "descriptors": (board.Ranks, "descriptor"),
     "exchange": (exchange.Exchange, "finish"),
     "between post and sum": (exchange.Exchange, "_sum"),
-    "settle": (faces.Faces, "settle"),
-    "in the step": (owners.Owners, "_owned"),
-    "end of the step": (owners.Owners, "end"),
+    "settle": (user_edits.Faces, "settle"),
+    "in the step": (sharded_step.Owners, "_owned"),
+    "end of the step": (sharded_step.Owners, "end"),
 }
 IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),

@@ -108,3 +108,23 @@ def in_files(net: nn.Module) -> int:
 def settings(**axes: Any) -> list[dict[str, Any]]:
     """The product of these axes."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def flags_at(address):
+    """The kernel's flags of the mapping with this address: "dc" no fork gets it, "hg" huge pages, "sh" shared."""
+    inside = False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "VmFlags:":
+                return line.split()[1:]
+    return []
+
+
+def may_have_huge_pages(address):
+    """Whether memory is private, and the kernel is asked for huge pages if it has them."""
+    flags = flags_at(address)
+    return "sh" not in flags and ("hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage"))

@@ -29,7 +29,7 @@ import sp_lightning
 from sp_lightning.errors import ExactnessError, PeerError
 from sp_lightning.memory import unit_store
 from sp_lightning.memory.weights import same_bytes
-from sp_lightning.ranks import faces
+from sp_lightning.ranks import user_edits
 from sp_lightning.ranks.board import Board, Ranks
 from sp_lightning.ranks.connection import connect
 
@@ -201,7 +201,7 @@ def edited_before_a_step() -> bool:
     plain = copy.deepcopy(net)
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD), pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(faces, "same_bytes", lambda *two: (time.sleep(0.2), same_bytes(*two))[1])
+            patch.setattr(user_edits, "same_bytes", lambda *two: (time.sleep(0.2), same_bytes(*two))[1])
         for model in (net, plain):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(2, 8)).sum().backward()

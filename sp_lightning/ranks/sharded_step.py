@@ -2,15 +2,15 @@
 
 1. The update of the classes in `ELEMENTWISE` is elementwise: each rank steps a flat range of each parameter's truth,
    with its own view of the gradient, so that what a user's hook did to ``.grad`` on all ranks counts once. What one
-   rank alone did there is an error (faces.py, Rule 5).
+   rank alone did there is an error (user_edits.py, Rule 5).
 2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
    faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
    state is each rank's own. Edits of one rank alone are an error. State that was loaded, or that user code replaced,
    moves into the slabs before the step.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
-   settled (faces.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take the
-   default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does not
-   step their faces: a page of its own would have old bytes of the parameters beside them, which their owners step.
+   settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
+   the default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does
+   not step their faces: a page of its own would have old bytes of the parameters beside them, which their owners step.
 4. The ranks meet before what they own is stepped, since another rank may still read it, and after it.
 """
 
@@ -32,8 +32,8 @@ from ..memory.unit_store import UnitStore
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
-from .faces import Alike, Faces, fingerprint, flat, in_order, listed, owned
 from .shared_memory import Range, SharedSlab
+from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
 
 ALL = slice(None)
 StateSlabs = dict[tuple[UnitStore, str], SharedSlab]

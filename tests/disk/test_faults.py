@@ -1,0 +1,232 @@
+"""Where a disk fails, or has no room, a run says so with a typed error, and leaves a module that is as it was."""
+
+import contextlib
+import copy
+import errno
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import sp_lightning
+from sp_lightning.disk import state_ring
+from sp_lightning.disk.direct_ring import buffer_over
+from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.errors import DiskError
+from sp_lightning.memory.pinned import HostAllocator
+
+allocate = os.posix_fallocate
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(65, 65), nn.Tanh()) for _ in range(4)])
+
+
+def streamed(net, device, **options):
+    return sp_lightning.stream(net, device, window=2, host_budget="0B", disk=os.getcwd(), **options)
+
+
+def batch(device, masters=False):
+    x = torch.randn(5, 65, generator=torch.Generator().manual_seed(1)).to(device)
+    return x.bfloat16() if masters else x
+
+
+def train(net, optimizer, device, steps=1, masters=False):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(batch(device, masters)).float().square().mean().backward()
+        optimizer.step()
+
+
+def fails_at(number, error, call=None):
+    """A call to the system that fails at one call of it, and at no other."""
+    calls = itertools.count()
+
+    def failing(*given):
+        if next(calls) == number:
+            raise OSError(error, os.strerror(error))
+        return call(*given)
+
+    return failing
+
+
+def assert_plain(net, before):
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+# ---- no room: "0" is the trial of the file, before anything is in it
+
+
+@pytest.mark.parametrize("masters, number", [(False, 0), (True, 0), (True, 1), (True, 5)])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_while_a_run_begins_leaves_the_module(masters, number, error, device, monkeypatch):
+    net = stack()
+    before = copy.deepcopy(net.state_dict())
+    said = "needs .* there, and .* are free" if error == errno.ENOSPC else "could not be written at byte"
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "posix_fallocate", fails_at(number, error, allocate))
+        with pytest.raises(DiskError, match=said) as caught, streamed(net, device, master_weights=masters):
+            pass
+    assert caught.value.errno == error and caught.value.writes
+    assert_plain(net, before)
+    with streamed(net, device, master_weights=masters):
+        train(net, torch.optim.AdamW(net.parameters()), device, masters=masters)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device, monkeypatch):
+    net = stack()
+    before = copy.deepcopy(net.state_dict())
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fails_at(6, error, os.pwritev))
+        with pytest.raises(DiskError, match="could not be written at byte"):
+            streamed(net, device, master_weights=True)
+    assert_plain(net, before)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
+@pytest.mark.parametrize("kind", ["loaded", "foreach"])
+def test_state_that_cannot_move_to_the_disk_stays_in_memory_and_is_right(kind, call, device, monkeypatch):
+    """What is loaded, and what an optimizer makes that is not stepped in portions: a step is done or not begun."""
+    nets = [stack(), stack()]
+    optimizer, plain = (torch.optim.AdamW(net.parameters(), foreach=kind == "foreach" or None) for net in nets)
+    weights = []
+    with sp_lightning.stream(nets[1], device, window=2):
+        for _ in range(5):
+            weights.append([p.detach().clone() for p in nets[1].parameters()])
+            train(nets[1], plain, device)
+    with streamed(nets[0], device):
+        stepped = failed = 0
+        if kind == "loaded":
+            train(nets[0], optimizer, device, 2)
+            state, stepped = copy.deepcopy(optimizer.state_dict()), 2
+            optimizer.load_state_dict(state)
+            del state
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, fails_at(0, errno.ENOSPC, getattr(os, call)))
+            while stepped < 4:
+                try:
+                    train(nets[0], optimizer, device)
+                except DiskError as error:
+                    assert error.errno == errno.ENOSPC
+                    failed += 1
+                here = list(nets[0].parameters())
+                stepped += all(map(torch.equal, here, weights[stepped + 1]))
+                assert all(map(torch.equal, here, weights[stepped]))
+        assert failed == 1
+        for mine, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert optimizer.state[mine].keys() == plain.state[theirs].keys()
+
+
+# ---- direct transfers that are refused in the middle of a run
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_filesystem_that_refuses_direct_transfers_later_changes_no_bit(call, device, monkeypatch, caplog):
+    real, calls = getattr(os, call), itertools.count()
+
+    def refusing(fd, views, at):
+        with open(f"/proc/self/fdinfo/{fd}") as lines:
+            flags = next(int(line.split()[1], 8) for line in lines if line.startswith("flags"))
+        if flags & os.O_DIRECT and next(calls) > 4:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, at)
+
+    nets = [stack(), stack()]
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in nets]
+    with sp_lightning.stream(nets[1], device, window=2):
+        train(nets[1], optimizers[1], device, 3)
+    monkeypatch.setattr(os, call, refusing)
+    with streamed(nets[0], device) as handle:
+        train(nets[0], optimizers[0], device, 3)
+        assert not handle._disk._file.is_direct
+        for mine, theirs in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
+            assert all(torch.equal(mine[key], value) for key, value in theirs.items())
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+    assert sum("goes through the page cache" in message for message in caplog.messages) == 1
+
+
+# ---- processes that are killed, and several threads
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_killed_leaves_no_scratch_file(tmp_path):
+    begun, begins = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            (tensor,) = ScratchFile(str(tmp_path)).tensors([torch.empty(1 << 22)])
+            os.write(begins, b"1")
+            while True:
+                tensor.numpy()[:] += 1
+        finally:
+            os._exit(1)
+    os.read(begun, 1)
+    time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.listdir(tmp_path) == []
+    for pipe in (begun, begins):
+        os.close(pipe)
+
+
+@pytest.mark.slow
+def test_threads_that_transfer_and_user_code_see_only_what_they_wrote(tmp_path):
+    """Each has blocks of its own, side by side with those of the others, and reads and writes them on both ways."""
+    block, count, seconds, threads = 1 << 16, 240, 20, 4
+    with contextlib.closing(ScratchFile(str(tmp_path))) as file:
+        (flat,) = file.tensors([torch.empty(block * count // 8, dtype=torch.int64)])
+        offset, parts = file.place_of(flat).offset, flat.view(count, -1)
+        wrong, done, ends = [], [0] * threads, time.monotonic() + seconds
+
+        def work(number):
+            rng, expected = (
+                random.Random(number),
+                {at: torch.zeros(block // 8, dtype=torch.int64) for at in own(number)},
+            )
+            buffer = buffer_over(HostAllocator().plain(block))
+            here = buffer.flat.view(torch.int64)
+            while time.monotonic() < ends and not wrong:
+                done[number] += 1
+                at, value = rng.choice(list(expected)), number << 40 | done[number]
+                kind = rng.choice(["write", "read", "user write", "user read", "user element"])
+                if kind == "write":
+                    here.fill_(value)
+                    file.write(buffer.memory, offset + at * block, block)
+                    expected[at].fill_(value)
+                elif kind == "user write":
+                    parts[at].fill_(value)
+                    expected[at].fill_(value)
+                elif kind == "user element":
+                    element = rng.randrange(block // 8)
+                    parts[at, element] = expected[at][element] = -value
+                else:
+                    if kind == "read":
+                        here.zero_()
+                        file.read(buffer.memory, offset + at * block, block)
+                    if not torch.equal(here if kind == "read" else parts[at], expected[at]):
+                        wrong.append((number, kind, at, done[number]))
+
+        def own(number):
+            return range(number, count, threads)
+
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not wrong and min(done) > 100

@@ -1,0 +1,523 @@
+"""No wait for reads and writes of files is missing (benchmarks/race_deletions.py --files deletes them one at a time).
+
+The disk is slow here, or holds what it was asked for until a test lets it go.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+import time
+
+import in_files
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import sp_lightning
+from sp_lightning.core.telemetry import Counters
+from sp_lightning.disk import direct_ring, scratch_file, state_ring
+from sp_lightning.disk.checkpoint_file import save
+from sp_lightning.disk.direct_ring import DirectRing, Target, pieces
+from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.disk.source_files import BLOCK, Place, SourceFile
+from sp_lightning.disk.state_ring import BUFFERS, SMALLEST, Run, StateRing
+from sp_lightning.errors import DiskError, OptionError, SourceFileError
+from sp_lightning.memory.device import Device
+from sp_lightning.optim.pieces import step_in_pieces
+from sp_lightning.optim.state_on_disk import StateOnDisk
+
+LONG_S = 0.3  # all that does not wait is done by then
+
+
+class Disk:
+    """What is asked of the disk from now on: calls of one kind end only when the test lets them, and may fail."""
+
+    def __init__(self, monkeypatch, call, fails=()):
+        self.begun, self.ended, self._fails = 0, 0, fails
+        self._let = threading.Event()
+        self._real, self._lock = getattr(os, call), threading.Lock()
+        monkeypatch.setattr(os, call, self._call)
+
+    def _call(self, *given):
+        with self._lock:
+            number = self.begun
+            self.begun += 1
+        if number in self._fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        assert self._let.wait(30)
+        try:
+            return self._real(*given)
+        finally:
+            with self._lock:
+                self.ended += 1
+
+    def lets_go(self, after=0.0):
+        """Let all calls end, after some seconds."""
+        timer = threading.Timer(after, self._let.set)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    @property
+    def under_way(self):
+        return self.begun - self.ended - sum(number < self.begun for number in self._fails)
+
+
+@pytest.fixture(autouse=True)
+def begun():
+    """The names of threads of ours that were begun since."""
+    before = set(threading.enumerate())
+    ours = ("superpipeline-state", "superpipeline-read", "superpipeline-disk", "superpipeline-save")
+    return lambda: [t.name for t in threading.enumerate() if t not in before and t.name.startswith(ours)]
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    with contextlib.closing(ScratchFile(str(tmp_path))) as made:
+        yield made
+
+
+@pytest.fixture
+def ring(scratch):
+    with contextlib.closing(StateRing(scratch, SMALLEST, Counters())) as made:
+        yield made
+
+
+def runs(scratch, count):
+    """As many runs, each of a buffer, with the values 0, 1, ... in the file."""
+    (tensor,) = scratch.tensors([torch.empty(count * SMALLEST, dtype=torch.uint8)])
+    tensor.view(count, -1).copy_(torch.arange(count, dtype=torch.uint8)[:, None])
+    offset = scratch.place_of(tensor).offset
+    return tensor.view(count, -1), [Run(offset + SMALLEST * number, 0, SMALLEST) for number in range(count)]
+
+
+def are_free(ring):
+    return len(ring._free) == len({id(buffer.flat) for buffer in ring._free}) == BUFFERS and not ring._written
+
+
+# ---- the ring of state
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_ring_that_is_closed_waits_for_what_is_under_way(call, scratch, begun, monkeypatch):
+    _, (run, *_) = runs(scratch, 1)
+    ring = StateRing(scratch, SMALLEST, Counters())
+    disk = Disk(monkeypatch, call)
+    buffer = ring.take()
+    ring.read(buffer, [run]) if call == "preadv" else ring.write(buffer, [run])
+    disk.lets_go(LONG_S)
+    ring.close()
+    assert (disk.begun, disk.under_way) == (1, 0)
+    assert not begun()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_after_a_transfer_failed_none_is_under_way_when_that_is_raised(call, scratch, ring, monkeypatch):
+    """What a read brings later would land in what the buffer is used for by then."""
+    _, given = runs(scratch, 12)
+    disk = Disk(monkeypatch, call, fails=(0,))
+    disk.lets_go(LONG_S)
+    with pytest.raises(DiskError), contextlib.closing(ring.portions((run, [run]) for run in given)) as portions:
+        for run, buffer in portions:
+            ring.write(buffer, [run])
+    assert disk.begun > 1 and disk.under_way == 0 and are_free(ring)
+
+
+def test_all_is_written_when_the_last_portion_was_taken(scratch, ring, monkeypatch):
+    content, given = runs(scratch, 12)
+    disk = Disk(monkeypatch, "pwritev")
+    disk.lets_go(LONG_S)
+    with contextlib.closing(ring.portions((run, [run]) for run in given)) as portions:
+        for run, buffer in portions:
+            buffer.flat.add_(100)
+            ring.write(buffer, [run])
+    assert disk.under_way == 0 and are_free(ring)
+    assert torch.equal(content, (torch.arange(12, dtype=torch.uint8) + 100)[:, None].expand_as(content))
+
+
+# ---- the state of optimizers
+
+
+def spilled(scratch, count):
+    """As many optimizers of a parameter, whose state has more portions than the ring has buffers."""
+    disk = StateOnDisk(scratch, SMALLEST, Counters(), False)
+    generator = torch.Generator().manual_seed(0)
+    optimizers = []
+    for number in range(count):
+        params = [nn.Parameter(torch.randn(30, 4001, generator=generator)) for _ in range(4)]
+        optimizers.append(AdamW(params, lr=0.01 * (number + 1)))
+    disk.parameters = {id(param) for optimizer in optimizers for param in optimizer.param_groups[0]["params"]}
+    for optimizer in optimizers:
+        disk.attach(optimizer, step_in_pieces(optimizer))
+        stepped(optimizer)
+    return disk, optimizers
+
+
+def stepped(optimizer, steps=1):
+    for _ in range(steps):
+        for number, param in enumerate(optimizer.param_groups[0]["params"]):
+            param.grad = param.detach() * 0.1 + number
+        optimizer.step()
+
+
+def plainly(count, *steps):
+    """The optimizers of `spilled`, in memory, after so many steps."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(count):
+        params = [nn.Parameter(torch.randn(30, 4001, generator=generator)) for _ in range(4)]
+        optimizer = AdamW(params, lr=0.01 * (number + 1))
+        stepped(optimizer, steps[number])
+        yield optimizer
+
+
+def assert_same(one, other):
+    for mine, theirs in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+        assert all(torch.equal(one.state[mine][key], value) for key, value in other.state[theirs].items())
+
+
+def beside_a_step(disk, optimizer, call, then, monkeypatch):
+    """Call something while a thread steps an optimizer, whose transfers wait for a slow disk; raise what both raise."""
+    slow, errors = Disk(monkeypatch, call), []
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in (lambda: stepped(optimizer), then)]
+    for thread in threads:
+        thread.start()
+        time.sleep(LONG_S)
+    slow.lets_go()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("what", ["step", "adopt", "moved", "converted", "close"])
+def test_the_buffers_are_used_by_one_thread_at_a_time(what, call, scratch, monkeypatch):
+    disk, (optimizer, other) = spilled(scratch, 2)
+    values = torch.randn(30, 4001)
+    there, wire = disk.moved(values)[0], torch.empty(30, 4001, dtype=torch.bfloat16)
+    moved = []
+
+    def load():
+        for state in other.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        del state  # what other code refers to does not move
+        disk.adopt(other)
+
+    calls = {
+        "step": lambda: stepped(other),
+        "adopt": load,
+        "moved": lambda: moved.append(disk.moved(values)[0]),
+        "converted": lambda: moved.append(disk.converted(there, wire)),
+        "close": disk.close,
+    }
+    ring = disk._ring
+    beside_a_step(disk, optimizer, call, calls[what], monkeypatch)
+    assert are_free(ring)
+    for one, plain in zip((optimizer, other), plainly(2, 2, 2 if what == "step" else 1), strict=True):
+        assert_same(one, plain)
+    if what == "moved":
+        assert torch.equal(moved[0], values)
+    elif what == "converted":
+        assert moved == [True] and torch.equal(wire, values.bfloat16())
+    elif what == "adopt":
+        assert all(scratch.place_of(state["exp_avg"]) is not None for state in other.state.values())
+    disk.close()
+
+
+def test_what_moves_into_the_file_is_there_at_once(scratch, monkeypatch):
+    disk, values = StateOnDisk(scratch, SMALLEST, Counters(), False), torch.randn(30, 4001)
+    slow = Disk(monkeypatch, "pwritev")
+    slow.lets_go(LONG_S)
+    assert torch.equal(disk.moved(values)[0], values) and slow.under_way == 0
+    disk.close()
+
+
+def test_after_a_move_that_failed_all_buffers_are_free(scratch, monkeypatch):
+    disk, values = StateOnDisk(scratch, SMALLEST, Counters(), False), torch.randn(30, 4001)
+    with monkeypatch.context() as broken:
+        slow = Disk(broken, "pwritev", fails=(0,))
+        slow.lets_go(LONG_S)
+        with pytest.raises(DiskError):
+            disk.moved(values)
+        assert slow.begun > 1 and slow.under_way == 0 and are_free(disk._ring)
+    assert torch.equal(disk.moved(values)[0], values)
+    disk.close()
+
+
+@pytest.mark.parametrize("what", ["step", "converted"])
+def test_after_an_error_of_other_code_all_buffers_are_free(what, scratch, monkeypatch):
+    """Also while somebody has the error, and with it the frames in which the buffers were used."""
+    disk, (optimizer,) = spilled(scratch, 1)
+    wire = torch.empty(30, 4001, dtype=torch.bfloat16)
+    there, _ = disk.moved(torch.randn(30, 4001))
+    with monkeypatch.context() as broken:
+        if what == "step":
+            broken.setattr(type(optimizer).step, "__wrapped__", failing)
+        else:
+            broken.setattr(torch.Tensor, "isnan", failing)
+        with pytest.raises(ZeroDivisionError) as caught:
+            stepped(optimizer) if what == "step" else disk.converted(there, wire)
+    assert are_free(disk._ring), caught
+    disk.close()
+
+
+def failing(*given):
+    raise ZeroDivisionError
+
+
+# ---- the ring of weights
+
+
+@pytest.fixture
+def filed(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(60000))
+    with contextlib.closing(SourceFile(str(path))) as file:
+        yield file
+
+
+def jobs_of(file, flat, types=None):
+    """Pieces of two blocks, to be read into a tensor of bytes."""
+    cut = pieces([(0, Place(file, 0, 50000), 4)], 2 * BLOCK)
+    shrink = 1 if types is None else 2
+    return [
+        (
+            piece,
+            [Target(at, n, flat[within // shrink : (within + n) // shrink], types) for _, at, within, n in piece.parts],
+        )
+        for piece in cut
+    ]
+
+
+def test_a_ring_of_weights_that_is_closed_waits_for_what_is_under_way(filed, begun, monkeypatch):
+    ring, flat = DirectRing(Device("cpu"), 2 * BLOCK), torch.zeros(50000, dtype=torch.uint8)
+    disk = Disk(monkeypatch, "preadv")
+    fill = ring.fill(Counters(), [], jobs_of(filed, flat), contextlib.nullcontext(), [filed])
+    disk.lets_go(LONG_S)
+    ring.close()
+    assert disk.begun == len(jobs_of(filed, flat)) > direct_ring.BUFFERS and disk.under_way == 0
+    assert fill.on_device.done()
+    assert not begun()
+
+
+@pytest.mark.simgpu
+def test_a_weight_is_converted_only_after_the_device_has_the_one_before(filed):
+    import simgpu
+
+    device = Device("simgpu")
+    ring = DirectRing(device, 2 * BLOCK)
+    flat = torch.zeros(25000, dtype=torch.uint8, device=device.torch_device)
+    device.synchronize()
+    jobs = jobs_of(filed, flat, (torch.int32, torch.int16))[: direct_ring.BUFFERS]
+    with simgpu.hold(device.up):
+        fill = ring.fill(Counters(), [], jobs, contextlib.nullcontext(), [filed])
+        time.sleep(LONG_S)
+    fill.wait(device.compute)
+    end = len(jobs) * 2 * BLOCK
+    expected = filed.bytes_of(0, end).view(torch.int32).to(torch.int16)
+    assert torch.equal(flat[: end // 2].cpu().view(torch.int16), expected)
+    ring.close()
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(filed, device, monkeypatch):
+    found = Device(device)
+    ring, flat = DirectRing(found, 2 * BLOCK), torch.zeros(50000, dtype=torch.uint8, device=device)
+    found.synchronize()
+    disk = Disk(monkeypatch, "preadv")
+    fill = ring.fill(Counters(), [], jobs_of(filed, flat), contextlib.nullcontext(), [filed])
+    time.sleep(LONG_S)
+    os.utime(filed.path, ns=(1, 1))
+    disk.lets_go()
+    with pytest.raises(SourceFileError, match="changed while weights were read"):
+        fill.wait(found.compute)
+    ring.close()
+
+
+# ---- units of which weights are in files
+
+
+def mixed(folder=None):
+    """A net of which each unit has a frozen weight, in a file if there is a folder, and others in memory."""
+    net = stack()
+    for layer in net:
+        layer[0].weight.requires_grad_(False)
+    if folder is not None:
+        in_files.put(net, str(folder))
+    return net
+
+
+def evicted(handle):
+    """The store of a unit that is not on the device, and its layer."""
+    unit = next(unit for unit in handle.engine.units if not unit.store.is_loaded)
+    return unit.store, handle.module.get_submodule(unit.name)
+
+
+def on_device(store, parameter):
+    """What comes of a weight on the device by the fill that was begun."""
+    store.wait_load()
+    index = next(index for index, (_, one) in enumerate(store.unit.params) if one is parameter)
+    return store.device_view(index).cpu()
+
+
+@torch.no_grad()
+def test_a_weight_in_a_file_that_a_step_is_about_to_write_goes_up_as_it_is_after_that(device, tmp_path):
+    """The kernel is asked which pages were written only after the step."""
+    net, x = mixed(tmp_path), torch.ones(3, 65)
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(x.to(device))
+        (store, layer), engine, wait = evicted(handle), handle.engine, handle.engine.wait_step
+        (weight,) = todo = [p for p in layer.parameters() if p.dim() == 2]
+        before = weight.detach().clone()
+
+        def step(unit):
+            if todo:
+                todo.pop().mul_(2)
+            wait(unit)
+
+        engine.wait_step = step
+        store.load()
+        del engine.wait_step
+        assert not todo and torch.equal(on_device(store, weight), before * 2)
+        store.free()
+
+
+@pytest.mark.simgpu
+@torch.no_grad()
+def test_weights_in_memory_beside_those_in_files_are_written_only_after_they_went_up(tmp_path):
+    import simgpu
+
+    device, net = torch.device("simgpu", 0), mixed(tmp_path)
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(torch.ones(3, 65, device=device))
+        store, layer = evicted(handle)
+        (bias,) = (p for p in layer.parameters() if p.dim() == 1)
+        before = bias.detach().clone()
+        simgpu.config.h2d_us = 50_000
+        store.load()
+        bias.data.fill_(7)
+        assert torch.equal(on_device(store, bias), before)
+        store.free()
+
+
+@torch.no_grad()
+def test_a_fill_that_failed_is_no_error_where_a_unit_is_evicted(device, tmp_path, monkeypatch):
+    net, x = mixed(tmp_path), torch.ones(3, 65)
+    expected = mixed().to(device)(x.to(device)).cpu()
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(x.to(device))
+        store, _ = evicted(handle)
+        with monkeypatch.context() as broken:
+            disk = Disk(broken, "preadv", fails=range(100))
+            store.load()
+            store.ready.on_device.exception()
+            store.free()
+            assert disk.begun
+        assert torch.equal(net(x.to(device)).cpu(), expected)
+
+
+# ---- whole runs
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(65, 65), nn.Tanh()) for _ in range(4)))
+
+
+def open_files(folder):
+    """What this process has open in a folder, nameless files too."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [name for name in found if name.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("what", ["files", "state", "masters"])
+def test_after_a_run_no_file_is_open_and_no_thread_is_left(what, device, begun, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    net, x = stack(), torch.ones(3, 65, device=device)
+    options = {"host_budget": "0B", "window": 1}
+    if what == "files":
+        in_files.put(net[:3].requires_grad_(False), str(tmp_path))
+    else:
+        options |= {"disk": str(tmp_path), "master_weights": what == "masters"}
+    optimizer = AdamW([p for p in net.parameters() if p.requires_grad])
+    with sp_lightning.stream(net, device, **options) as handle:
+        for _ in range(2):
+            net(x.bfloat16() if what == "masters" else x).float().square().mean().backward()
+            optimizer.step()
+        torch.save({}, tmp_path / "unrelated")
+        save_directly(net.state_dict(), tmp_path / "saved")
+        assert open_files(tmp_path) and handle.stats()["disk_read"] > 0
+    assert open_files(tmp_path) == [] and not begun()
+    assert not [name for name in open_files("/proc") if name.endswith("pagemap")]
+
+
+def test_files_of_weights_are_closed_if_one_of_them_is_gone(tmp_path):
+    net = stack().requires_grad_(False)
+    paths = in_files.put(net, str(tmp_path))
+    os.remove(paths[1])
+    with pytest.raises(SourceFileError):
+        sp_lightning.stream(net, "cpu", host_budget="0B")
+    assert open_files(tmp_path) == []
+
+
+def save_directly(checkpoint, path):
+    with open(path, "w+b") as file:
+        save(checkpoint, file)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_checkpoint_no_file_is_open_and_no_thread_is_left(fails, begun, tmp_path, monkeypatch):
+    from sp_lightning.disk import checkpoint_file
+
+    made, original = [], checkpoint_file._Copies.__init__
+    monkeypatch.setattr(
+        checkpoint_file._Copies, "__init__", lambda self, file: (made.append(self), original(self, file))[1]
+    )
+    checkpoint = {"weights": torch.randn(5_000_000)}
+    if fails:
+        disk = Disk(monkeypatch, "pwrite", fails=(0,))
+        disk.lets_go(LONG_S)
+    with pytest.raises(OSError) if fails else contextlib.nullcontext():
+        save_directly(checkpoint, tmp_path / "saved")
+    assert made and open_files(tmp_path) == []
+    assert not begun()
+
+
+@pytest.mark.parametrize("how", ["no way to tell it", "no direct trial"])
+def test_a_scratch_file_that_cannot_be_used_is_closed(how, tmp_path, monkeypatch):
+    if how == "no way to tell it":
+        monkeypatch.setattr(scratch_file, "filesystem", lambda device: "btrfs")
+        monkeypatch.setattr("fcntl.ioctl", failing_ioctl)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", failing_ioctl)
+    with pytest.raises((OptionError, DiskError)):
+        if how == "no direct trial":
+            monkeypatch.setattr(scratch_file.ScratchFile, "_both_ways_are_equal", lambda self, fd: self.tensors([]))
+        ScratchFile(str(tmp_path))
+    assert open_files(tmp_path) == []
+
+
+def failing_ioctl(*given):
+    raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+
+
+def test_forked_processes_get_no_buffer_of_a_ring_until_it_is_closed(scratch):
+    ring = StateRing(scratch, SMALLEST, Counters())
+    addresses = [buffer.flat.data_ptr() for buffer in ring._buffers]
+    assert all("dc" in in_files.flags_at(address) for address in addresses)
+    ring.close()
+    assert not any("dc" in in_files.flags_at(address) for address in addresses)

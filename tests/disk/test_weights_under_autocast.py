@@ -1,0 +1,347 @@
+"""FP32 weights that autocast casts, on disk: what goes there, what travels, and what user code does with them.
+
+tests/contract/test_state_on_disk.py trains the zoo that way.
+"""
+
+import contextlib
+import copy
+import errno
+import functools
+import os
+import time
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.disk import state_ring
+from sp_lightning.disk.file_store import ScratchStore
+from sp_lightning.errors import DiskError
+
+UNITS = ["Block"]
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+
+
+class Block(nn.Module):
+    """A layer that is cast, a norm that is not, and a layer whose weight a function reads as it is."""
+
+    def __init__(self, width, reads):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.cast = nn.Linear(width, width)
+        self.read = nn.Linear(width, width, bias=False) if reads else None
+
+    def forward(self, x):
+        x = torch.tanh(self.cast(self.norm(x)))
+        return x if self.read is None else self.read(x) * self.read.weight.square().mean()
+
+
+def stack(width=70, count=4, reads=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), *[Block(width, reads and n % 2) for n in range(count)])
+
+
+def batch(device, width=70):
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def streamed(net, device, on_disk=True, **options):
+    disk = {"host_budget": "0B", "disk": os.getcwd()} if on_disk else {}
+    return sp_lightning.stream(net, device, **{"window": 1, "units": UNITS, **disk, **options})
+
+
+def forward(net, device):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        return net(batch(device)).float().square().mean()
+
+
+def train(net, optimizer, device, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        forward(net, device).backward()
+        optimizer.step()
+
+
+def on_disk(handle, net):
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name for name, p in net.named_parameters() if handle._disk._file.place_of(p) is not None}
+
+
+def assert_same(net, plain):
+    for name, weight in plain.state_dict().items():
+        assert parity.difference(weight, net.state_dict()[name]) is None, name
+
+
+def layers(net):
+    return {f"{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("large", [False, True])
+def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(kind, large, device, monkeypatch):
+    """A weight that is not only cast goes up from the file if it is large, and else with the wire copies."""
+    for module in ("file_store", "weights"):
+        package = "disk" if module == "file_store" else "memory"
+        monkeypatch.setattr(f"sp_lightning.{package}.{module}.BY_ITSELF", 1 << (12 if large else 20))
+    nets = [stack(), stack()]
+    optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01) for net in nets]
+    moved = []
+    with streamed(nets[0], device) as handle:
+        for _ in range(5):
+            before = handle.stats()
+            train(nets[0], optimizers[0], device)
+            after = handle.stats()
+            moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
+        assert on_disk(handle, nets[0]) == layers(nets[0])
+        stores = [unit.store for unit in handle.engine.units]
+        assert all(type(store) is ScratchStore for store in stores)
+        assert all(store.slab.nbytes <= 512 * len(store.params) for store in stores)
+        sizes = {name: p.nbytes for name, p in nets[0].named_parameters()}
+        weights = sum(sizes[name] for name in layers(nets[0]))
+        state = {"AdamW": 2, "SGD": 0, "RMSprop": 1, "Adafactor": 0}[kind] * sum(sizes.values())
+        if kind == "Adafactor":  # has state of a parameter's shape for vectors alone
+            state = sum(p.nbytes for p in nets[0].parameters() if p.dim() == 1)
+        read = large * (2 * sizes["2.read.weight"] + sizes["4.read.weight"])  # backward begins with the last one there
+        assert moved[-1] == [state + weights + read, state + weights]
+        assert moved[0][0] >= 2 * weights - sizes["4.cast.weight"] - sizes["4.read.weight"] - sizes["0.weight"]
+    with streamed(nets[1], device, False):
+        train(nets[1], optimizers[1], device, 5)
+    assert_same(*nets)
+    assert all(type(p) is nn.Parameter for p in nets[0].parameters()) and os.listdir() == []
+
+
+EDITS = {
+    "in place": lambda net, w: w.mul_(0.5),
+    "an element": lambda net, w: w.data.view(-1)[3:7].fill_(1.0),
+    "an array": lambda net, w: w.detach().numpy().__setitem__((0, 2), 3.0),
+    "other data": lambda net, w: setattr(w, "data", w.data.clone() * 2),
+    "NaN": lambda net, w: w.view(-1)[5::17].fill_(float("nan")),
+    "a state": lambda net, w: net.load_state_dict({name: value * 0.75 for name, value in net.state_dict().items()}),
+    "a state, assigned": lambda net, w: net.load_state_dict(
+        {name: value * 0.75 for name, value in net.state_dict().items()}, assign=True
+    ),
+    "a gradient less": lambda net, w: w.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("edit", list(EDITS))
+@pytest.mark.parametrize("when", [0, 1, 3])
+@pytest.mark.parametrize("name", ["1.cast", "2.read"])
+def test_what_user_code_writes_is_what_travels(edit, when, name, device):
+    """Before the first pass, after it (all weights traveled as they are), and later."""
+
+    def run(on_disk):
+        net = stack()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        with streamed(net, device, on_disk):
+            train(net, optimizer, device, when)
+            losses = []
+            for number in range(4):
+                if number % 2 == 0:
+                    with torch.no_grad():
+                        EDITS[edit](net, net.get_submodule(name).weight)
+                losses.append(forward(net, device).item())
+                train(net, optimizer, device)
+        return net, losses
+
+    (net, losses), (plain, expected) = run(True), run(False)
+    assert parity.difference(torch.tensor(expected), torch.tensor(losses)) is None
+    assert_same(net, plain)
+
+
+def test_other_data_and_then_the_first_again(device):
+    def run(on_disk):
+        net = stack()
+        weight = net[2].read.weight
+        found = []
+        with streamed(net, device, on_disk), torch.no_grad():
+            first = weight.data
+            for data in (first, first * 2, first, first + 1):
+                weight.data = data
+                found.append(forward(net, device).item())
+                first.mul_(1.5)
+        return found
+
+    assert run(True) == run(False)
+
+
+def test_a_write_waits_for_the_read_of_what_it_would_change(device, monkeypatch):
+    """A weight that travels as it is is read from the file while user code may write it again."""
+    read = os.preadv
+
+    def run(on_disk):
+        net = stack()
+        found = []
+        with streamed(net, device, on_disk, window=2), torch.no_grad():
+            for _ in range(3):
+                found.append(forward(net, device).item())
+                for parameter in net.parameters():
+                    parameter.mul_(1.1)
+        return found
+
+    expected = run(False)
+    monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.05) or read(*given))
+    assert run(True) == expected
+
+
+def test_a_read_that_fails_is_an_error_after_which_the_run_goes_on(device, monkeypatch):
+    nets = [stack(), stack()]
+    read = os.preadv
+
+    def failing(fd, views, at):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for net, where in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.AdamW(net.parameters())
+        with streamed(net, device, where):
+            for _ in range(3):
+                if where:
+                    monkeypatch.setattr(os, "preadv", failing)
+                    with pytest.raises(DiskError, match="could not be read"):
+                        forward(net, device)
+                    monkeypatch.setattr(os, "preadv", read)
+                train(net, optimizer, device)
+    assert_same(*nets)
+
+
+def test_a_loop_without_autocast_reads_weights_from_the_disk(device):
+    nets = [stack(), stack()]
+    for net, where in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.AdamW(net.parameters())
+        with streamed(net, device, where):
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(batch(device)).square().mean().backward()
+                optimizer.step()
+    assert_same(*nets)
+
+
+def test_weights_that_travel_as_they_are_stay_in_memory_where_that_is_known(device):
+    with streamed(stack(), device, wire_dtype="as-is") as handle:
+        assert handle.engine.files is None
+    net = stack()
+    net[1].compile(backend="eager")
+    with streamed(net, device) as handle:
+        assert handle.engine.files is None
+
+
+def test_a_graph_keeps_the_weights_that_it_saved(device):
+    """Two forwards, a write, and then both backwards: a plain run saved the casts of the weights before."""
+
+    def run(on_disk):
+        net = stack()
+        with streamed(net, device, on_disk):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            train(net, optimizer, device, 2)
+            losses = [forward(net, device)]
+            with torch.no_grad():
+                net[1].cast.weight.mul_(1.5)
+            losses.append(forward(net, device))
+            losses[1].backward()
+            losses[0].backward()
+            return [p.grad.clone() for p in net.parameters()]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert parity.difference(expected, found) is None
+
+
+def test_weights_live_on_after_the_end_and_stream_again(device):
+    net, plain = stack(), stack()
+    for which, contexts in ((net, [True, False, True]), (plain, [False] * 3)):
+        optimizer = torch.optim.AdamW(which.parameters())
+        for where in contexts:
+            with streamed(which, device, where):
+                train(which, optimizer, device, 3)
+            copy.deepcopy(which)
+    assert_same(net, plain)
+
+
+def test_steps_beside_backward_leave_the_mapping_alone(device):
+    from test_state_in_runs import resident
+
+    net = stack()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with streamed(net, device):
+        train(net, optimizer, device, 3)
+        forward(net, device)
+        assert resident(os.getcwd()) == 0
+        assert net[0].weight.isfinite().all() and resident(os.getcwd()) > 0
+
+
+# ---- Lightning
+
+
+class Finetuned(models.ZooModule):
+    """A net whose first part is frozen in the first epoch."""
+
+    def __init__(self, case):
+        super().__init__(case, optimizer="adamw")
+        self.backbone = self.net[0] if isinstance(self.net, nn.Sequential) else next(self.net.children())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+CALLBACKS = {
+    "average": lambda: [EMAWeightAveraging(decay=0.9)],
+    "finetuning": lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=True, verbose=False)],
+    "swa": lambda: [L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)],
+}
+
+
+@pytest.mark.parametrize("callbacks", list(CALLBACKS))
+def test_callbacks_that_read_and_write_weights(callbacks, device):
+    def run(strategy):
+        case = models.case("mlp")
+        make = functools.partial(Finetuned, case) if callbacks == "finetuning" else None
+        make = make or functools.partial(models.ZooModule, case, optimizer="adamw")
+        options = {"accelerator": device.type, "precision": "bf16-mixed", "epochs": 3}
+        return parity.record(make, strategy, callbacks=CALLBACKS[callbacks](), **options)
+
+    expected = run(parity.plain_strategy(device.type))
+    options = {"host_budget": "0B", "disk": os.getcwd()}
+    parity.compare(expected, run(parity.streaming_strategy(device.type, **options)))
+
+
+def test_checkpoints_go_both_ways(tmp_path):
+    case = models.case("mlp")
+
+    def fit(strategy, epochs, path=None):
+        L.seed_everything(0, verbose=False)
+        module = models.ZooModule(case, optimizer="adamw")
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            precision="bf16-mixed",
+            max_epochs=epochs,
+            enable_checkpointing=False,
+            **options,
+        )
+        with contextlib.suppress(UserWarning):
+            trainer.fit(module, models.loader(case, 3), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "saved")
+        return module, torch.load(tmp_path / "saved", weights_only=False)
+
+    streaming = functools.partial(parity.streaming_strategy, "cpu", host_budget="0B", disk=os.getcwd())
+    plain = functools.partial(parity.plain_strategy, "cpu")
+    _, expected = fit(plain(), 2)
+    for first, second in ((streaming, plain), (plain, streaming), (streaming, streaming)):
+        fit(first(), 1)
+        os.replace(tmp_path / "saved", tmp_path / "first")
+        _, found = fit(second(), 2, tmp_path / "first")
+        for name, value in expected["state_dict"].items():
+            assert torch.equal(found["state_dict"][name], value), name
+        for index, state in expected["optimizer_states"][0]["state"].items():
+            for key, value in state.items():
+                assert torch.equal(found["optimizer_states"][0]["state"][index][key], value), (index, key)

@@ -1,0 +1,52 @@
+import pytest
+import torch
+from torch import nn
+
+import sp_lightning
+
+TYPES = {"as it is": {}, "widened": {"master_weights": True}}  # a gradient's type on the way, and on the host
+
+
+@pytest.fixture(params=TYPES)
+def backward(request):
+    """Stream a net whose gradients come down in a type, and return it with a function that runs a backward."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    dtype = torch.bfloat16 if TYPES[request.param] else torch.float32
+    with sp_lightning.stream(net, "cpu", window=1, **TYPES[request.param]):
+
+        def run():
+            net.zero_grad()
+            net(torch.randn(4, 8, dtype=dtype)).square().sum().backward()
+            return [parameter.grad.data_ptr() for parameter in net.parameters()]
+
+        yield net, run
+
+
+def test_gradients_have_the_same_memory_in_every_step(backward):
+    _, run = backward
+    first = run()
+    assert run() == first
+    assert run() == first
+
+
+def test_a_gradient_that_code_refers_to_is_not_written_again(backward):
+    net, run = backward
+    first = run()
+    kept = net[0].weight.grad
+    before = kept.clone()
+    second = run()
+    assert torch.equal(kept, before)
+    assert second[0] != first[0]
+    assert second[2:] == first[2:]  # of the other unit
+    del kept
+    assert run() == first
+
+
+def test_a_gradient_whose_data_was_exchanged_gets_new_memory(backward):
+    net, run = backward
+    first = run()
+    net[0].weight.grad.data = torch.zeros(16, 8)
+    second = run()
+    assert second[0] not in first
+    assert second[2:] == first[2:]
