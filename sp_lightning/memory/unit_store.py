@@ -27,7 +27,9 @@
    ``SavedBytes``. Every saved reference also refers to ``memory``, whose reference count says that some graph still
    needs the current layout.
 9. Where the CPU computes, a parameter whose memory another tensor shares stays where it is, outside of the slab: in a
-   plain run a write to one is a write to the other.
+   plain run a write to one is a write to the other. So does one whose memory torch did not allocate (`from_numpy`), and
+   nothing counts who refers to that: it goes up for each visit, as the shared ones do (Rule 6). It is copied into the
+   slab all the same where several ranks share that.
 10. Data that model code assigns to a stand-in is copied into the device buffer. But if other code refers to a view of
    the unit's bytes, the view must keep the old ones: then the stand-in is *parted*, with memory of its own for the new
    data, which is copied into the buffer when the visit ends. If model code assigns the data in the buffer again before
@@ -49,7 +51,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import OWN_STORAGE_USES, is_entry_shared, shares_storage, storage_uses, storage_uses_at
+from ..compat.references import (
+    OWN_STORAGE_USES,
+    is_entry_shared,
+    is_foreign,
+    shares_storage,
+    storage_uses,
+    storage_uses_at,
+)
 from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
 from ..core.telemetry import Counters
@@ -175,8 +184,8 @@ class UnitStore:
     def _adopt(self, shares_bytes: Callable[[Tensor], bool]) -> list[Weight]:
         """Move the parameters' bytes into the slab, but for those of Rule 9, and begin to manage them."""
         weights = [
-            Weight(p, field, self.device.is_host and shares_bytes(p), p.untyped_storage(), p.stride(), field)
-            for p, field in zip(self.params, self.host_layout.fields, strict=True)
+            Weight(p, field, self._stays_outside(index, shares_bytes), p.untyped_storage(), p.stride(), field)
+            for index, (p, field) in enumerate(zip(self.params, self.host_layout.fields, strict=True))
         ]
         if self.shared is not None:
             return self._adopt_shared(weights)
@@ -188,6 +197,11 @@ class UnitStore:
             watch(weight.parameter, self)
         malloc.freed(sum(weight.host.nbytes for weight in weights))
         return weights
+
+    def _stays_outside(self, index: int, shares_bytes: Callable[[Tensor], bool]) -> bool:
+        """Whether a parameter stays where it is (Rule 9)."""
+        parameter = self.params[index]
+        return self.device.is_host and (shares_bytes(parameter) or (self.shared is None and is_foreign(parameter)))
 
     def _place(self, weight: Weight) -> Tensor:
         """Copy a weight's bytes into the slab and return the tensor over them."""
@@ -535,9 +549,15 @@ class UnitStore:
 
     def _stamp(self, data: Sequence[Tensor]) -> Stamp:
         """Return the stamp of the host bytes, which lie in these tensors (Rule 6)."""
-        shared = max(storage_uses(data), default=0) > OWN_STORAGE_USES
-        epoch = object() if shared else self._epoch
-        return Stamp(epoch, list(map(true_version, data)), list(map(Tensor.data_ptr, data)))
+        addresses = list(map(Tensor.data_ptr, data))
+        shared = max(storage_uses(data), default=0) > OWN_STORAGE_USES or self._may_be_foreign(data, addresses)
+        return Stamp(object() if shared else self._epoch, list(map(true_version, data)), addresses)
+
+    def _may_be_foreign(self, data: Sequence[Tensor], addresses: list[int]) -> bool:
+        """Whether code may write any of these bytes without a tensor over them (Rule 9)."""
+        if not self.device.is_host or (addresses == self._homes and not any(map(_outside, self.weights))):
+            return False
+        return any(is_foreign(tensor) and not self.owner.in_slab(tensor) for tensor in data)
 
     def _note_data(self, addresses: list[int]) -> None:
         """Note where the parameters' data is, and leave what it replaced to what autograd saved of that (Rule 8)."""

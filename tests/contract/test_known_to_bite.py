@@ -11,6 +11,7 @@ import logging
 import warnings
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -555,6 +556,45 @@ def test_writes_through_an_alias_that_was_taken_long_ago(device):
                     alias.clamp_(-0.05, 0.05).mul_(0.7)
 
     check(blocks, run, device, window=6)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("training_too", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("window", [1, 6])
+def test_writes_through_an_array_that_a_weight_lies_over(when, training_too, autocast, window):
+    """No reference count shows the array: torch did not allocate its bytes."""
+    arrays = {}  # by the id of the net
+
+    def lies_over_an_array(p):
+        array = np.ascontiguousarray(p.detach().numpy().copy())
+        p.data = torch.from_numpy(array)
+        return array
+
+    def make():
+        net = blocks()
+        if when == "before":
+            arrays[id(net)] = lies_over_an_array(net.head.weight)
+        return net
+
+    def run(net, device):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        array = arrays.pop(id(net), None)
+        for number, x in enumerate([*inputs(device), *inputs(device)]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = squares(net, x)
+            loss.backward()
+            if training_too:
+                optimizer.step()
+            yield [loss, *(p.grad for p in net.parameters())]
+            optimizer.zero_grad()
+            if number == 1 and array is None:
+                array = lies_over_an_array(net.head.weight)
+            if array is not None:
+                array *= 0.5
+                yield [net.head.weight.clone()]
+
+    check(make, run, torch.device("cpu"), window=window)
 
 
 class Critic(L.LightningModule):

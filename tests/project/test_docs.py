@@ -134,7 +134,8 @@ def test_every_command_of_the_docs_is_one_that_something_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith("python ") and line not in LONG])
 def test_a_command_of_the_docs_runs(command, tmp_path):
-    if "my_package" in command or "FILE" in command or "examples/" in command.replace("examples/quickstart.py", ""):
+    recipe = "-m examples." in command or "examples/" in command.replace("examples/quickstart.py", "")
+    if "my_package" in command or "FILE" in command or recipe:
         pytest.skip("names the user's own files, or is a recipe, which test_recipes.py runs")
     arguments = [sys.executable, *shlex.split(command)[1:]]
     arguments = [str(ROOT / word) if (ROOT / word).exists() and "/" in word else word for word in arguments]
