@@ -60,7 +60,7 @@ SIZES = (4 << 20, 16 << 20, 32 << 20, 64 << 20)
 SAMPLE = 512 << 20  # bytes to find the fastest of these with
 BEFORE = 3  # steps: the first one makes state, and compiled code is compared meanwhile
 NARROW = 2048  # of layers in a Trainer's run: the window and gradients of the device are beside them, on the CPU
-SPARE = 150e6  # bytes of a Trainer's host budget beside weights, gradients and buffers; in memory all takes twice that
+SPARE = 1.1  # times weights, gradients and buffers is a Trainer's host budget; in memory all takes twice as much
 
 
 def main() -> None:
@@ -278,12 +278,13 @@ def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
     class Planned(L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.nbytes = planned_nbytes(trainer.strategy.handle, budget)
-            self.on_disk = trainer.strategy.handle.stats
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            assert trainer.strategy.handle.stats()["disk_written"] > 0
+            stats = trainer.strategy.handle.stats()
+            assert stats["disk_written"] > 0
+            self.nbytes += stats["device_peak"]  # which is the CPU's memory, too
 
-    budget = int(2 * layers * LAYER_NBYTES + BUFFERS * BUFFER + SPARE)
+    budget = int(SPARE * (2 * layers * LAYER_NBYTES + BUFFERS * BUFFER))
     path, planned = Path(folder) / "last.ckpt", Planned()
     module, batches = Module(), DataLoader([torch.randn(4, NARROW) for _ in range(2)], batch_size=None)
     there = layers * LAYER_NBYTES

@@ -30,6 +30,8 @@ from .direct_file import BLOCK, blocks
 from .direct_ring import BUFFERS, PIECE
 from .scratch_file import SEGMENT
 
+SPARE_PART, MOST_SPARE = 11, 512 << 20  # Rule 7
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlacement:
@@ -103,6 +105,8 @@ def within(
         spills: The optimizer's state may be on disk.
         masters_ring: Bytes of the buffers through which FP32 weights on disk are read as they are.
     """
+    if whole.total > budget:
+        budget -= min(budget // SPARE_PART, MOST_SPARE)
     over = whole.total - budget
     chosen = stay_in_files(units, over + ring) if over > 0 else []
     weights = sum(units[index].whole.weights - units[index].kept.weights for index in chosen)

@@ -51,6 +51,9 @@ class OptimizerSteps:
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
         self._closed = False
+        self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
+        if self._maps_blocks:
+            malloc.by_themselves()
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
         UNSCALE_GRADS.install(grad_scaler.unscale)
         self._hooks = [
@@ -105,7 +108,8 @@ class OptimizerSteps:
         self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        malloc.as_ever()
+        if not self._maps_blocks:
+            malloc.as_ever()
         self._counters.listener.stepped()
         team, managed = self.engine.team, self._managed_by(optimizer)
         if team is not None and managed:

@@ -66,6 +66,14 @@ def test_wire_copies_and_the_ring_count():
     assert everything.units == [0, 1, 2, 3] and everything.host.total == 1
 
 
+@pytest.mark.parametrize("budget, in_files", [(100_000, 0), (97_000, 4), (4_400, 96), (0, 100)])
+def test_a_part_of_the_budget_is_left_where_something_has_to_go(budget, in_files):
+    """It is 537 MB of the second and 400 MB of the third, in MB as all of this."""
+    model = [unit(10**9, 10**9) for _ in range(100)]
+    placed = within(model, budget * 10**6, host_bytes([one.whole for one in model]), ring=0)
+    assert len(placed.units) == in_files
+
+
 # ---- master weights
 
 
@@ -97,12 +105,13 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
     units = [UnitPlacement(whole=whole, kept=whole, in_files=0, state=8000, masters=4000) for _ in range(10)]
     full = host_bytes([whole] * 10, states=2)
     ring = state_ring.BUFFERS * state_ring.buffer_nbytes(80_000)
-    for missing in range(7000, 140_000, 7000):
-        found = within(units, full.total + ring - missing, full, 0, True)
+    for missing in range(21_000, 140_000, 7000):
+        budget = -(-(full.total + ring - missing) * 11 // 10)  # of which an eleventh is left (Rule 7)
+        found = within(units, budget, full, 0, True)
         state, masters = len(found.spilled), len(found.masters)
         assert state == min(10, -(-missing // 8000))
         assert masters == (0 if missing <= 80_000 else min(10, -(-(missing - 80_000) // 4000)))
         assert found.host.total == full.total + ring - found.on_disk and found.on_disk == 8000 * state + 4000 * masters
-        read = within(units, full.total + ring - missing, full, 0, True, 3000)  # through buffers of their own
+        read = within(units, budget, full, 0, True, 3000)  # through buffers of their own
         assert len(read.masters) == (0 if missing <= 80_000 else min(10, -(-(missing + 3000 - 80_000) // 4000)))
         assert read.host.ring == found.host.ring + 3000 * bool(read.masters)

@@ -8,8 +8,12 @@ import errno
 import functools
 import gc
 import itertools
+import json
 import logging
 import os
+import pathlib
+import subprocess
+import sys
 
 import lightning as L
 import pytest
@@ -647,11 +651,6 @@ def test_a_loop_with_fabric_and_its_checkpoints(tmp_path):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
     """First step and loading of state included; anonymous and locked memory."""
-    import json
-    import pathlib
-    import subprocess
-    import sys
-
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
     command = [sys.executable, str(script), "--run", "disk", "--gigabytes", "0.55", "--folder", str(tmp_path)]
     command += ["--autocast"] * autocast
@@ -659,3 +658,15 @@ def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
     found = json.loads(said.splitlines()[-1])
     assert found["there"] + found["growth"] <= 1.1 * found["planned"]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_trainer_stays_within_its_budget_also_after_a_resume(tmp_path):
+    """Its layers are small: malloc would keep a hole between any two gradients (malloc.py, Rule 3)."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
+    for run in "fit", "resume":
+        command = [sys.executable, str(script), "--run", run, "--gigabytes", "0.8", "--folder", str(tmp_path)]
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found = json.loads(said.splitlines()[-1])
+        assert found["there"] + found["growth"] <= 1.1 * found["planned"]
+        assert found["kept"]
