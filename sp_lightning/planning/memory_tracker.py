@@ -56,6 +56,13 @@ class MemoryTracker:
         self._on_host = False
         self._casting = False
         self._casts = 0  # bytes of casts of weights
+        refer = weakref.ref(self)  # finalizers are alive as long as what they refer to: it must not lead to the tensors
+
+        def freed(key: int) -> None:
+            if (tracker := refer()) is not None:
+                tracker._remove(key)
+
+        self._freed = freed
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that ran: its work and the storages it made."""
@@ -94,7 +101,7 @@ class MemoryTracker:
         if term == WORKING:
             self._working.append(key)
         self.change(term, nbytes)
-        weakref.finalize(storage, self._remove, key).atexit = False
+        weakref.finalize(storage, self._freed, key).atexit = False
 
     def _remove(self, key: int) -> None:
         allocation = self._live.pop(key)
