@@ -183,6 +183,11 @@ def note_view(storage: torch.UntypedStorage) -> None:
     _views.append((storage.data_ptr(), StorageReference(storage)))
 
 
+def is_own(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is over a part of a slab, also of one whose run has ended."""
+    return any(view.cdata == storage_id(storage) and not view.expired() for _, view in _views)
+
+
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
