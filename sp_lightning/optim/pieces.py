@@ -185,6 +185,18 @@ def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
     return isinstance(optimizer, SGD) and not group["momentum"]
 
 
+def each_by_itself(optimizer: Optimizer, group: Group) -> Group:
+    """Return the group with whatever torch would take from its first parameter for all, so that each steps the same.
+
+    Adafactor without an ``eps`` of the user's takes that of the first parameter's type.
+    """
+    if type(optimizer) is Adafactor and group["eps"][0] is None and takes_the_loop(group):
+        for param in group["params"]:
+            if param.grad is not None:
+                return {**group, "eps": (torch.finfo(param.dtype).eps, group["eps"][1])}
+    return group
+
+
 def fuse(optimizer: Optimizer) -> ShadowStep | None:
     """Step host parameters with torch's fused kernels: faster still, but not the bits of the default loop.
 

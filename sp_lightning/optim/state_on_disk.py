@@ -60,6 +60,7 @@ from .pieces import (
     Regrouped,
     ShadowStep,
     State,
+    each_by_itself,
     has_gradient_in_step,
     is_scalar,
     keeps_no_state,
@@ -342,7 +343,8 @@ class StateOnDisk:
 
     def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
         """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
-        groups: list[Group] = shadow.param_groups
+        groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
+        shadow.param_groups = groups
         spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
         if not spilled or _share_state(shadow):
             return groups

@@ -235,6 +235,30 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
     assert not any("cannot be stepped in portions" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16])
+def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(first, device):
+    """As torch does for the whole group, of which only vectors have state on the disk."""
+
+    class Cast(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype))
+
+    found = []
+    for where in (True, False):
+        torch.manual_seed(0)
+        types = [first, torch.float64, torch.float32, torch.bfloat16]
+        net = nn.Sequential(*[nn.Sequential(Cast(65, 65, dtype=dtype), nn.Tanh()) for dtype in types])
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1e-5)
+        optimizer = torch.optim.Adafactor(net.parameters())
+        with streamed(net, device) if where else sp_lightning.stream(net, device, window=2) as handle:
+            train(net, optimizer, device, 3)
+            assert not where or handle.stats()["disk_read"] > 0
+        found.append((net, optimizer))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
 def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
     net = stack()
