@@ -3,6 +3,7 @@
 tests/contract/test_state_on_disk.py trains the zoo that way.
 """
 
+import contextlib
 import copy
 import errno
 import functools
@@ -256,6 +257,37 @@ def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(firs
             train(net, optimizer, device, 3)
             assert not where or handle.stats()["disk_read"] > 0
         found.append((net, optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("first, second", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_each(kind, first, second, device):
+    found = []
+    for streams in (True, False):
+        nets = [stack(), stack()]
+        optimizer = getattr(torch.optim, kind)([p for net in nets for p in net.parameters()])
+        with contextlib.ExitStack() as contexts:
+            handles = [
+                contexts.enter_context(
+                    streamed(net, device) if streams and on else sp_lightning.stream(net, device, window=2)
+                )
+                for net, on in zip(nets, (first, second), strict=True)
+            ]
+            for step in range(4):
+                if step == 2:  # which user code replaced
+                    for entry in optimizer.state.values():
+                        entry.update({key: value.clone() for key, value in entry.items()})
+                    del entry  # what user code refers to stays in memory
+                optimizer.zero_grad()
+                nets[1](nets[0](batch(device))).square().mean().backward()
+                optimizer.step()
+            for handle, net in zip(handles, nets, strict=True):
+                if handle._disk is not None:
+                    like = [v for p in net.parameters() for v in optimizer.state[p].values() if v.shape == p.shape]
+                    assert like and all(handle._disk._file.place_of(value) is not None for value in like)
+                    assert resident(os.getcwd()) == 0
+        found.append((nn.Sequential(*nets), optimizer))
     assert_same(*found)
 
 
