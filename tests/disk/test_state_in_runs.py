@@ -502,7 +502,7 @@ def test_a_forked_process_that_touches_state_gets_an_error(device):
             try:
                 value.zero_()
             except RuntimeError as error:
-                os._exit(7 if "forked process" in str(error) else 1)
+                os._exit(7 if "state lies in memory that a forked process" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert torch.equal(value, before)
