@@ -8,10 +8,13 @@
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
 5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit: with a compute
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
-   from there, through buffers as in Rule 6, until they do, and if they never do.
+   from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
+   whose bytes other code may refer stay in memory, where it finds what each step writes (unit_store.py, Rule 9).
 6. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
+7. Once anything has to stay in a file or go to the disk, a part of the budget is left free for what no term counts,
+   such as the libraries' own memory.
 """
 
 from __future__ import annotations
@@ -143,9 +146,12 @@ def within(
 
 
 def may_move(
-    parameters: Sequence[torch.Tensor], compute_dtype: torch.dtype | None, castable: Collection[int]
+    parameters: Sequence[torch.Tensor],
+    compute_dtype: torch.dtype | None,
+    castable: Collection[int],
+    shared: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """List a unit's weights that can be on disk (Rule 5); none if none of them trains.
+    """List a unit's weights that can be on disk (Rule 5), but for those of these ids; none if none of them trains.
 
     With a compute type of their own all go up as wire copies, or none can.
     """
@@ -153,7 +159,7 @@ def may_move(
     if compute_dtype is not None:
         travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with others' wire copies
         moved = list(parameters) if travel else []
-    moved = [p for p in moved if p.dim() and p.numel()]
+    moved = [p for p in moved if p.dim() and p.numel() and id(p) not in shared]
     return moved if any(p.requires_grad and p.dtype is torch.float32 for p in moved) else []
 
 
@@ -166,6 +172,7 @@ def choose(
     trains: bool,
     spills: bool = False,
     castable: Collection[int] = (),
+    shared: Collection[int] = (),
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
 
@@ -178,12 +185,13 @@ def choose(
         trains: What requires gradients trains.
         spills: The optimizer's state may be on disk.
         castable: The ids of weights that may come to travel in autocast's type.
+        shared: The ids of weights that other code may refer to, and that stay in memory.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
     placements, largest_moved = [], 0
     for unit in units:
         parameters = [parameter for _, parameter in unit.params]
-        moved = may_move(parameters, compute_dtype, castable if may_cast else ())
+        moved = may_move(parameters, compute_dtype, castable if may_cast else (), shared)
         if compute_dtype is None:
             largest_moved = max(largest_moved, sum(blocks(p.nbytes) + SEGMENT for p in moved))
         placements.append(

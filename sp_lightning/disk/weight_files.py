@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import shares_storage
+from ..compat.references import is_foreign, shares_storage, sharing_bytes
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
@@ -20,6 +20,7 @@ from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
 from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
+from ..memory.pinned import is_own
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
@@ -149,9 +150,9 @@ def choose_files(
     check_available(budget)
     found = _found(units, device, only_inference)
     filed = {key: at.nbytes for key, at in found.items()}
-    placed = choose(
-        units, filed, budget, compute_dtype, may_cast, trains=not only_inference, spills=spills, castable=castable
-    )
+    shared = _shared(units) if spills and device.is_host else set()
+    trains = not only_inference
+    placed = choose(units, filed, budget, compute_dtype, may_cast, trains, spills, castable, shared)
     if placed.host.total > budget > 0:
         raise HostMemoryError(_not_met(units, budget, placed, found, spills))
     if not placed.units and not placed.spilled:
@@ -168,7 +169,7 @@ def choose_files(
     moved = {
         id(parameter)
         for index in placed.masters
-        for parameter in may_move([parameter for _, parameter in units[index].params], compute_dtype, castable)
+        for parameter in may_move([parameter for _, parameter in units[index].params], compute_dtype, castable, shared)
     }
     return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids, moved)
 
@@ -220,6 +221,13 @@ def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[
             kinds[path],
         )
     return {key: at for key, at in found.items() if at.mapping.path not in remote}
+
+
+def _shared(units: Sequence[Unit]) -> set[int]:
+    """Find the weights to whose bytes other code may refer, by their ids (placement.py, Rule 5)."""
+    parameters = [parameter for unit in units for _, parameter in unit.params]
+    foreign = [p for p in parameters if is_foreign(p) and not is_own(p.untyped_storage())]
+    return sharing_bytes(parameters) | {id(p) for p in foreign} - find(foreign).keys()
 
 
 def _filesystem_of(path: str) -> str:

@@ -36,8 +36,8 @@ _locked: dict[int, tuple[int, int]] = {}  # storages of locked slabs and their b
 _views: list[tuple[int, Any]] = []  # storages over parts of slabs, with their addresses
 _most_views = 1024  # before those that died are dropped
 MESSAGE = (
-    "a streamed weight or gradient lies in page-locked memory, which a forked process does not have: read it before "
-    "the fork, or start the process by 'spawn'"
+    "a streamed weight, its gradient or its optimizer state lies in memory that a forked process does not have "
+    "(page-locked, over a file, or shared by ranks): read it before the fork, or start the process by 'spawn'"
 )
 CHUNK = 32 << 20  # bytes that a thread touches at a time
 MOST_THREADS = 8  # with more the kernel's own locks take the time
@@ -181,6 +181,11 @@ def note_view(storage: torch.UntypedStorage) -> None:
         _views[:] = [view for view in _views if not view[1].expired()]
         _most_views = max(1024, 2 * len(_views))
     _views.append((storage.data_ptr(), StorageReference(storage)))
+
+
+def is_own(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is over a part of a slab, also of one whose run has ended."""
+    return any(view.cdata == storage_id(storage) and not view.expired() for _, view in _views)
 
 
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:

@@ -42,7 +42,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -567,8 +566,10 @@ class UnitStore:
         replaced = zip(self.weights, self._device_stamp.addresses, addresses, strict=True)
         for index, (weight, then, now) in enumerate(replaced):
             if then != now and index not in self.autocast:
-                weight.leave(functools.partial(weight.data_at, then))
-            weight.storage, weight.stride = weight.parameter.untyped_storage(), weight.parameter.stride()
+                weight.leave(weight.data_before)
+            parameter = weight.parameter
+            weight.storage, weight.stride = parameter.untyped_storage(), parameter.stride()
+            weight.first = int(parameter.storage_offset())
         self._storages = self._storage_ids()
 
     def is_shared(self) -> bool:

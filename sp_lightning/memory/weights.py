@@ -47,6 +47,7 @@ class Weight:
     storage: torch.UntypedStorage  # of its data when the device buffer was filled last
     stride: tuple[int, ...]  # at the same time
     field: Field  # its place in the device buffer
+    first: int = 0  # its data's first element in that storage, whose address `share_memory_()` changes
     wire: Tensor | None = None  # its wire copy (unit_store.py, Rule 7); None: it goes up from the slab
     saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (unit_store.py, Rule 8)
     parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 10)
@@ -63,11 +64,11 @@ class Weight:
         if self.saved is not None:
             self.saved.before, self.saved = before(), None
 
-    def data_at(self, address: int) -> Tensor:
-        """Make a tensor over the data that the parameter had at this address when the device buffer was filled last."""
-        first = (address - self.storage.data_ptr()) // self.host.dtype.itemsize
+    def data_before(self) -> Tensor:
+        """Make a tensor over the data that the parameter had when the device buffer was filled last."""
+        empty = torch.empty(0, dtype=self.host.dtype, device="cpu")
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=self.host.dtype).set_(self.storage, first, self.host.shape, self.stride)
+            return empty.set_(self.storage, self.first, self.host.shape, self.stride)
 
     def check_shape(self) -> None:
         """Raise if user code gave the parameter another shape or type than it had when streaming began."""

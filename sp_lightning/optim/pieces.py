@@ -102,6 +102,10 @@ class ShadowStep:
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
         # other parameters (pending_step.py).
         self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
+        # Called before the others are regrouped; steps what is on disk and returns the groups with the others
+        # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
+        # hooks: the first one makes the shadow, and those after it add what they step.
+        self.first: Callable[..., list[Group]] | None = None
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         """Register the hooks with an optimizer; return this object."""
@@ -117,16 +121,23 @@ class ShadowStep:
         self._hooks = []
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        already_replaced = args[0] is not optimizer
-        if already_replaced or torch.compiler.is_compiling():
+        if args[0] is not optimizer:  # it was replaced already
+            firsts = getattr(args[0], "firsts", None)
+            if firsts is not None and self.first is not None:
+                firsts.append(functools.partial(self.first, adopts=True))
+            return None
+        if torch.compiler.is_compiling():
             return None
         shadow = shadow_of(optimizer)
         shadow.called_with = args, kwargs
+        shadow.firsts = [] if self.first is None else [self.first]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
+            for first in shadow.firsts:
+                shadow.param_groups = first(shadow, {})
             shadow.param_groups, shadow.state = self.regroup(shadow, {})
             return loss
 
@@ -142,6 +153,8 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
+        if self.first is not None:
+            shadow.param_groups = self.first(shadow, conversions)
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
         if any(group["params"] for group in shadow.param_groups):  # else all were stepped
             type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
@@ -183,6 +196,18 @@ def step_each(optimizer: Optimizer) -> ShadowStep | None:
 def keeps_no_state(optimizer: Optimizer, group: Group) -> bool:
     """Whether parameters of this group never have optimizer state."""
     return isinstance(optimizer, SGD) and not group["momentum"]
+
+
+def each_by_itself(optimizer: Optimizer, group: Group) -> Group:
+    """Return the group with whatever torch would take from its first parameter for all, so that each steps the same.
+
+    Adafactor without an ``eps`` of the user's takes that of the first parameter's type.
+    """
+    if type(optimizer) is Adafactor and group["eps"][0] is None and takes_the_loop(group):
+        for param in group["params"]:
+            if param.grad is not None:
+                return {**group, "eps": (torch.finfo(param.dtype).eps, group["eps"][1])}
+    return group
 
 
 def fuse(optimizer: Optimizer) -> ShadowStep | None:

@@ -60,6 +60,7 @@ from .pieces import (
     Regrouped,
     ShadowStep,
     State,
+    each_by_itself,
     has_gradient_in_step,
     is_scalar,
     keeps_no_state,
@@ -75,7 +76,6 @@ from .pieces import (
 log = logging.getLogger(__name__)
 WEIGHT = ""  # the key of the parameter itself among what it has in the file
 NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
-Regroup = Callable[[Optimizer, Conversions], Regrouped]
 
 
 @dataclass(eq=False)
@@ -209,7 +209,7 @@ class StateOnDisk:
             self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
-            shadow.regroup = functools.partial(self._regroup, shadow.regroup)
+            shadow.first = self._first
         if shadow is None or not all(map(takes_the_loop, optimizer.param_groups)):
             self._say_slow(optimizer, "")
         self.adopt(optimizer)
@@ -334,15 +334,17 @@ class StateOnDisk:
         self.adopt(optimizer)
         return rest(optimizer)
 
-    def _regroup(self, regroup: Regroup, shadow: Any, conversions: Conversions) -> Regrouped:
-        """Step in portions what can be; let the others be regrouped as ever."""
+    def _first(self, shadow: Any, conversions: Conversions, adopts: bool = False) -> list[Group]:
+        """Step in portions what can be, having adopted its state if asked to; return the groups with the others."""
+        if adopts:
+            self.adopt(shadow)
         with self._lock, torch.no_grad():
-            shadow.param_groups = self._step(shadow, conversions)
-        return regroup(shadow, conversions)
+            return self._step(shadow, conversions)
 
     def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
         """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
-        groups: list[Group] = shadow.param_groups
+        groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
+        shadow.param_groups = groups
         spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
         if not spilled or _share_state(shadow):
             return groups

@@ -9,9 +9,11 @@ import contextlib
 import copy
 import importlib
 import io
+import os
 import pickle
 import re
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import families
 import lightning as L
@@ -994,6 +996,18 @@ def test_copies_made_between_steps_are_plain_modules_that_train_alike(device, ma
         yield from training()(net, device)
 
     check(blocks, run, device)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_weights_handed_to_other_processes_train_on_in_shared_memory(disk):
+    """A queue between processes, or a loader whose dataset has the model, moves a tensor's bytes there."""
+
+    def hand_over(module):
+        ForkingPickler(io.BytesIO()).dump(module.state_dict())
+        assert all(p.is_shared() for p in module.parameters())
+
+    options = {"disk": os.getcwd(), "host_budget": "0B"} if disk else {}
+    check(blocks, training(between=hand_over), torch.device("cpu"), **options)
 
 
 @pytest.mark.parametrize("make_copy", COPIES)

@@ -3,6 +3,7 @@
 tests/contract/test_state_on_disk.py trains the zoo that way.
 """
 
+import contextlib
 import copy
 import errno
 import functools
@@ -235,6 +236,61 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
     assert not any("cannot be stepped in portions" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16])
+def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(first, device):
+    """As torch does for the whole group, of which only vectors have state on the disk."""
+
+    class Cast(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype))
+
+    found = []
+    for where in (True, False):
+        torch.manual_seed(0)
+        types = [first, torch.float64, torch.float32, torch.bfloat16]
+        net = nn.Sequential(*[nn.Sequential(Cast(65, 65, dtype=dtype), nn.Tanh()) for dtype in types])
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1e-5)
+        optimizer = torch.optim.Adafactor(net.parameters())
+        with streamed(net, device) if where else sp_lightning.stream(net, device, window=2) as handle:
+            train(net, optimizer, device, 3)
+            assert not where or handle.stats()["disk_read"] > 0
+        found.append((net, optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("first, second", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_each(kind, first, second, device):
+    found = []
+    for streams in (True, False):
+        nets = [stack(), stack()]
+        optimizer = getattr(torch.optim, kind)([p for net in nets for p in net.parameters()])
+        with contextlib.ExitStack() as contexts:
+            handles = [
+                contexts.enter_context(
+                    streamed(net, device) if streams and on else sp_lightning.stream(net, device, window=2)
+                )
+                for net, on in zip(nets, (first, second), strict=True)
+            ]
+            for step in range(4):
+                if step == 2:  # which user code replaced
+                    for entry in optimizer.state.values():
+                        entry.update({key: value.clone() for key, value in entry.items()})
+                    del entry  # what user code refers to stays in memory
+                optimizer.zero_grad()
+                nets[1](nets[0](batch(device))).square().mean().backward()
+                optimizer.step()
+            for handle, net in zip(handles, nets, strict=True):
+                if handle._disk is not None:
+                    like = [v for p in net.parameters() for v in optimizer.state[p].values() if v.shape == p.shape]
+                    assert like and all(handle._disk._file.place_of(value) is not None for value in like)
+                    assert resident(os.getcwd()) == 0
+        found.append((nn.Sequential(*nets), optimizer))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
 def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
     net = stack()
@@ -446,7 +502,7 @@ def test_a_forked_process_that_touches_state_gets_an_error(device):
             try:
                 value.zero_()
             except RuntimeError as error:
-                os._exit(7 if "forked process" in str(error) else 1)
+                os._exit(7 if "state lies in memory that a forked process" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert torch.equal(value, before)

@@ -11,6 +11,7 @@ import os
 import time
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
@@ -264,6 +265,42 @@ def test_weights_live_on_after_the_end_and_stream_again(device):
                 train(which, optimizer, device, 3)
             copy.deepcopy(which)
     assert_same(net, plain)
+
+
+SHARED = {
+    "a parameter": lambda net: setattr(net[2].cast.weight, "data", net[1].cast.weight.data),
+    "a transposed parameter": lambda net: setattr(net[2].cast, "weight", nn.Parameter(net[1].cast.weight.detach().t())),
+    "a buffer": lambda net: net.register_buffer("seen", net[1].cast.weight.detach()),
+    "an array": lambda net: setattr(net[1].cast.weight, "data", torch.from_numpy(net.array)),
+}
+
+
+@pytest.mark.parametrize("by", SHARED)
+@pytest.mark.parametrize("masters", [False, True])
+def test_on_the_cpu_a_weight_whose_bytes_other_code_has_stays_where_that_sees_its_steps(by, masters):
+    def run(streams):
+        net = stack(reads=False)
+        net.array = np.full((70, 70), 0.01, dtype="float32")
+        SHARED[by](net)
+        optimizer, seen = torch.optim.AdamW(net.parameters(), lr=0.01), []
+        context = streamed(net, "cpu", streams, master_weights=masters)
+        with context as handle:
+            if streams:
+                assert layers(net) - on_disk(handle, net) == expected
+            for _ in range(3):
+                optimizer.zero_grad()
+                if masters:
+                    net(batch("cpu").bfloat16()).float().square().mean().backward()
+                else:
+                    forward(net, torch.device("cpu")).backward()
+                optimizer.step()
+                seen.append(float(net.array.sum()))
+                seen += [float(value.sum()) for value in net.state_dict().values()]
+                net.array *= 0.9
+        return seen
+
+    expected = {"1.cast.weight", "2.cast.weight"} if "parameter" in by else {"1.cast.weight"}
+    assert run(True) == run(False)
 
 
 def test_steps_beside_backward_leave_the_mapping_alone(device):
