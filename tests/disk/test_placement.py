@@ -106,7 +106,7 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
     full = host_bytes([whole] * 10, states=2)
     ring = state_ring.BUFFERS * state_ring.buffer_nbytes(80_000)
     for missing in range(21_000, 140_000, 7000):
-        budget = -(-(full.total + ring - missing) * 11 // 10)  # of which an eleventh is left (Rule 7)
+        budget = -(-(full.total + ring - missing) * 11 // 10)  # of which an eleventh is left (placement.py, Rule 7)
         found = within(units, budget, full, 0, True)
         state, masters = len(found.spilled), len(found.masters)
         assert state == min(10, -(-missing // 8000))
