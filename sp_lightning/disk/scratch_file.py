@@ -8,7 +8,7 @@
    does; where it does not, both ways go through the page cache.
 3. Each tensor has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. A range
    that was never written reads as zeros.
-4. A range lives as long as any tensor over its segment, also after the file was closed; then its space is free again.
+4. A range lives as long as any tensor over its segment; then its space is free again, also after the file was closed.
 5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
 6. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
    that copies on write, where an allocated range may still find the disk full, unless it can be told not to.
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
-PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 ALLOWED = "a folder on a local disk of this machine"
 
 
@@ -85,7 +84,7 @@ class ScratchFile(DirectFile):
         for field in layout.fields:
             self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
         before_unmapping.append(
-            functools.partial(self._free, begin, nbytes, [address + field.offset for field in layout.fields])
+            functools.partial(self._free, address, nbytes, [address + field.offset for field in layout.fields])
         )
         with torch.inference_mode(False):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
@@ -122,8 +121,7 @@ class ScratchFile(DirectFile):
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
         for address in addresses:
             self._places.pop(address, None)
-        if self._fd is not None:
-            libc().fallocate(self._fd, PUNCH_HOLE, begin, nbytes)
+        libc().madvise(begin, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
 
     def _both_ways_are_equal(self, direct: int) -> bool:
         """Write on each way and read on the other (Rule 2)."""
