@@ -19,18 +19,20 @@ from __future__ import annotations
 import array
 import errno
 import functools
+import gc
 import logging
 import mmap
 import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DiskError, OptionError
-from ..memory.layout import Layout
+from ..memory.layout import Layout, aligned
 from ..memory.pinned import libc, mapped
 from ..options import format_both, format_bytes
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem, is_network
@@ -62,6 +64,8 @@ class ScratchFile(DirectFile):
             raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
         super().__init__(f"the scratch file in {folder}", fd, kind, "optimizer state goes")
         self.folder = folder
+        self.device = os.fstat(fd).st_dev
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
         self._end = 0  # of the last segment
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
@@ -69,6 +73,7 @@ class ScratchFile(DirectFile):
                 _refuse_copies(fd, folder, kind)
             self._open_directly(os.O_RDWR, self._both_ways_are_equal)
             OPEN.add(self)
+            FILES.add(self)
         except BaseException:
             self.close()
             raise
@@ -158,8 +163,34 @@ def check_folder(folder: str) -> str:
 
 def check_room(folder: str, nbytes: int, checkpoints: int = 0) -> None:
     """Raise DiskError if a folder's disk has no room for so many bytes, and for so many of checkpoints."""
-    if free_nbytes(folder) < nbytes + checkpoints:
+    if not make_room(folder, nbytes + checkpoints):
         raise no_room(folder, nbytes, checkpoints)
+
+
+def make_room(folder: str, nbytes: int) -> bool:
+    """Return whether a folder's disk has room for so many bytes, without what is garbage by now.
+
+    An optimizer of an earlier run may be left in a cycle, such as with its scheduler, and its state with it.
+    """
+    if free_nbytes(folder) < nbytes:
+        gc.collect()
+    return free_nbytes(folder) >= nbytes
+
+
+def moving_nbytes(folder: str, tensors_of: Iterable[Sequence[Tensor]], into: ScratchFile | None = None) -> int:
+    """Count the bytes that tensors have on a folder's disk by now, and need no more room for in a scratch file there.
+
+    Those in other files move into this one, or a new one, as they are given: what moves at once lies in both for a
+    moment, so the most of that has no room yet.
+    """
+    device = os.stat(folder).st_dev
+    files = [file for file in list(FILES) if file.device == device]
+    total = most = 0
+    for tensors in tensors_of:
+        there = [(file, aligned(t.nbytes)) for t in tensors for file in files if file.place_of(t) is not None]
+        total += sum(nbytes for _, nbytes in there)
+        most = max(most, sum(nbytes for file, nbytes in there if file is not into))
+    return total - most
 
 
 def free_nbytes(folder: str) -> int:
@@ -215,3 +246,6 @@ def _refuse_copies(fd: int, folder: str, kind: str) -> None:
     except OSError as error:
         allowed = f"{ALLOWED}; this one is on {kind}, which copies what is written, and cannot be told not to"
         raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+
+
+FILES: weakref.WeakSet[ScratchFile] = weakref.WeakSet()  # that tensors lie in; some are closed
