@@ -190,13 +190,18 @@ class StateOnDisk:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._said: set[type] = set()  # the classes of optimizers of which the log says that they are slow
 
-    def check_room(self, optimizers: Iterable[Optimizer], checkpoints: int) -> None:
+    def check_room(
+        self, optimizers: Sequence[Optimizer], checkpoints: int = 0, beside: Sequence[StateOnDisk] = ()
+    ) -> None:
         """Raise DiskError if the disk has no room for the state that these will make, and so many bytes of checkpoints.
 
-        Of optimizers whose state is unknown nothing is counted.
+        What other modules' optimizers will make `beside` them on this disk counts, too; of optimizers whose state is
+        unknown nothing does.
         """
-        self._file.optimizers.update(optimizers)
-        check_room(self._file.folder, self.to_come, checkpoints)
+        disks = [self, *beside]
+        for disk in disks:
+            disk._file.optimizers.update(optimizers)
+        check_room(self._file.folder, sum(disk.to_come for disk in disks), checkpoints)
 
     @property
     def to_come(self) -> int:

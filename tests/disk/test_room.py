@@ -1,5 +1,6 @@
 """Checkpoints that go to the disk that optimizer state lies on have room there before anything is stepped."""
 
+import contextlib
 import copy
 import errno
 import functools
@@ -216,3 +217,57 @@ def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
     with pytest.raises(DiskError, match="nothing was stepped"):  # the state of both at once has no room
         train(net, other)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+# ---- Fabric, whose optimizers are known when they are set up
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_fabric_asks_for_room_for_all_optimizers_that_were_set_up(together, quota):
+    def set_up(fabric):
+        made = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+            optimizer = torch.optim.AdamW(net.parameters())
+            if together:
+                made.append(fabric.setup(net, optimizer))
+            else:
+                made.append((fabric.setup_module(net), fabric.setup_optimizers(optimizer)))
+        return made
+
+    def fabric():
+        options = {"host_budget": "0B", "disk": os.getcwd(), "wire_dtype": "as-is"}
+        return L.Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(**options))
+
+    quota(263 << 10)
+    refused = fabric()
+    with pytest.raises(DiskError, match=r"Optimizer state needs 264.00 KiB there, and 263.*nothing was stepped"):
+        set_up(refused)  # each by itself has room
+    refused.strategy.teardown()
+    quota(2 * 2 * 4 * (16384 + 4096))
+    roomy = fabric()
+    for net, optimizer in set_up(roomy):
+        net(torch.ones(3, 64)).sum().backward()
+        optimizer.step()
+        assert all(state["exp_avg"].any() for state in optimizer.state.values())
+    roomy.strategy.teardown()
+
+
+@pytest.mark.parametrize("with_fabric", [False, True])
+def test_more_state_than_adamw_has_is_an_error_before_the_run(with_fabric, tmp_path, quota):
+    class Module(models.ZooModule):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), amsgrad=True)
+
+    module, checkpoints = Module(models.case("mlp"), optimizer="adamw"), {"enable_checkpointing": False}
+    options = {"host_budget": "0B", "disk": os.getcwd()}
+    for room, has_room in ((STATE * 5 // 4, False), (2 * ROUNDED, True)):
+        quota(room)
+        with contextlib.nullcontext() if has_room else pytest.raises(DiskError, match="Optimizer state needs"):
+            if with_fabric:
+                strategy = sp_lightning.SuperpipelineFabricStrategy(**options)
+                L.Fabric(accelerator="cpu", strategy=strategy).setup(module, module.configure_optimizers())
+                strategy.teardown()
+            else:
+                fit(tmp_path, module, **checkpoints)
