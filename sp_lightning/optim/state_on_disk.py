@@ -208,7 +208,7 @@ class StateOnDisk:
         """The bytes of state that known optimizers will make, as far as they have none on the disk yet."""
         folder, total = self._file.folder, 0
         for optimizer in list(self._file.optimizers):
-            made = state_nbytes(optimizer, self.parameters) or 0
+            made = state_nbytes(optimizer, self.parameters, shaped=True) or 0  # Rule 1
             total += max(0, made - moving_nbytes(folder, _state(optimizer, self.parameters), self._file))
         return total
 

@@ -271,3 +271,17 @@ def test_more_state_than_adamw_has_is_an_error_before_the_run(with_fabric, tmp_p
                 strategy.teardown()
             else:
                 fit(tmp_path, module, **checkpoints)
+
+
+@pytest.mark.parametrize("kind, state", [(torch.optim.AdamW, 2 * (16384 + 512)), (torch.optim.Adafactor, 512)])
+def test_what_is_to_come_is_what_is_not_there_yet(kind, state):
+    """Of Adafactor only state of its parameter's shape lies on the disk, that of biases."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = kind(net.parameters())
+    with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B", wire_dtype="as-is") as handle:
+        disk = handle.steps.disk
+        disk.check_room([optimizer])
+        assert disk.to_come == 4 * state
+        net(torch.ones(3, 64)).sum().backward()
+        optimizer.step()
+        assert disk.to_come == 0
