@@ -550,14 +550,14 @@ class UnitStore:
     def _stamp(self, data: Sequence[Tensor]) -> Stamp:
         """Return the stamp of the host bytes, which lie in these tensors (Rule 6)."""
         addresses = list(map(Tensor.data_ptr, data))
-        shared = max(storage_uses(data), default=0) > OWN_STORAGE_USES or self._may_be_foreign(data, addresses)
+        shared = max(storage_uses(data), default=0) > OWN_STORAGE_USES
+        if addresses != self._homes or any(map(_outside, self.weights)):
+            shared = shared or self._has_foreign(data)
         return Stamp(object() if shared else self._epoch, list(map(true_version, data)), addresses)
 
-    def _may_be_foreign(self, data: Sequence[Tensor], addresses: list[int]) -> bool:
+    def _has_foreign(self, data: Sequence[Tensor]) -> bool:
         """Whether code may write any of these bytes without a tensor over them (Rule 9)."""
-        if not self.device.is_host or (addresses == self._homes and not any(map(_outside, self.weights))):
-            return False
-        return any(is_foreign(tensor) and not self.owner.in_slab(tensor) for tensor in data)
+        return self.device.is_host and any(is_foreign(one) and not self.owner.in_slab(one) for one in data)
 
     def _note_data(self, addresses: list[int]) -> None:
         """Note where the parameters' data is, and leave what it replaced to what autograd saved of that (Rule 8)."""
