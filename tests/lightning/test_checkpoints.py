@@ -408,6 +408,16 @@ def test_what_a_writer_leaves_in_a_buffer_is_on_the_disk_before_the_name(tmp_pat
     assert (tmp_path / "first.ckpt").read_bytes() == b"some bytes"
 
 
+@pytest.mark.parametrize("errors", [{}, {"folder": errno.EIO}])
+def test_no_folder_is_open_after_a_file_got_its_name(errors, tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, errors)
+    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")):
+        pass
+    assert calls[-1] == ("fsync", tmp_path.name, None)
+    links = {os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
+    assert str(tmp_path) not in {os.readlink(link) for link in links if os.path.lexists(link)}
+
+
 def test_a_nameless_file_that_could_not_get_its_name_is_closed(tmp_path, monkeypatch):
     """Where a process cannot reach its files by their numbers."""
     opened, made = os.fdopen, []
