@@ -122,11 +122,11 @@ class ScratchFile(DirectFile):
                 raise no_room(self.folder, nbytes) from error
             raise self._failed(begin, number, True) from error
 
-    def _free(self, begin: int, nbytes: int, addresses: list[int]) -> None:
+    def _free(self, address: int, nbytes: int, of_tensors: list[int]) -> None:
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
-        for address in addresses:
-            self._places.pop(address, None)
-        libc().madvise(begin, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
+        for one in of_tensors:
+            self._places.pop(one, None)
+        libc().madvise(address, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
 
     def _both_ways_are_equal(self, direct: int) -> bool:
         """Write on each way and read on the other (Rule 2)."""
