@@ -11,9 +11,9 @@ processes of their own, on the CPU:
   The page cache is not part of it. Where the CPU computes, the window of units is, and what the model computes.
 
 Then it reads the same files by turns, ``--repeats`` times, beside a thread that computes in pure Python: raw (64
-MiB at a time by three threads, page-aligned, O_DIRECT) and into the ring; then into the ring and on into a unit's
-buffer, which an accelerator copies by itself and here the processor does. The ratio of the medians of the first two is
-printed, and the raw speed without that thread.
+MiB at a time by three threads, O_DIRECT, into private memory in huge pages, as the library's) and into the ring; then
+into the ring and on into a unit's buffer, which an accelerator copies by itself and here the processor does. The ratio
+of the medians of the first two is printed, and the raw speed without that thread.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ import contextlib
 import functools
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from raw_disk import Growth, computing, private
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,37 +170,14 @@ def streamed(folder: Path, repeats: int) -> dict[str, Any]:
 
     @contextlib.contextmanager
     def context(name: str, model: nn.Module) -> Iterator[None]:
-        with Growth() as grown:
-            options = {"window": 1, "host_budget": "0B", "units": ["Block" if name == "predict" else "Adapted"]}
-            with sp_lightning.stream(model, "cpu", **options) as handle:
-                yield
-                growth["read"] += handle.stats()["disk_read"]
-        growth[name] = grown.most
+        memory = Growth()
+        options = {"window": 1, "host_budget": "0B", "units": ["Block" if name == "predict" else "Adapted"]}
+        with sp_lightning.stream(model, "cpu", **options) as handle:
+            yield
+            growth["read"] += handle.stats()["disk_read"]
+        growth[name] = memory.end()
 
     return results(load(folder), context) | growth
-
-
-class Growth:
-    """The most that anonymous and locked memory grew in this context, sampled by a thread."""
-
-    def __enter__(self) -> Growth:
-        self.begin, self.most, self._ended = memory(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.01):
-            self.most = max(self.most, memory() - self.begin)
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-def memory() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "VmLck"))
 
 
 def speed(folder: Path, repeats: int) -> dict[str, float]:
@@ -215,10 +191,7 @@ def speed(folder: Path, repeats: int) -> dict[str, float]:
     paths = sorted(folder.iterdir())
     sizes = [path.stat().st_size // BLOCK * BLOCK for path in paths]
     total = sum(sizes)
-    rings = [mmap.mmap(-1, CHUNK) for _ in range(6)]
-    for ring in rings:
-        ring.madvise(mmap.MADV_HUGEPAGE)
-        memoryview(ring)[::4096] = bytes(CHUNK // 4096)
+    buffers = [private(CHUNK) for _ in range(6)]
 
     def raw() -> None:
         fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
@@ -232,7 +205,7 @@ def speed(folder: Path, repeats: int) -> dict[str, float]:
             fd, begin, nbytes = chunks[number]
             done = 0
             while done < nbytes:
-                done += os.preadv(fd, [memoryview(rings[number % 6])[done:nbytes]], begin + done)
+                done += os.preadv(fd, [buffers[number % 6][done:nbytes]], begin + done)
 
         with concurrent.futures.ThreadPoolExecutor(3) as threads:
             list(threads.map(read, range(len(chunks))))
@@ -247,7 +220,7 @@ def speed(folder: Path, repeats: int) -> dict[str, float]:
         for file, size in zip(files, sizes, strict=True):
             jobs = [
                 (piece, [Target(part.at, part.nbytes, unit[part.within : part.within + part.nbytes], None)] * copies)
-                for piece in pieces([(0, Place(file, 0, size), 1)])
+                for piece in pieces([(0, Place(file, 0, size), 1)], CHUNK)
                 for part in piece.parts
             ]
             fills.append(through.fill(Counters(), [], jobs, contextlib.nullcontext(), [file]))
@@ -270,25 +243,6 @@ def speed(folder: Path, repeats: int) -> dict[str, float]:
                 taken.setdefault(name, []).append(total / 1e9 / seconds)
     through.close()
     return {name: statistics.median(rates) for name, rates in taken.items()}
-
-
-@contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """Have a thread compute in pure Python."""
-    ended = threading.Event()
-
-    def compute() -> None:
-        number = 0
-        while not ended.is_set():
-            number += 1
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 RUNS = {"plain": plain, "streamed": streamed, "speed": speed}

@@ -34,7 +34,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -48,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from raw_disk import Growth, computing, private
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,7 +153,7 @@ def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
 
     net = stack(layers)
     there = layers * LAYER_NBYTES
-    memory = Memory()
+    memory = Growth()
     options = {"disk": folder, "host_budget": "0B"} if name == "disk" else {}
     options["wire_dtype"] = "auto" if autocast else "as-is"
     optimizer = torch.optim.AdamW(net.parameters())
@@ -221,30 +221,6 @@ def give_gradients(net: nn.Sequential, number: int) -> None:
         torch.mul(some.roll(index)[:, None], some[None], out=layer.weight.grad)
 
 
-class Memory:
-    """The growth of this process's anonymous and locked memory, sampled by a thread."""
-
-    def __init__(self) -> None:
-        self._begin = self._most = self._now()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ends.wait(0.005):
-            self._most = max(self._most, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "VmLck:")))
-
-    def end(self) -> int:
-        self._ends.set()
-        self._thread.join()
-        return self._most - self._begin
-
-
 # ---- a Trainer's run, and one that goes on from its checkpoint
 
 
@@ -288,7 +264,7 @@ def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
     path, planned = Path(folder) / "last.ckpt", Planned()
     module, batches = Module(), DataLoader([torch.randn(4, NARROW) for _ in range(2)], batch_size=None)
     there = layers * LAYER_NBYTES
-    memory = Memory()
+    memory = Growth()
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=SuperpipelineStrategy(disk=folder, host_budget=budget, window=1, wire_dtype="as-is", units=["Linear"]),
@@ -361,14 +337,6 @@ class Raw:
                 done += call(self._fd, [memory[done:size]], begin + done)
 
 
-def private(nbytes: int) -> memoryview:
-    """Map memory as the library does: Python's own mapping would be shared, which has pages of 4 KiB only."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
-    return memoryview(memory)
-
-
 def raw(name: str, layers: int, folder: str, autocast: bool) -> None:
     disk = Raw(Path(folder) / "raw", on_disk(layers, autocast))
     calls: dict[str, Callable[[], Any]] = {
@@ -414,25 +382,6 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
             {"read": read, "write": write}[line.strip()]()
             seconds = time.perf_counter() - begin
         answer(seconds)
-
-
-@contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """Have a thread compute in pure Python."""
-    ended = threading.Event()
-
-    def compute() -> None:
-        number = 0
-        while not ended.is_set():
-            number += 1
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def dd(path: Path, nbytes: int) -> str:

@@ -13,8 +13,8 @@
 6. The terms are those of footprint.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
-7. Once anything has to stay in a file or go to the disk, a part of the budget is left free for what no term counts,
-   such as the libraries' own memory.
+7. Once anything stays in its file or goes to the disk, an eleventh of the budget, at most 512 MiB, is left free: for
+   what no term counts, such as the libraries' own memory.
 """
 
 from __future__ import annotations

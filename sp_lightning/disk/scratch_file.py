@@ -8,7 +8,7 @@
    does; where it does not, both ways go through the page cache.
 3. Each tensor has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. A range
    that was never written reads as zeros.
-4. A range lives as long as any tensor over its segment, also after the file was closed; then its space is free again.
+4. A range lives as long as any tensor over its segment; then its space is free again, also after the file was closed.
 5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
 6. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
    that copies on write, where an allocated range may still find the disk full, unless it can be told not to.
@@ -19,18 +19,20 @@ from __future__ import annotations
 import array
 import errno
 import functools
+import gc
 import logging
 import mmap
 import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DiskError, OptionError
-from ..memory.layout import Layout
+from ..memory.layout import Layout, aligned
 from ..memory.pinned import libc, mapped
 from ..options import format_both, format_bytes
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem, is_network
@@ -40,7 +42,6 @@ log = logging.getLogger(__name__)
 SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
-PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 ALLOWED = "a folder on a local disk of this machine"
 
 
@@ -63,6 +64,8 @@ class ScratchFile(DirectFile):
             raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
         super().__init__(f"the scratch file in {folder}", fd, kind, "optimizer state goes")
         self.folder = folder
+        self.device = os.fstat(fd).st_dev
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
         self._end = 0  # of the last segment
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
@@ -70,6 +73,7 @@ class ScratchFile(DirectFile):
                 _refuse_copies(fd, folder, kind)
             self._open_directly(os.O_RDWR, self._both_ways_are_equal)
             OPEN.add(self)
+            FILES.add(self)
         except BaseException:
             self.close()
             raise
@@ -85,7 +89,7 @@ class ScratchFile(DirectFile):
         for field in layout.fields:
             self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
         before_unmapping.append(
-            functools.partial(self._free, begin, nbytes, [address + field.offset for field in layout.fields])
+            functools.partial(self._free, address, nbytes, [address + field.offset for field in layout.fields])
         )
         with torch.inference_mode(False):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
@@ -118,12 +122,11 @@ class ScratchFile(DirectFile):
                 raise no_room(self.folder, nbytes) from error
             raise self._failed(begin, number, True) from error
 
-    def _free(self, begin: int, nbytes: int, addresses: list[int]) -> None:
+    def _free(self, address: int, nbytes: int, of_tensors: list[int]) -> None:
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
-        for address in addresses:
-            self._places.pop(address, None)
-        if self._fd is not None:
-            libc().fallocate(self._fd, PUNCH_HOLE, begin, nbytes)
+        for one in of_tensors:
+            self._places.pop(one, None)
+        libc().madvise(address, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
 
     def _both_ways_are_equal(self, direct: int) -> bool:
         """Write on each way and read on the other (Rule 2)."""
@@ -160,8 +163,34 @@ def check_folder(folder: str) -> str:
 
 def check_room(folder: str, nbytes: int, checkpoints: int = 0) -> None:
     """Raise DiskError if a folder's disk has no room for so many bytes, and for so many of checkpoints."""
-    if free_nbytes(folder) < nbytes + checkpoints:
+    if not make_room(folder, nbytes + checkpoints):
         raise no_room(folder, nbytes, checkpoints)
+
+
+def make_room(folder: str, nbytes: int) -> bool:
+    """Return whether a folder's disk has room for so many bytes, without what is garbage by now.
+
+    An optimizer of an earlier run may be left in a cycle, such as with its scheduler, and its state with it.
+    """
+    if free_nbytes(folder) < nbytes:
+        gc.collect()
+    return free_nbytes(folder) >= nbytes
+
+
+def moving_nbytes(folder: str, tensors_of: Iterable[Sequence[Tensor]], into: ScratchFile | None = None) -> int:
+    """Count the bytes that tensors have on a folder's disk by now, and need no more room for in a scratch file there.
+
+    Those in other files move into this one, or a new one, as they are given: what moves at once lies in both for a
+    moment, so the most of that has no room yet.
+    """
+    device = os.stat(folder).st_dev
+    files = [file for file in list(FILES) if file.device == device]
+    total = most = 0
+    for tensors in tensors_of:
+        there = [(file, aligned(t.nbytes)) for t in tensors for file in files if file.place_of(t) is not None]
+        total += sum(nbytes for _, nbytes in there)
+        most = max(most, sum(nbytes for file, nbytes in there if file is not into))
+    return total - most
 
 
 def free_nbytes(folder: str) -> int:
@@ -217,3 +246,6 @@ def _refuse_copies(fd: int, folder: str, kind: str) -> None:
     except OSError as error:
         allowed = f"{ALLOWED}; this one is on {kind}, which copies what is written, and cannot be told not to"
         raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+
+
+FILES: weakref.WeakSet[ScratchFile] = weakref.WeakSet()  # that tensors lie in; some are closed

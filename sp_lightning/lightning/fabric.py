@@ -211,6 +211,13 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""
         return RankedModule(module, self) if self.is_distributed else module
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Set up an optimizer as the base class does, if its disk has room for the state of all that were set up."""
+        disks = [handle.steps.disk for handle in self.handles if not handle.closed and handle.steps.disk is not None]
+        if disks:
+            disks[0].check_room([optimizer], beside=disks[1:])
+        return super().setup_optimizer(optimizer)
+
     def handle_of(self, module: nn.Module) -> Handle | None:
         """Return the handle that streams a module, or one that it is a part of."""
         return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)

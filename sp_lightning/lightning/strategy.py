@@ -217,13 +217,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self.setup_precision_plugin()
 
     def _check_room(self, trainer: Trainer) -> None:
-        """Raise DiskError if checkpoints beside the optimizer's state would fill its disk in mid-run."""
+        """Raise DiskError if the optimizers' state, or checkpoints beside it, would fill its disk in mid-run."""
         assert self.handle is not None and self.lightning_module is not None
         disk, folder, module = self.handle.steps.disk, self.options.disk, self.lightning_module
         if disk is not None and folder is not None:
             nbytes = next_checkpoints(folder, trainer, module, not user_hooks.chooses_checkpoints(module))
-            if nbytes:
-                disk.check_room(self.optimizers, nbytes)
+            disk.check_room(self.optimizers, nbytes)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""

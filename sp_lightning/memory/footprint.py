@@ -3,7 +3,8 @@
 1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
 2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
 3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
-4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one.
+4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one. Adafactor has
+   means over a matrix's rows and columns instead.
 5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, keys and
    values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
    more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
@@ -22,6 +23,7 @@ from .layout import aligned
 
 STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2, "SGD": 0}
 STATES |= {"Adagrad": 1, "RMSprop": 1}  # tensors per parameter with default arguments
+FACTORED = "Adafactor"  # which has means over the dimensions of a matrix
 MORE_STATES = ("momentum", "centered", "amsgrad")  # arguments that add one each
 
 
@@ -115,21 +117,36 @@ def host_bytes(
     )
 
 
-def state_nbytes(optimizer: torch.optim.Optimizer, of: Container[int] | None = None) -> int | None:
+def state_nbytes(
+    optimizer: torch.optim.Optimizer, of: Container[int] | None = None, shaped: bool = False
+) -> int | None:
     """Return the bytes of state that one of torch's optimizers will make; None for any other, where it is unknown.
 
-    With `of`, ids of parameters, only for those.
+    Args:
+        optimizer: The optimizer.
+        of: Ids of the parameters whose state counts; None for all.
+        shaped: Only state of its parameter's shape counts.
     """
     kind = type(optimizer)
-    if kind.__name__ not in STATES or not kind.__module__.startswith("torch.optim"):
+    if kind.__name__ not in (*STATES, FACTORED) or not kind.__module__.startswith("torch.optim"):
         return None
     total = 0
     for group in optimizer.param_groups:
-        states = STATES[kind.__name__] + sum(bool(group.get(name)) for name in MORE_STATES)
-        total += states * sum(
-            _nbytes(p, p.dtype) for p in group["params"] if p.requires_grad and (of is None or id(p) in of)
-        )
+        params = [p for p in group["params"] if p.requires_grad and (of is None or id(p) in of)]
+        if kind.__name__ == FACTORED:
+            total += sum(_factored_nbytes(p, shaped) for p in params)
+        else:
+            states = STATES[kind.__name__] + sum(bool(group.get(name)) for name in MORE_STATES)
+            total += states * sum(_nbytes(p, p.dtype) for p in params)
     return total
+
+
+def _factored_nbytes(parameter: Tensor, shaped: bool) -> int:
+    """Count Adafactor's state: means over the last dimension, and over the one before; of a vector, all elements."""
+    if parameter.dim() < 2:
+        return _nbytes(parameter, parameter.dtype)
+    sizes = [size for size in parameter.shape[-2:] if size == 1 or not shaped]
+    return sum(aligned(parameter.numel() // max(1, size) * parameter.itemsize) for size in sizes)
 
 
 def _nbytes(parameter: Tensor, dtype: torch.dtype) -> int:

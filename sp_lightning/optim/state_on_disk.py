@@ -43,11 +43,12 @@ from ..core.malloc import freed
 from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
-from ..disk.scratch_file import Extent, ScratchFile, check_room
+from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes
 from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.footprint import state_nbytes
 from ..memory.layout import is_dense
+from ..memory.parameters import true_data
 from ..memory.weights import Conversion
 from ..options import format_bytes
 from .pieces import (
@@ -189,13 +190,27 @@ class StateOnDisk:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._said: set[type] = set()  # the classes of optimizers of which the log says that they are slow
 
-    def check_room(self, optimizers: Iterable[Optimizer], checkpoints: int) -> None:
+    def check_room(
+        self, optimizers: Sequence[Optimizer], checkpoints: int = 0, beside: Sequence[StateOnDisk] = ()
+    ) -> None:
         """Raise DiskError if the disk has no room for the state that these will make, and so many bytes of checkpoints.
 
-        Of optimizers whose state is unknown nothing is counted.
+        What other modules' optimizers will make `beside` them on this disk counts, too; of optimizers whose state is
+        unknown nothing does.
         """
-        to_come = sum(state_nbytes(optimizer, self.parameters) or 0 for optimizer in optimizers)
-        check_room(self._file.folder, to_come, checkpoints)
+        disks = [self, *beside]
+        for disk in disks:
+            disk._file.optimizers.update(optimizers)
+        check_room(self._file.folder, sum(disk.to_come for disk in disks), checkpoints)
+
+    @property
+    def to_come(self) -> int:
+        """The bytes of state that known optimizers will make, as far as they have none on the disk yet."""
+        folder, total = self._file.folder, 0
+        for optimizer in list(self._file.optimizers):
+            made = state_nbytes(optimizer, self.parameters, shaped=True) or 0  # Rule 1
+            total += max(0, made - moving_nbytes(folder, _state(optimizer, self.parameters), self._file))
+        return total
 
     @property
     def ring_nbytes(self) -> int:
@@ -204,6 +219,8 @@ class StateOnDisk:
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
         """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""
+        self._file.optimizers.add(optimizer)
+        make_room(self._file.folder, self.to_come)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
             self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
@@ -491,6 +508,24 @@ class StateOnDisk:
                 end = head + nbytes
                 if not part.is_last and end % BLOCK:
                     part.of.shared[key] = buffer.flat[run.at + end // BLOCK * BLOCK : run.at + end].clone()
+
+
+def left_nbytes(folder: str, parameters: Sequence[Tensor]) -> int:
+    """Count the bytes on a folder's disk that earlier runs left to these parameters and their state.
+
+    They move into the file of the next run, or are dropped with their optimizer before it makes state.
+    """
+    weights, ids = [[true_data(parameter)] for parameter in parameters], {id(parameter) for parameter in parameters}
+    optimizers = {optimizer for file in list(FILES) for optimizer in file.optimizers}
+    return moving_nbytes(folder, [*weights, *(state for one in optimizers for state in _state(one, ids))])
+
+
+def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[Tensor]]:
+    """Yield the state of each of these parameters, by their ids."""
+    state: Any = vars(optimizer).get("state", {})  # a guarded one is of a run that goes on (state_guard.py)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if id(param) in parameters and param in state:
+            yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
 
 
 def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cutting | None) -> None:

@@ -418,7 +418,7 @@ class Handle:
         from ..disk.weight_files import choose_files, usual_budget
 
         if disk is not None:
-            from ..disk.scratch_file import check_folder, check_room
+            from ..disk.scratch_file import check_folder, check_room, make_room
 
             check_folder(disk)
         may_cast = self._autocasts and self.options.may_cast and dtype is None
@@ -428,7 +428,12 @@ class Handle:
             units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None, known
         )
         if disk is not None and choice is not None and self._disk is None:
-            check_room(disk, choice.placed.on_disk)
+            from ..optim.state_on_disk import left_nbytes
+
+            needed = choice.placed.on_disk
+            if not make_room(disk, needed):
+                spilled = [parameter for index in choice.placed.spilled for _, parameter in units[index].params]
+                check_room(disk, needed - left_nbytes(disk, spilled))
         return choice
 
     def _open_files(self, choice: Choice, units: Sequence[Unit]) -> None:

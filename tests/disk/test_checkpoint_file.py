@@ -1,5 +1,6 @@
 """A checkpoint that is written past the page cache is torch's own file, to the byte, or an error."""
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -7,6 +8,7 @@ import io
 import os
 import random
 import signal
+import struct
 import threading
 import time
 import zipfile
@@ -390,3 +392,14 @@ def test_whenever_a_process_is_killed_a_whole_checkpoint_is_there_and_nothing_el
             if path != last:
                 path.unlink()
     assert len(seen) > count // 3
+
+
+def test_a_header_that_is_in_a_buffer_still_tells_where_its_bytes_begin(tmp_path):
+    """torch's writer seeks over a hole, which happens to empty the buffer."""
+    values = torch.arange(1 << 19)
+    with open(tmp_path / "checkpoint", "w+b") as file, contextlib.closing(checkpoint_file._Copies(file)) as copies:
+        file.write(bytes(26) + struct.pack("<HH", 5, 7) + bytes(12))
+        copies.begin(0, values.untyped_storage())
+        (hole,) = copies._holes
+        assert hole.begin == 30 + 5 + 7 and hole.checksum() == zlib.crc32(values.numpy())
+        assert os.pread(file.fileno(), values.nbytes, hole.begin) == values.numpy().tobytes()

@@ -149,6 +149,7 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
         sizes = [sum(p.nbytes for _, p in unit.params) for unit in handle.units]
         assert all(type(store) is FileUnitStore for store in stores(handle))
     host = least + int((blocks + 0.5) * 1.6 * max(sizes))  # with room for wire copies of half their size
+    host = host * 11 // 10  # of which an eleventh is left (placement.py, Rule 7)
     with streamed(net, device, host_budget=host) as handle:
         kept = [unit for unit, store in zip(handle.units, stores(handle), strict=True) if type(store) is UnitStore]
         assert blocks - 1 <= len(kept) <= blocks and not any(unit.resident for unit in kept)

@@ -1,7 +1,10 @@
 """Checkpoints that go to the disk that optimizer state lies on have room there before anything is stepped."""
 
+import contextlib
 import copy
+import errno
 import functools
+import gc
 import os
 
 import lightning as L
@@ -10,6 +13,7 @@ import torch
 
 import models
 import parity
+import sp_lightning
 from sp_lightning.disk import scratch_file, state_ring
 from sp_lightning.errors import DiskError
 from sp_lightning.lightning import checkpoint_io
@@ -22,11 +26,9 @@ def small_buffers(monkeypatch):
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
 
 
-def fit(folder, module=None, callbacks=(), **options):
-    module = module or models.ZooModule(models.case("mlp"), optimizer="adamw")
-    strategy = parity.streaming_strategy("cpu", host_budget="0B", disk=os.getcwd())
-    trainer = L.Trainer(
-        strategy=strategy,
+def trainer_of(folder, callbacks=(), **options):
+    return L.Trainer(
+        strategy=parity.streaming_strategy("cpu", host_budget="0B", disk=os.getcwd()),
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -35,6 +37,11 @@ def fit(folder, module=None, callbacks=(), **options):
         callbacks=list(callbacks),
         **{"max_epochs": 2, "limit_val_batches": 0, **options},
     )
+
+
+def fit(folder, module=None, callbacks=(), **options):
+    module = module or models.ZooModule(models.case("mlp"), optimizer="adamw")
+    trainer = trainer_of(folder, callbacks, **options)
     trainer.fit(module, models.loader(models.case("mlp"), 2))
     return module
 
@@ -106,3 +113,175 @@ def test_weights_that_a_checkpoint_may_leave_out_need_no_room(tmp_path, monkeypa
     with pytest.raises(DiskError):
         fit(tmp_path, made[0])
     fit(tmp_path, made[1])
+
+
+# ---- runs one after the other: what lies on the disk already needs no more room
+
+
+@pytest.fixture
+def quota(monkeypatch):
+    """A disk of so many bytes for scratch files, which is full where they are used."""
+    allocate, most = os.posix_fallocate, [0]
+
+    def used():
+        places = [place for file in list(scratch_file.FILES) for place in file._places.values()]
+        return sum(-(-place.nbytes // 4096) * 4096 for place in places)
+
+    def allocated(fd, begin, nbytes):
+        if nbytes > 4096 and used() + nbytes > most[0]:  # not the trial of a file
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return allocate(fd, begin, nbytes)
+
+    def of(nbytes):
+        gc.collect()
+        most[0] = used() + nbytes
+
+    monkeypatch.setattr(os, "posix_fallocate", allocated)
+    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: most[0] - used())
+    return of
+
+
+class Planned(models.ZooModule):
+    """A module with a scheduler, which leaves its optimizer in a cycle, or one that keeps its optimizer."""
+
+    kept = None
+
+    def configure_optimizers(self):
+        if self.kept is not None:
+            return self.kept
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+ROUNDED = 2 * sum(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
+LARGEST = 2 * max(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_second_fit_asks_only_for_what_is_to_come(keeps, tmp_path, quota):
+    nets = []
+    for room in (ROUNDED + LARGEST, 1 << 30):
+        quota(room)
+        torch.manual_seed(0)
+        module = Planned(models.case("mlp"), optimizer="adamw")
+        if keeps:
+            module.kept = torch.optim.AdamW(module.parameters(), lr=0.01)
+        options = {"max_epochs": 1, "enable_checkpointing": False}
+        trainer = trainer_of(tmp_path, **options)
+        for _ in range(3):
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit(module, models.loader(models.case("mlp"), 2))
+            assert trainer.strategy.handle._counters.disk_written > 0
+        nets.append(copy.deepcopy(module.state_dict()))
+    assert all(torch.equal(value, nets[1][name]) for name, value in nets[0].items())
+
+
+def test_a_second_fit_on_another_disk_asks_for_all(tmp_path, quota):
+    quota(ROUNDED + LARGEST)
+    module = Planned(models.case("mlp"), optimizer="adamw")
+    trainer = trainer_of(tmp_path, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, models.loader(models.case("mlp"), 2))
+    for file in scratch_file.FILES:
+        file.device += 1
+    with pytest.raises(DiskError, match="Optimizer state needs"):
+        trainer.fit(module, models.loader(models.case("mlp"), 2))
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        return net, torch.optim.AdamW(net.parameters())
+
+    def train(net, optimizer):
+        options = {"disk": os.getcwd(), "host_budget": "0B", "master_weights": master_weights, "wire_dtype": wire_dtype}
+        with sp_lightning.stream(net, "cpu", **options) as handle:
+            net(torch.ones(3, 64, dtype=torch.bfloat16 if master_weights else torch.float32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert handle.stats()["disk_written"] > 0
+
+    states, wire_dtype = (3, "auto") if master_weights else (2, "as-is")
+    net, optimizer = make()
+    quota(states * 4 * (16384 + 4096) + states * 16384)
+    for _ in range(2):  # the state moves
+        train(net, optimizer)
+    optimizer = torch.optim.AdamW(net.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(net, optimizer)
+    optimizer = torch.optim.AdamW(net.parameters())  # the other one is left in a cycle, and its state with it
+    train(net, optimizer)
+    other = torch.optim.AdamW(net.parameters())
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(DiskError, match="nothing was stepped"):  # the state of both at once has no room
+        train(net, other)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+# ---- Fabric, whose optimizers are known when they are set up
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_fabric_asks_for_room_for_all_optimizers_that_were_set_up(together, quota):
+    def set_up(fabric):
+        made = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+            optimizer = torch.optim.AdamW(net.parameters())
+            if together:
+                made.append(fabric.setup(net, optimizer))
+            else:
+                made.append((fabric.setup_module(net), fabric.setup_optimizers(optimizer)))
+        return made
+
+    def fabric():
+        options = {"host_budget": "0B", "disk": os.getcwd(), "wire_dtype": "as-is"}
+        return L.Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(**options))
+
+    quota(263 << 10)
+    refused = fabric()
+    with pytest.raises(DiskError, match=r"Optimizer state needs 264.00 KiB there, and 263.*nothing was stepped"):
+        set_up(refused)  # each by itself has room
+    refused.strategy.teardown()
+    quota(2 * 2 * 4 * (16384 + 4096))
+    roomy = fabric()
+    for net, optimizer in set_up(roomy):
+        net(torch.ones(3, 64)).sum().backward()
+        optimizer.step()
+        assert all(state["exp_avg"].any() for state in optimizer.state.values())
+    roomy.strategy.teardown()
+
+
+@pytest.mark.parametrize("with_fabric", [False, True])
+def test_more_state_than_adamw_has_is_an_error_before_the_run(with_fabric, tmp_path, quota):
+    class Module(models.ZooModule):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), amsgrad=True)
+
+    module, checkpoints = Module(models.case("mlp"), optimizer="adamw"), {"enable_checkpointing": False}
+    options = {"host_budget": "0B", "disk": os.getcwd()}
+    for room, has_room in ((STATE * 5 // 4, False), (2 * ROUNDED, True)):
+        quota(room)
+        with contextlib.nullcontext() if has_room else pytest.raises(DiskError, match="Optimizer state needs"):
+            if with_fabric:
+                strategy = sp_lightning.SuperpipelineFabricStrategy(**options)
+                L.Fabric(accelerator="cpu", strategy=strategy).setup(module, module.configure_optimizers())
+                strategy.teardown()
+            else:
+                fit(tmp_path, module, **checkpoints)
+
+
+@pytest.mark.parametrize("kind, state", [(torch.optim.AdamW, 2 * (16384 + 512)), (torch.optim.Adafactor, 512)])
+def test_what_is_to_come_is_what_is_not_there_yet(kind, state):
+    """Of Adafactor only state of its parameter's shape lies on the disk, that of biases."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = kind(net.parameters())
+    with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B", wire_dtype="as-is") as handle:
+        disk = handle.steps.disk
+        disk.check_room([optimizer])
+        assert disk.to_come == 4 * state
+        net(torch.ones(3, 64)).sum().backward()
+        optimizer.step()
+        assert disk.to_come == 0

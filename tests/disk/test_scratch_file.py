@@ -63,18 +63,26 @@ def test_only_its_own_whole_tensors_have_a_place(file):
     assert file.place_of(one.view(50, 100)) == file.place_of(one)
 
 
-def test_space_is_free_again_once_no_tensor_is_left(file):
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_space_is_free_again_once_no_tensor_is_left(is_closed, file):
+    descriptor = os.dup(file._fd)
+
     def allocated():
-        return os.fstat(file._fd).st_blocks * 512
+        return os.fstat(descriptor).st_blocks * 512
 
     before = allocated()
     kept, gone = file.tensors([torch.empty(1 << 20)]), file.tensors([torch.empty(1 << 20)])
+    kept[0].fill_(1)
+    gone[0].fill_(2)
     address = gone[0].data_ptr()
     assert allocated() - before >= (8 << 20) - BLOCK
+    if is_closed:
+        file.close()
     del gone
     gc.collect()
     assert allocated() - before < 5 << 20 and address not in file._places
-    assert file.place_of(kept[0]) is not None
+    assert file.place_of(kept[0]) is not None and bool((kept[0] == 1).all())
+    os.close(descriptor)
 
 
 def test_tensors_live_on_after_the_file_was_closed(tmp_path):

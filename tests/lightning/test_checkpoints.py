@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import models
 import parity
+from sp_lightning.lightning import checkpoint_io
 from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
@@ -397,6 +398,35 @@ def test_a_new_file_gets_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
     trainer.save_checkpoint(tmp_path / "run" / "first.ckpt")
     size = (tmp_path / "run" / "first.ckpt").stat().st_size
     assert calls == [("fsync", "nameless", size), ("link", "first.ckpt"), ("fsync", "run", None)]
+
+
+def test_what_a_writer_leaves_in_a_buffer_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, {})
+    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")) as file:
+        file.write(b"some bytes")
+    assert calls == [("fsync", "nameless", 10), ("link", "first.ckpt"), ("fsync", tmp_path.name, None)]
+    assert (tmp_path / "first.ckpt").read_bytes() == b"some bytes"
+
+
+@pytest.mark.parametrize("errors", [{}, {"folder": errno.EIO}])
+def test_no_folder_is_open_after_a_file_got_its_name(errors, tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, errors)
+    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")):
+        pass
+    assert calls[-1] == ("fsync", tmp_path.name, None)
+    links = {os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
+    assert str(tmp_path) not in {os.readlink(link) for link in links if os.path.lexists(link)}
+
+
+def test_a_nameless_file_that_could_not_get_its_name_is_closed(tmp_path, monkeypatch):
+    """Where a process cannot reach its files by their numbers."""
+    opened, made = os.fdopen, []
+    monkeypatch.setattr(os, "fdopen", lambda *args: made.append(opened(*args)) or made[-1])
+    monkeypatch.setattr(checkpoint_io, "_by_number", lambda file: str(tmp_path / "nothing"))
+    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")) as file:
+        file.write(b"some bytes")
+    assert [file.closed for file in made] == [True]
+    assert (tmp_path / "first.ckpt").read_bytes() == b"some bytes"
 
 
 @pytest.mark.parametrize("errors", [{}, {"nameless": errno.EOPNOTSUPP}])

@@ -115,6 +115,20 @@ def test_state_is_known_of_the_optimizers_of_torch(name, options):
     assert told == sum(t.nbytes for t in optimizer.state[parameter].values() if t is not None and t.dim())
 
 
+def test_state_of_adafactor_is_that_of_rows_and_columns():
+    shapes = [(128,), (128, 256), (1024, 128, 3, 3), (128, 128, 1, 1), (256, 128, 1)]
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = torch.optim.Adafactor(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    told, shaped = state_nbytes(optimizer), state_nbytes(optimizer, shaped=True)
+    optimizer.step()
+    made = [(p, t) for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor) and t.dim()]
+    assert told == sum(tensor.nbytes for _, tensor in made)
+    assert shaped == sum(tensor.nbytes for parameter, tensor in made if tensor.shape == parameter.shape) > 0
+    assert state_nbytes(optimizer, {id(parameters[0])}) == 512
+
+
 def test_state_of_another_optimizer_is_not_known():
     class AdamW(torch.optim.AdamW):
         pass

@@ -1,11 +1,13 @@
 """A plan against the run it is for: bytes term by term, seconds, and what it says where something does not fit."""
 
 import functools
+import gc
 import json
 import re
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 
 import lightning as L
@@ -404,6 +406,19 @@ def test_listed_workloads_obey_their_options(options):
 def test_both_names_of_a_listed_model_are_one():
     one, other = (planned(name, 2048, machine="rtx4090", activations="recompute") for name in ("llama-8b", "llama3-8b"))
     assert one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_plan_leaves_nothing_of_the_models_that_it_made(activations):
+    made = []
+
+    def make():
+        made.append(weakref.ref(module := Stack()))
+        return module
+
+    assert planned(make, activations=activations).step_s > 0
+    gc.collect()
+    assert made and not any(refer() for refer in made)
 
 
 @pytest.mark.slow
