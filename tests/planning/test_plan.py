@@ -413,7 +413,8 @@ def test_a_plan_leaves_nothing_of_the_models_that_it_made(activations):
     made = []
 
     def make():
-        made.append(weakref.ref(module := Stack()))
+        module = Stack()
+        made.extend(map(weakref.ref, [module, *module.parameters()]))
         return module
 
     assert planned(make, activations=activations).step_s > 0
