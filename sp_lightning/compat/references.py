@@ -54,11 +54,6 @@ def shares_storage(tensor: Tensor) -> bool:
     return int(_storage_uses(storage_id(storage))) > OWN_STORAGE_USES
 
 
-def is_foreign(tensor: Tensor) -> bool:
-    """Whether torch did not allocate the bytes, or gave them to NumPy: then no count shows who else refers to them."""
-    return not tensor.untyped_storage().resizable()
-
-
 def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
     """Return the ids of those tensors to whose bytes another one refers; not of those that only share a storage."""
     by_storage: dict[int, list[Tensor]] = {}

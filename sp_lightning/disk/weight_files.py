@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import is_foreign, shares_storage, sharing_bytes
+from ..compat.references import shares_storage, sharing_bytes
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
@@ -20,7 +20,7 @@ from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
 from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
-from ..memory.pinned import is_own
+from ..memory.pinned import is_foreign
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
@@ -226,7 +226,7 @@ def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[
 def _shared(units: Sequence[Unit]) -> set[int]:
     """Find the weights to whose bytes other code may refer, by their ids (placement.py, Rule 5)."""
     parameters = [parameter for unit in units for _, parameter in unit.params]
-    foreign = [p for p in parameters if is_foreign(p) and not is_own(p.untyped_storage())]
+    foreign = list(filter(is_foreign, parameters))
     return sharing_bytes(parameters) | {id(p) for p in foreign} - find(foreign).keys()
 
 

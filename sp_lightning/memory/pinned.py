@@ -183,9 +183,15 @@ def note_view(storage: torch.UntypedStorage) -> None:
     _views.append((storage.data_ptr(), StorageReference(storage)))
 
 
-def is_own(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is over a part of a slab, also of one whose run has ended."""
-    return any(view.cdata == storage_id(storage) and not view.expired() for _, view in _views)
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether neither torch nor a slab has a tensor's bytes: then no count shows what else refers to them.
+
+    Slabs of runs that have ended count as well. NumPy's memory is foreign, and so is torch's that NumPy was given.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        return False
+    return not any(view.cdata == storage_id(storage) and not view.expired() for _, view in _views)
 
 
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:

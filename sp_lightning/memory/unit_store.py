@@ -53,7 +53,6 @@ from torch import Tensor, nn
 from ..compat.references import (
     OWN_STORAGE_USES,
     is_entry_shared,
-    is_foreign,
     shares_storage,
     storage_uses,
     storage_uses_at,
@@ -66,6 +65,7 @@ from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
+from .pinned import is_foreign
 from .staging import Copies
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
