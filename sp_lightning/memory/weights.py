@@ -71,12 +71,17 @@ class Weight:
             return empty.set_(self.storage, self.first, self.host.shape, self.stride)
 
     def check_shape(self) -> None:
-        """Raise if user code gave the parameter another shape or type than it had when streaming began."""
+        """Raise if user code gave the parameter another shape, type or strides than it had when streaming began."""
         parameter, field = self.parameter, self.host
         if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
             raise ExactnessError(
                 f"parameter {field.name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
                 f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it between steps"
+            )
+        if parameter.stride() != self.stride:
+            raise ExactnessError(
+                f"parameter {field.name} had strides of {self.stride} when its step began and now has "
+                f"{parameter.stride()}, with which kernels may compute other bits; change its memory format between steps"
             )
 
 

@@ -576,10 +576,10 @@ class ModuleFingerprint:
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
 
     def has_changed(self, any_replaced: bool) -> bool:
-        """Return whether parameters were replaced, swapped, added, removed or retyped, or a class has another forward.
+        """Return whether parameters were replaced, swapped, added, removed, retyped or given other strides.
 
-        Tensors that ``functional_call`` puts in their places for a call do not count. ``any_replaced`` says that the
-        data of some parameter was replaced.
+        Another forward of a class counts, too. Tensors that ``functional_call`` puts in their places for a call do not.
+        ``any_replaced`` says that the data of some parameter was replaced.
         """
         if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
             return True
@@ -619,7 +619,9 @@ def _structure(module: nn.Module) -> list[Any]:
     def described(name: str, p: Any) -> Any:
         if p is None:
             return name
-        return (name, id(p), type(p), p.shape, p.dtype) if isinstance(p, nn.Parameter) else SUBSTITUTE
+        if not isinstance(p, nn.Parameter):
+            return SUBSTITUTE
+        return name, id(p), type(p), p.shape, p.dtype, p.stride() if p.layout is torch.strided else None
 
     return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import sp_lightning
+from sp_lightning.errors import ExactnessError
 
 # --- Saved-tensor hooks and recomputation
 
@@ -556,6 +557,67 @@ def test_writes_through_an_alias_that_was_taken_long_ago(device):
                     alias.clamp_(-0.05, 0.05).mul_(0.7)
 
     check(blocks, run, device, window=6)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+@pytest.mark.parametrize("kind", ["convolutions", "matrices"])
+def test_weights_that_are_given_other_strides_between_steps(device, kind, momentum):
+    """Kernels choose by strides how they compute, and gradients have those of their weights."""
+    is_image = kind == "convolutions"
+
+    def make():
+        layers = [nn.Conv2d(16, 16, 3, padding=1) if is_image else nn.Linear(257, 257) for _ in range(4)]
+        return nn.Sequential(*layers)
+
+    def run(net, device):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=momentum)
+        for number in range(4):
+            x = torch.randn((2, 16, 32, 32) if is_image else (33, 257), generator=torch.Generator().manual_seed(number))
+            if number == 2 and is_image:
+                net.to(memory_format=torch.channels_last)
+            elif number == 2:
+                for layer in net:
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
+            loss = net(x.to(device)).square().mean()
+            loss.backward()
+            yield [loss, *(p.grad for p in net.parameters())], [p.grad.stride() for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            yield [*net.parameters()], [p.stride() for p in net.parameters()]
+
+    check(make, run, device, units=["Conv2d" if is_image else "Linear"])
+
+
+class ConvertsInItsStep(L.LightningModule):
+    """Gives its weights another memory format where a step is under way."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+        self.net = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)))
+
+    def convert(self, now):
+        if now == self.when:
+            self.net[1].to(memory_format=torch.channels_last)
+
+    def training_step(self, batch, index):
+        self.convert("before the forward")
+        loss = self.net(batch[0].view(1, 3, 4, 4)).square().mean()
+        self.convert("after it")
+        return loss
+
+    def on_before_zero_grad(self, optimizer):
+        self.convert("in a hook")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after it", "in a hook"])
+def test_weights_that_are_given_other_strides_within_a_step_are_an_error(device, when):
+    strategy = sp_lightning.SuperpipelineStrategy(units=["Conv2d"], window=1)
+    with pytest.raises(ExactnessError, match=r"net.1.weight had strides .* change its memory format between steps"):
+        fit(lambda: ConvertsInItsStep(when), strategy, device)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
