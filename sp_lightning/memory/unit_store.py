@@ -478,6 +478,7 @@ class UnitStore:
         has_views = self.has_views()  # the value may be such a view; counted before `place` is one of ours
         index = self.index_of[id(parameter)]
         weight, place = self.weights[index], self.device_view(index)
+        weight.check_strides(value)
         if index in self.autocast:
             set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
         elif value.data_ptr() == place.data_ptr() and value.stride() == place.stride():

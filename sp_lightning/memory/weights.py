@@ -78,10 +78,14 @@ class Weight:
                 f"parameter {field.name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
                 f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it between steps"
             )
-        if parameter.stride() != self.stride:
+        self.check_strides(parameter)
+
+    def check_strides(self, data: Tensor) -> None:
+        """Raise if this data, which becomes the parameter's within a step, has other strides than it had."""
+        if data.shape == self.host.shape and data.stride() != self.stride:
             raise ExactnessError(
-                f"parameter {field.name} had strides of {self.stride} when its step began and now has "
-                f"{parameter.stride()}, with which kernels may compute other bits; change its memory format between steps"
+                f"parameter {self.host.name} had strides of {self.stride} when its step began and now has "
+                f"{data.stride()}, with which kernels may compute other bits; change its memory format between steps"
             )
 
 

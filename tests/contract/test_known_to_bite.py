@@ -620,6 +620,19 @@ def test_weights_that_are_given_other_strides_within_a_step_are_an_error(device,
         fit(lambda: ConvertsInItsStep(when), strategy, device)
 
 
+class ConvertsItself(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data.t().contiguous().t()
+        return super().forward(x)
+
+
+def test_a_weight_that_is_given_other_strides_in_its_forward_is_an_error(device):
+    net = nn.Sequential(*(ConvertsItself(5, 5) for _ in range(3)))
+    with sp_lightning.stream(net, device, units=["ConvertsItself"]):
+        with pytest.raises(ExactnessError, match=r"0.weight had strides .* change its memory format between steps"):
+            net(torch.ones(2, 5))
+
+
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("training_too", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
