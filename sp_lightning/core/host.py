@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroups of the first version write "none" as a number near 2**63
@@ -158,3 +158,40 @@ def _lines(file: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return file.read_text().splitlines()
     return []
+
+
+class Mapping(NamedTuple):
+    """A range of addresses that is a private mapping of a file."""
+
+    begin: int
+    end: int
+    offset: int  # in the file, of the first byte
+    file: tuple[str, str]  # the kernel's device and inode
+    path: str
+
+
+def mappings() -> list[Mapping]:
+    """List the private mappings of files in this process, as far as the system reports them.
+
+    Neighbours that continue each other are one.
+    """
+    found: list[Mapping] = []
+    if not sys.platform.startswith("linux"):
+        return found
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            addresses, mode, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
+            if inode == "0" or not path or mode[0] != "r" or mode[3] != "p":
+                continue
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            this = Mapping(begin, end, int(offset, 16), (device, inode), path[0].replace("\\012", "\n"))
+            last = found[-1] if found else None
+            if last is not None and (last.file, last.end, last.offset - last.begin) == (
+                this.file,
+                this.begin,
+                this.offset - this.begin,
+            ):
+                found[-1] = last._replace(end=end)
+            else:
+                found.append(this)
+    return found

@@ -92,8 +92,8 @@ class FileUnitStore(UnitStore):
             end,
         )
 
-    def _stays_outside(self, index: int, shares_bytes: Callable[[Tensor], bool]) -> bool:
-        return index not in self._filed and super()._stays_outside(index, shares_bytes)
+    def _find_outside(self, shares_bytes: Callable[[Tensor], bool]) -> set[int]:
+        return super()._find_outside(shares_bytes) - self._filed
 
     def _place(self, weight: Weight) -> Tensor:
         place = self._places.get(self.index_of[id(weight.parameter)])

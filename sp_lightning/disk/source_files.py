@@ -20,11 +20,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core.host import Mapping, mappings
 from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.parameters import true_data
@@ -36,16 +36,6 @@ PAGE = mmap.PAGESIZE
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
 _UNWRITTEN = bytes(byte for byte in range(256) if byte & _OF_A_FILE or not byte & (_PRESENT | _SWAPPED))
 _ENTRY = 8  # bytes of a page's entry
-
-
-class Mapping(NamedTuple):
-    """A range of addresses that is a private mapping of a file."""
-
-    begin: int
-    end: int
-    offset: int  # in the file, of the first byte
-    file: tuple[str, str]  # the kernel's device and inode
-    path: str
 
 
 @dataclass(frozen=True)
@@ -91,28 +81,6 @@ def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
         inside = mapping.begin <= address and address + tensor.nbytes <= mapping.end
         if inside and not written([(address, tensor.nbytes)]):
             found[id(tensor)] = Found(mapping, mapping.offset + address - mapping.begin, tensor.nbytes)
-    return found
-
-
-def mappings() -> list[Mapping]:
-    """List the private mappings of files in this process; neighbours that continue each other are one."""
-    found: list[Mapping] = []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            addresses, mode, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
-            if inode == "0" or not path or mode[0] != "r" or mode[3] != "p":
-                continue
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            this = Mapping(begin, end, int(offset, 16), (device, inode), path[0].replace("\\012", "\n"))
-            last = found[-1] if found else None
-            if last is not None and (last.file, last.end, last.offset - last.begin) == (
-                this.file,
-                this.begin,
-                this.offset - this.begin,
-            ):
-                found[-1] = last._replace(end=end)
-            else:
-                found.append(this)
     return found
 
 

@@ -59,6 +59,7 @@ from ..compat.references import (
 )
 from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
+from ..core.host import mappings
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from .device import Device
@@ -182,8 +183,9 @@ class UnitStore:
 
     def _adopt(self, shares_bytes: Callable[[Tensor], bool]) -> list[Weight]:
         """Move the parameters' bytes into the slab, but for those of Rule 9, and begin to manage them."""
+        outside = self._find_outside(shares_bytes)
         weights = [
-            Weight(p, field, self._stays_outside(index, shares_bytes), p.untyped_storage(), p.stride(), field)
+            Weight(p, field, index in outside, p.untyped_storage(), p.stride(), field)
             for index, (p, field) in enumerate(zip(self.params, self.host_layout.fields, strict=True))
         ]
         if self.shared is not None:
@@ -197,10 +199,21 @@ class UnitStore:
         malloc.freed(sum(weight.host.nbytes for weight in weights))
         return weights
 
-    def _stays_outside(self, index: int, shares_bytes: Callable[[Tensor], bool]) -> bool:
-        """Whether a parameter stays where it is (Rule 9)."""
-        parameter = self.params[index]
-        return self.device.is_host and (shares_bytes(parameter) or (self.shared is None and is_foreign(parameter)))
+    def _find_outside(self, shares_bytes: Callable[[Tensor], bool]) -> set[int]:
+        """Find the parameters that stay where they are, by their indices (Rule 9).
+
+        Nothing else is over private mappings of files, which loaders make.
+        """
+        if not self.device.is_host:
+            return set()
+        foreign = [] if self.shared is not None else [i for i, param in enumerate(self.params) if is_foreign(param)]
+        there = mappings() if foreign else []
+        found = {index for index, param in enumerate(self.params) if shares_bytes(param)}
+        for index in foreign:
+            address = self.params[index].data_ptr()
+            if not any(mapping.begin <= address < mapping.end for mapping in there):
+                found.add(index)
+        return found
 
     def _place(self, weight: Weight) -> Tensor:
         """Copy a weight's bytes into the slab and return the tensor over them."""
