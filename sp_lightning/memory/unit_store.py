@@ -50,13 +50,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import (
-    OWN_STORAGE_USES,
-    is_entry_shared,
-    shares_storage,
-    storage_uses,
-    storage_uses_at,
-)
+from ..compat.references import OWN_STORAGE_USES, is_entry_shared, shares_storage, storage_uses, storage_uses_at
 from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
 from ..core.host import mappings
@@ -194,7 +188,7 @@ class UnitStore:
             if not weight.outside:
                 data = self._place(weight)
                 set_true_data(weight.parameter, data)
-                weight.storage = data.untyped_storage()
+                weight.note_data()
             watch(weight.parameter, self)
         malloc.freed(sum(weight.host.nbytes for weight in weights))
         return weights
@@ -235,7 +229,7 @@ class UnitStore:
                     )
                 view = self.host_layout.own_view(self.shared.face.untyped_storage(), weight.host)
             set_true_data(weight.parameter, view)
-            weight.storage = view.untyped_storage()
+            weight.note_data()
             watch(weight.parameter, self)
         malloc.freed(self.slab.numel())
         return weights
@@ -581,9 +575,7 @@ class UnitStore:
         for index, (weight, then, now) in enumerate(replaced):
             if then != now and index not in self.autocast:
                 weight.leave(weight.data_before)
-            parameter = weight.parameter
-            weight.storage, weight.stride = parameter.untyped_storage(), parameter.stride()
-            weight.first = int(parameter.storage_offset())
+            weight.note_data()
         self._storages = self._storage_ids()
 
     def is_shared(self) -> bool:

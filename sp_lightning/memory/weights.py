@@ -64,6 +64,11 @@ class Weight:
         if self.saved is not None:
             self.saved.before, self.saved = before(), None
 
+    def note_data(self) -> None:
+        """Note where the parameter's data is, and how it is laid out."""
+        data = self.parameter
+        self.storage, self.first, self.stride = data.untyped_storage(), int(data.storage_offset()), data.stride()
+
     def data_before(self) -> Tensor:
         """Make a tensor over the data that the parameter had when the device buffer was filled last."""
         empty = torch.empty(0, dtype=self.host.dtype, device="cpu")

@@ -620,6 +620,22 @@ def test_weights_that_are_given_other_strides_within_a_step_are_an_error(device,
         fit(lambda: ConvertsInItsStep(when), strategy, device)
 
 
+def test_a_weight_that_was_not_dense_before_streaming_may_be_given_dense_data_in_a_step(device):
+    def make():
+        net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        net[0].weight = nn.Parameter(torch.ones(5, 10)[:, ::2])
+        return net
+
+    def run(net, device):
+        def replace(module, _):
+            module[0].weight.data = torch.full((5, 5), 0.5, device=device)
+
+        net.register_forward_pre_hook(replace)
+        yield net(torch.ones(2, 5, device=device))
+
+    check(make, run, device, units=["Linear"])
+
+
 class ConvertsItself(nn.Linear):
     def forward(self, x):
         self.weight.data = self.weight.data.t().contiguous().t()
