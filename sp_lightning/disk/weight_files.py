@@ -20,7 +20,7 @@ from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
 from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
-from ..memory.pinned import is_foreign
+from ..memory.pinned import find_foreign
 from ..memory.unit_store import UnitStore
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
@@ -226,8 +226,7 @@ def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[
 def _shared(units: Sequence[Unit]) -> set[int]:
     """Find the weights to whose bytes other code may refer, by their ids (placement.py, Rule 5)."""
     parameters = [parameter for unit in units for _, parameter in unit.params]
-    foreign = list(filter(is_foreign, parameters))
-    return sharing_bytes(parameters) | {id(p) for p in foreign} - find(foreign).keys()
+    return sharing_bytes(parameters) | find_foreign(parameters)
 
 
 def _filesystem_of(path: str) -> str:

@@ -21,7 +21,7 @@ import mmap
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import StorageReference, forbid_access, storage_id
+from ..core.host import mappings
 from ..errors import HostMemoryError
 
 _locked: dict[int, tuple[int, int]] = {}  # storages of locked slabs and their bytes, by their address
@@ -192,6 +193,16 @@ def is_foreign(tensor: torch.Tensor) -> bool:
     if storage.resizable():
         return False
     return not any(view.cdata == storage_id(storage) and not view.expired() for _, view in _views)
+
+
+def find_foreign(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Find tensors with foreign bytes, by their ids, but for those over private mappings of files.
+
+    Loaders make such mappings, and nothing else is over them.
+    """
+    foreign = list(filter(is_foreign, tensors))
+    there = mappings() if foreign else []
+    return {id(one) for one in foreign if not any(at.begin <= one.data_ptr() < at.end for at in there)}
 
 
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:

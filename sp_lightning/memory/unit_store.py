@@ -53,14 +53,13 @@ from torch import Tensor, nn
 from ..compat.references import OWN_STORAGE_USES, is_entry_shared, shares_storage, storage_uses, storage_uses_at
 from ..compat.tensors import preserving_version, storage_id, without_dispatch
 from ..core import malloc
-from ..core.host import mappings
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
-from .pinned import is_foreign
+from .pinned import find_foreign, is_foreign
 from .staging import Copies
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
@@ -194,20 +193,11 @@ class UnitStore:
         return weights
 
     def _find_outside(self, shares_bytes: Callable[[Tensor], bool]) -> set[int]:
-        """Find the parameters that stay where they are, by their indices (Rule 9).
-
-        Nothing else is over private mappings of files, which loaders make.
-        """
+        """Find the parameters that stay where they are, by their indices (Rule 9)."""
         if not self.device.is_host:
             return set()
-        foreign = [] if self.shared is not None else [i for i, param in enumerate(self.params) if is_foreign(param)]
-        there = mappings() if foreign else []
-        found = {index for index, param in enumerate(self.params) if shares_bytes(param)}
-        for index in foreign:
-            address = self.params[index].data_ptr()
-            if not any(mapping.begin <= address < mapping.end for mapping in there):
-                found.add(index)
-        return found
+        foreign = find_foreign(self.params) if self.shared is None else ()
+        return {i for i, param in enumerate(self.params) if id(param) in foreign or shares_bytes(param)}
 
     def _place(self, weight: Weight) -> Tensor:
         """Copy a weight's bytes into the slab and return the tensor over them."""
