@@ -12,7 +12,8 @@ take turns, so that other load falls on all of them:
   beginning, and both directions at once or one after the other, whichever is faster each time. ``dd`` reads and writes
   the same file as a cross-check.
 - "ring": state goes through the ring that steps use, beside a thread that computes in pure Python; that of "raw"
-  computes in another process meanwhile. The ratio of both speeds is printed for each direction.
+  computes in another process meanwhile. The ratio of both speeds is printed for each direction: to "raw" with the
+  ring's own number of threads and size of transfers, and to the fastest.
 - "memory": steps with state in memory. "disk": with ``disk=``, ``host_budget="0B"``. Both have the same weights and
   state at the end, bit for bit. The time of a step on disk is divided by the larger of the time in memory and that in
   which "raw" moves as much as a step does.
@@ -90,6 +91,7 @@ def main() -> None:
                 taken[f"ring {way}"] = workers["ring"].ask(way)
                 with computing():
                     taken[f"raw {way}"] = workers["raw"].ask(way)
+                    taken[f"raw of the same sizes {way}"] = workers["raw"].ask(f"same {way}")
             if turn >= BEFORE:
                 for name, seconds in taken.items():
                     times.setdefault(name, []).append(seconds)
@@ -102,8 +104,9 @@ def main() -> None:
         print(f"{name}: {statistics.median(seconds):.2f} s, from {min(seconds):.2f} to {max(seconds):.2f}{rate}")
     print(checked)
     for way in ("read", "write"):
-        ratios = [raw / ring for raw, ring in zip(times[f"raw {way}"], times[f"ring {way}"], strict=True)]
-        print(f"ring / raw, {way}, beside pure Python: {spread(ratios)}")
+        for name in ("raw of the same sizes", "raw"):
+            ratios = [raw / ring for raw, ring in zip(times[f"{name} {way}"], times[f"ring {way}"], strict=True)]
+            print(f"ring / {name}, {way}, beside pure Python: {spread(ratios)}")
     ratios = [d / max(m, r) for m, d, r in zip(*(times[name] for name in ("memory", "disk", "raw")), strict=True)]
     print(f"step on disk / max(step in memory, raw disk): {spread(ratios)}")
     say_memory(ends["disk"])
@@ -309,9 +312,9 @@ class Raw:
             said.append(f"{call.__name__} by {best[0]} threads in {best[1] >> 20} MiB")
         return f"raw: {', '.join(said)}"
 
-    def time(self, *calls: Any) -> float:
-        """Move the whole file in these directions, at once; return the seconds."""
-        return self._timed({call: self._fastest[call] for call in calls}, self._nbytes)
+    def time(self, *calls: Any, way: tuple[int, int] | None = None) -> float:
+        """Move the whole file in these directions, at once, the fastest way or by so many threads and bytes."""
+        return self._timed({call: way or self._fastest[call] for call in calls}, self._nbytes)
 
     def _timed(self, ways: dict[Any, tuple[int, int]], nbytes: int) -> float:
         memory = iter(self._memory)
@@ -338,11 +341,16 @@ class Raw:
 
 
 def raw(name: str, layers: int, folder: str, autocast: bool) -> None:
+    from sp_lightning.disk.state_ring import BUFFER, READERS
+
     disk = Raw(Path(folder) / "raw", on_disk(layers, autocast))
+    same = READERS, BUFFER
     calls: dict[str, Callable[[], Any]] = {
         "choose": disk.choose,
         "read": lambda: disk.time(os.preadv),
         "write": lambda: disk.time(os.pwritev),
+        "same read": lambda: disk.time(os.preadv, way=same),
+        "same write": lambda: disk.time(os.pwritev, way=same),
         "both": lambda: min(disk.time(os.preadv, os.pwritev), disk.time(os.preadv) + disk.time(os.pwritev)),
     }
     for line in sys.stdin:

@@ -24,10 +24,10 @@ from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
 from .scratch_file import ScratchFile
 
 Item = TypeVar("Item")
-BUFFER = 32 << 20  # bytes
+BUFFER = 64 << 20  # bytes
 SMALLEST = 1 << 16
-BUFFERS = 8
-AHEAD = 5  # portions that are read before they are stepped; the others are stepped or written
+BUFFERS = 6
+AHEAD = 4  # portions that are read before they are stepped; the others are stepped or written
 
 
 def buffer_nbytes(state: int) -> int:
