@@ -130,7 +130,7 @@ def nothing_streams_on():
     yield
     if "sp_lightning" in sys.modules:  # else nothing can stream, and importing it takes seconds
         from sp_lightning.compat import patches
-        from sp_lightning.memory.parameters import _watchers
+        from sp_lightning.memory.watched_parameters import _watchers
 
         assert not _watchers, f"{len(_watchers)} parameters are still streamed"
         left = [patch.name for patch in patches.ALL if patch.users]

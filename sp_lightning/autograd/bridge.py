@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..compat.tensors import graph_task, set_sequence_number
 from ..errors import ExactnessError
-from ..memory.parameters import true_grad_fn
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import true_grad_fn
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # from the node that runs and its gradients

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..compat.references import shares_storage
 from ..compat.tensors import graph_task
 from ..errors import ExactnessError
-from ..memory.parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.weights import same_bytes
 from .bridge import Gradients, Receive, check_not_recorded, connect
 

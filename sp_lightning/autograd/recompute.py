@@ -44,8 +44,8 @@ from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import storage_id
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
-from ..memory.parameters import DeviceParameter, quietly
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, reachable, tensors_in

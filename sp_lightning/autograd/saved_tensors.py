@@ -29,7 +29,7 @@ from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
 from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, storage_id, top_hooks
 from ..errors import ExactnessError
-from ..memory.parameters import is_stand_in, true_data, true_version
+from ..memory.watched_parameters import is_stand_in, true_data, true_version
 from ..memory.weights import SavedBytes
 from .autocast_weights import SavedCast
 from .offload import Offload, OffloadedTensor

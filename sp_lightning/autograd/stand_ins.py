@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ..compat.references import references
 from ..compat.tensors import set_versions
-from ..core.sizing import UnitBytes
+from ..core.window_choice import UnitBytes
 from ..errors import ExactnessError
-from ..memory.footprint import UnitHostBytes
+from ..memory.host_bytes import UnitHostBytes
 from ..memory.layout import aligned
-from ..memory.parameters import stand_in, true_data, true_version
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import stand_in, true_data, true_version
 from ..memory.weights import same_bytes
 from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies

@@ -37,7 +37,7 @@ from ..compat.dynamo import never_compiled
 from ..compat.patches import FUNCTION_APPLY
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.device import Device
-from ..memory.parameters import HostParameter, owner_of
+from ..memory.watched_parameters import HostParameter, owner_of
 from .autocast_weights import cast_by
 from .backward_pass import in_backward
 

@@ -57,8 +57,8 @@ class Patch:
                 setattr(self.holder, self.name, self.original)
 
 
-# memory/parameters.py, while any parameter is managed. ``nn.Parameter(p)`` would be a second host parameter over the
-# bytes of ``p``, which nothing manages: parametrizations and weight norm would fail at their first read of it.
+# memory/watched_parameters.py, while any parameter is managed. ``nn.Parameter(p)`` would be a second host parameter
+# over the bytes of ``p``, which nothing manages: parametrizations and weight norm would fail at their first read of it.
 PARAMETER_NEW = Patch(nn.Parameter, "__new__")
 
 # autograd/weight_reads.py, while any module is streamed. A custom autograd function, and a reentrant checkpoint, that

@@ -33,10 +33,10 @@ from ..core.telemetry import Counters
 from ..errors import SuperpipelineError
 from ..memory.device import Device
 from ..memory.layout import Layout, aligned, as_few_runs
-from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.staging import Around, Arrival, Copies
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import ParameterOwner, true_data
 from ..memory.weights import BY_ITSELF, Stamp, Weight
 from .direct_file import FileRange
 from .direct_ring import DirectRing, Job, Piece, Target, pieces

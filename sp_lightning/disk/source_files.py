@@ -27,7 +27,7 @@ from torch import Tensor
 from ..core.host import Mapping, mappings
 from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
-from ..memory.parameters import true_data
+from ..memory.watched_parameters import true_data
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, FileRange, filesystem
 
 PAGE = mmap.PAGESIZE

@@ -18,10 +18,10 @@ from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
-from ..memory.parameters import ParameterOwner, true_data
 from ..memory.partition import Unit
 from ..memory.pinned import find_foreign
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import ParameterOwner, true_data
 from ..options import format_bytes
 from .direct_file import BLOCK, filesystem, is_network
 from .direct_ring import DirectRing

@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
 from ..errors import SuperpipelineError
-from ..memory.footprint import state_nbytes
+from ..memory.host_bytes import state_nbytes
 from .names import LightningModule, ModelCheckpoint, TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from ..compat.lightning import EmptyInit
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
-from ..memory.parameters import is_watched
+from ..memory.watched_parameters import is_watched
 from ..options import Options
 from ..ranks.board import Ranks
 from ..runtime.handle import Handle

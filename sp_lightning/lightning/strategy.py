@@ -19,13 +19,13 @@ from torchmetrics import Metric
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
 from ..memory.device import check_supported
-from ..memory.parameters import is_watched
+from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..options import Options, format_bytes
 from ..runtime.handle import Handle
 from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
-from . import user_hooks
+from . import step_timing
 from .callback import SuperpipelineCallback
 from .checkpoint_io import MappedCheckpointIO, next_checkpoints, on_host, size_so_far
 from .names import (
@@ -221,7 +221,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         assert self.handle is not None and self.lightning_module is not None
         disk, folder, module = self.handle.steps.disk, self.options.disk, self.lightning_module
         if disk is not None and folder is not None:
-            nbytes = next_checkpoints(folder, trainer, module, not user_hooks.chooses_checkpoints(module))
+            nbytes = next_checkpoints(folder, trainer, module, not step_timing.chooses_checkpoints(module))
             disk.check_room(self.optimizers, nbytes)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
@@ -419,7 +419,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def _may_step_ahead(self, optimizer: Optimizer) -> bool:
         assert self.handle is not None and self.lightning_module is not None
-        reason = user_hooks.why_gradients_must_be_final(self, self.lightning_module, optimizer)
+        reason = step_timing.why_gradients_must_be_final(self, self.lightning_module, optimizer)
         reason = reason or self.handle.steps.other_hooks(optimizer)
         self.handle.steps.say(AFTER_BACKWARD, reason)
         return reason is None
@@ -431,10 +431,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         the step."""
         module = self.lightning_module
         assert module is not None and self.handle is not None
-        reason = user_hooks.why_weights_must_be_stepped(module)
+        reason = step_timing.why_weights_must_be_stepped(module)
         reason = reason or self.handle.steps.other_hooks(module.trainer.optimizers[0], after=True)
         self.handle.steps.say(WHOLE_STEP, reason)
-        return reason is None and user_hooks.next_is_a_training_step(module.trainer)
+        return reason is None and step_timing.next_is_a_training_step(module.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one."""

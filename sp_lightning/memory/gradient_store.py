@@ -25,9 +25,9 @@ from ..compat.references import references, storage_uses, storage_uses_at
 from ..compat.tensors import copy_all, storage_id
 from .device import Device
 from .layout import ALIGNMENT, Layout, aligned, as_few_runs
-from .parameters import true_grad
 from .staging import Copies
 from .unit_store import UnitStore
+from .watched_parameters import true_grad
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share

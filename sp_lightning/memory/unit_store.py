@@ -57,10 +57,10 @@ from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
-from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .partition import Unit
 from .pinned import find_foreign, is_foreign
 from .staging import Copies
+from .watched_parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
 

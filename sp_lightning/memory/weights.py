@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import ExactnessError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout
-from .parameters import true_data, true_dtype, true_version
+from .watched_parameters import true_data, true_dtype, true_version
 
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 

@@ -16,9 +16,9 @@ import torch
 from ..core.host import peak_memory, usable_cores
 from ..core.machine import Machine
 from ..core.recorder import KEPT, RecordedStep, Recorder, UnitTimes
-from ..core.sizing import DeviceBudget
 from ..core.telemetry import Lane
-from ..memory.footprint import STATES, HostBytes, host_bytes, state_nbytes
+from ..core.window_choice import DeviceBudget
+from ..memory.host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from ..options import format_bytes, format_seconds
 from ..runtime.handle import Handle
 from ..runtime.measure import measure_quickly

@@ -20,8 +20,9 @@
    of a weight, to a gradient or to state.
 6. What is being stepped is hidden. The optimizer's state is guarded (state_guard.py) from the beginning of backward to
    the step, and while the step is deferred: a read waits, or is an error (backward_pass.py, Rule 5). A parameter's data
-   is *vacant* while its step is deferred: reading it from Python waits (parameters.py, weight_reads.py), and any other
-   access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either order.
+   is *vacant* while its step is deferred: reading it from Python waits (watched_parameters.py, weight_reads.py), and
+   any other access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either
+   order.
 7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
    attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
 8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (unit_store.py, Rule 7).
@@ -65,8 +66,8 @@ from ..compat.tensors import forbid_access, storage_id, without_dispatch
 from ..core.simulation import PARTS
 from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError
-from ..memory.parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.weights import Conversion
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState

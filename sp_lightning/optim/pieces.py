@@ -49,7 +49,7 @@ from torch.optim import (
 from ..compat.kernels import can_share_operators, share_operators
 from ..compat.modules import run_first
 from ..compat.tensors import dispatch_mode_count, function_mode_count
-from ..memory.parameters import HostParameter, is_on_host
+from ..memory.watched_parameters import HostParameter, is_on_host
 from ..memory.weights import Conversion
 from . import native
 

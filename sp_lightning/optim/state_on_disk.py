@@ -46,9 +46,9 @@ from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes
 from ..disk.state_ring import Run, StateRing, as_few_runs
 from ..errors import DiskError
-from ..memory.footprint import state_nbytes
+from ..memory.host_bytes import state_nbytes
 from ..memory.layout import is_dense
-from ..memory.parameters import true_data
+from ..memory.watched_parameters import true_data
 from ..memory.weights import Conversion
 from ..options import format_bytes
 from .pieces import (

@@ -13,7 +13,7 @@ from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ..memory.footprint import HostBytes
+    from ..memory.host_bytes import HostBytes
 
 SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
 MANY = 16  # batches to accumulate, that are named where a step of the optimizer takes most of the time

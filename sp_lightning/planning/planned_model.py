@@ -40,12 +40,12 @@ from ..compat.tensors import storage_id, without_dispatch_modes, without_functio
 from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
-from ..core.sizing import UnitBytes
+from ..core.window_choice import UnitBytes
 from ..disk import state_ring
 from ..disk.direct_ring import BUFFERS, PIECE
 from ..disk.placement import Budgeted, UnitPlacement, choose, may_move, within
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..memory.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..options import Options, format_bytes
 from .dry_run import Answers, RealTensors, Runner, dry_run, generating

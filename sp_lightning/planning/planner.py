@@ -5,9 +5,9 @@
 2. The device's context, and what its allocator wastes, are a reserve that is assumed, not measured (`RESERVE`).
 3. Bytes and time are linear in a batch's rows: straight lines through two traces, of the batch and of twice its rows.
 4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
-   does in a run (sizing.py, Rule 1), with the same errors.
+   does in a run (window_choice.py, Rule 1), with the same errors.
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
-   ranks together (footprint.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does not
+   ranks together (host_bytes.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does not
    step beside backward or beside the next forward there.
 """
 
@@ -27,10 +27,10 @@ from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, w
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, UnitCost, simulate
-from ..core.sizing import first_window
+from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..memory.device import find
-from ..memory.footprint import HostBytes
+from ..memory.host_bytes import HostBytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options, is_int, parse_bytes
 from ..ranks.exchange import AHEAD
@@ -237,7 +237,7 @@ class Ranks(NamedTuple):
     """The processes of a run, one for each device."""
 
     size: int
-    own_gradients: bool  # whether each has gradients of its own (footprint.py, Rule 5)
+    own_gradients: bool  # whether each has gradients of its own (host_bytes.py, Rule 5)
 
 
 class _Planner:

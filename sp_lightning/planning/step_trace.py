@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.schedule import Schedule
-from ..core.sizing import UnitBytes
+from ..core.window_choice import UnitBytes
 from ..memory.partition import Unit
 
 # What bytes are for (Rule 2).

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..compat.patches import CLIP_GRADIENTS
 from ..compat.references import caller_has
-from ..memory.parameters import HostParameter, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import HostParameter, true_dtype, true_grad
 from .board import Ranks
 from .exchange import Exchange
 from .user_edits import Alike, flat, owned

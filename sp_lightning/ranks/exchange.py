@@ -52,8 +52,8 @@ from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab
 from ..memory.layout import Layout
-from ..memory.parameters import set_true_grad, true_dtype, true_grad
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import Board, Ranks

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..memory.layout import Layout
-from ..memory.parameters import true_data, true_grad
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import true_data, true_grad
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping

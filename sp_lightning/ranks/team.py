@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..memory.device import Device
-from ..memory.parameters import true_data
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import true_data
 from ..optim.pieces import Group
 from .board import Board, Ranks
 from .clipping import Clipping

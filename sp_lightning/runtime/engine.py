@@ -41,9 +41,9 @@ from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..memory.device import Device
-from ..memory.parameters import quietly, true_device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import SharedMemory, UnitStore
+from ..memory.watched_parameters import quietly, true_device
 from ..optim.pending_step import PendingStep
 from ..options import Options
 from .gradients import GradientReturn

@@ -31,9 +31,9 @@ from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
 from ..memory.layout import ALIGNMENT, Layout
-from ..memory.parameters import HostParameter, set_true_grad, true_dtype, true_grad
 from ..memory.staging import Arrival
 from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import HostParameter, set_true_grad, true_dtype, true_grad
 from ..optim import native
 from ..optim.pending_step import PendingStep
 

@@ -19,12 +19,12 @@ from ..autograd.autocast_weights import castable
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..core.recorder import Recorder
-from ..core.sizing import UnitBytes
 from ..core.telemetry import Counters, StepListener
+from ..core.window_choice import UnitBytes
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
-from ..memory.parameters import DeviceParameter, is_watched, unwatch
 from ..memory.partition import Unit, forward_of, partition, slots
+from ..memory.watched_parameters import DeviceParameter, is_watched, unwatch
 from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
@@ -96,7 +96,7 @@ class Handle:
         self._counters = Counters()  # of all engines, one after the other
         self._autocasts = autocasts  # whether code may run under autocast, as far as is known
         self._ranks = ranks  # of several devices, each of which has a handle like this one
-        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (footprint.py, Rule 5)
+        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (host_bytes.py, Rule 5)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
         self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`

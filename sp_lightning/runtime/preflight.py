@@ -25,9 +25,9 @@ from ..core.host import host_memory
 from ..core.machine import Machine
 from ..core.schedule import Schedule
 from ..core.simulation import UnitCost, simulate
-from ..core.sizing import UnitBytes, first_window
+from ..core.window_choice import UnitBytes, first_window
 from ..errors import HostMemoryError, MemoryBudgetError
-from ..memory.footprint import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..memory.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.layout import aligned
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
@@ -95,7 +95,7 @@ def needed_at_least(units: Sequence[UnitBytes], window: int) -> int:
 
 
 def needed_in_budget(units: Sequence[UnitBytes], window: int) -> int:
-    """Return the device bytes that a run needs as `sizing.first_window` counts them for a budget."""
+    """Return the device bytes that a run needs as `window_choice.first_window` counts them for a budget."""
     streamed = sorted((unit for unit in units if not unit.resident), key=lambda unit: -unit.nbytes)
     root = sum(unit.nbytes for unit in units if unit.resident)
     gradients = max((unit.gradient_nbytes for unit in streamed), default=0)
@@ -251,7 +251,7 @@ def check_host(
         device_dtype: The type in which weights of a type travel.
         ranks: All ranks of this machine, which come here together.
         training: Whether there are gradients and an optimizer at all.
-        own_gradients: Whether each rank has gradients of its own (footprint.py, Rule 5).
+        own_gradients: Whether each rank has gradients of its own (host_bytes.py, Rule 5).
         in_files: The ids of weights that stay in their files.
         adopted: The ids of weights that are in files, and will be copied into memory.
         on_disk: Bytes of the optimizer's state that will be on disk.

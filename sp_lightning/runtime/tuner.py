@@ -3,7 +3,7 @@
 1. A run starts from the sizes that a plan or a resumed run chose, as far as they fit, and keeps them until it has
    measured times of its own. Without such sizes the window of the first pass is one unit: the memory of activations is
    not known yet, and without a recorded order nothing could be loaded early anyway. After each pass the window may
-   grow, at most fourfold, into the memory that the pass left (sizing.py, Rule 2).
+   grow, at most fourfold, into the memory that the pass left (window_choice.py, Rule 2).
 2. *Others* is all memory on the device but the window's units. Its peak is known after a pass in which the device's
    peak rose: that peak, less the window's units when most was allocated. The largest of these peaks counts, so a window
    that shrank for a large batch does not grow back before the next one.
@@ -13,7 +13,7 @@
 4. If the device runs out of memory all the same, the units that can leave are evicted (window.py, Rule 3), and the
    window stays smaller than it was from then on. The same holds after a pass in which the allocator gave its cache back
    to the device, which is slow.
-5. Times are measured in the first passes and decide once (sizing.py, Rule 3), and again when memory changes.
+5. Times are measured in the first passes and decide once (window_choice.py, Rule 3), and again when memory changes.
 6. Each change is logged in one line with the numbers that it follows from. No change alters a result.
 """
 
@@ -24,8 +24,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.recorder import Recorder
-from ..core.sizing import GROWTH, DeviceBudget, Times, UnitBytes, WindowChoice, choose, first_window, sizes_of, times_of
 from ..core.telemetry import Counters, StepListener
+from ..core.window_choice import (
+    GROWTH,
+    DeviceBudget,
+    Times,
+    UnitBytes,
+    WindowChoice,
+    choose,
+    first_window,
+    sizes_of,
+    times_of,
+)
 from ..memory.device import Device
 from ..options import Options, format_bytes
 

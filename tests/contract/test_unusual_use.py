@@ -28,7 +28,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError, SuperpipelineError, UnsupportedError
-from sp_lightning.memory.parameters import HostParameter
+from sp_lightning.memory.watched_parameters import HostParameter
 
 # --- Weights where they are not looked for
 

@@ -169,7 +169,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
     assert expected.disk_written_nbytes == expected.on_disk > 0
     assert (expected.disk_read_nbytes > expected.on_disk) == (expected.disk_nbytes > 0) == (wider == 4096)
     assert rings <= expected.host.ring and expected.host.weights <= slabs <= expected.host.weights + 512 * 20
-    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # footprint.py, Rule 2
+    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # host_bytes.py, Rule 2
     assert expected.host.wire <= wires <= expected.host.wire + joined + 512 * 60
     averaged = plan(net, torch.ones(4, 64), copies=1, **planned, **options)
     assert size <= averaged.host.copies <= size + 512 * 60

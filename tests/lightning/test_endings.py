@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import models
 import parity
 from sp_lightning import stream
-from sp_lightning.memory import parameters
+from sp_lightning.memory import watched_parameters
 from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.runtime.gradients import GradientReturn
 
@@ -131,7 +131,7 @@ def fit(side, accelerator, module, batches=4, optimizer_overlap=True, **options)
 
 def world(module):
     """All that streaming touches and has to put back."""
-    assert not parameters._watchers
+    assert not watched_parameters._watchers
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"cpu"}
     return {
@@ -144,7 +144,7 @@ def world(module):
         ),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "scaling": GradScaler._unscale_grads_ is SCALING,
-        "dispatch": parameters.HostParameter.__torch_function__ is torch._C._disabled_torch_function_impl,
+        "dispatch": watched_parameters.HostParameter.__torch_function__ is torch._C._disabled_torch_function_impl,
         "attributes": [sorted(vars(child)) for child in module.net.modules()],
     }
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.memory.parameters import quietly, true_data
+from sp_lightning.memory.watched_parameters import quietly, true_data
 from sp_lightning.memory.weights import fill_wire
 
 

@@ -23,7 +23,7 @@ import parity
 import sp_lightning
 from sp_lightning.autograd.backward_pass import in_backward
 from sp_lightning.errors import ExactnessError
-from sp_lightning.lightning import user_hooks
+from sp_lightning.lightning import step_timing
 from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.optim.pending_step import HostThread
 from sp_lightning.runtime.window import Window
@@ -306,7 +306,7 @@ def test_with_default_options_nothing_of_ours_or_lightnings_holds_the_step(packa
     """Wherever our files lie."""
     for kind in (sp_lightning.SuperpipelineStrategy, sp_lightning.SuperpipelineCallback):
         monkeypatch.setattr(kind, "__module__", f"{package}.module")
-    monkeypatch.setattr(user_hooks, "__package__", package)
+    monkeypatch.setattr(step_timing, "__package__", package)
     if device.type == "simgpu":
         import simgpu.lightning  # noqa: F401
     module = module_of(kind=SeesTheEnd)

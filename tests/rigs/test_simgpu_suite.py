@@ -153,16 +153,16 @@ def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_fin
 
         import models
         import sp_lightning
-        from sp_lightning.memory import parameters
+        from sp_lightning.memory import watched_parameters
 
         net = models.case("mlp").make()
 
         def test_hides_what_is_checked():
-            sys.modules[parameters.__name__] = None
+            sys.modules[watched_parameters.__name__] = None
 
         def test_streams_on():
             global handle
-            sys.modules[parameters.__name__] = parameters
+            sys.modules[watched_parameters.__name__] = watched_parameters
             handle = sp_lightning.stream(net, torch.device("cpu"))
 
         def test_closes_it():

@@ -14,7 +14,7 @@ import parity
 import sp_lightning
 from sp_lightning.core.host import HostMemory
 from sp_lightning.core.machine import Machine
-from sp_lightning.core.sizing import UnitBytes
+from sp_lightning.core.window_choice import UnitBytes
 from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options

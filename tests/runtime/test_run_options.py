@@ -13,7 +13,7 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.core.sizing import UnitBytes, first_window, largest_window
+from sp_lightning.core.window_choice import UnitBytes, first_window, largest_window
 from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options

@@ -1,5 +1,5 @@
-"""The user hooks that run between backward, the optimizer step and the next forward, and may read gradients or weights
-that are not final yet.
+"""When an optimizer may step: beside backward, after it, or beside the next forward, by the user hooks that run between
+them and may read gradients or weights that are not final yet.
 
 1. A hook between backward and the optimizer step may read or change gradients. If there is one, no unit is stepped
    while backward runs (pending_step.py).

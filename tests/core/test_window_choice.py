@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader
 import sp_lightning
 from sp_lightning.core.machine import Machine
 from sp_lightning.core.recorder import UnitTimes
-from sp_lightning.core.sizing import DeviceBudget, Times, UnitBytes, UnitMs, choose, largest_window, sizes_of, times_of
+from sp_lightning.core.window_choice import (
+    DeviceBudget,
+    Times,
+    UnitBytes,
+    UnitMs,
+    choose,
+    largest_window,
+    sizes_of,
+    times_of,
+)
 from sp_lightning.memory.device import DeviceMemoryError
 
 simgpu = pytest.importorskip("simgpu")
