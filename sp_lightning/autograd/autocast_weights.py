@@ -23,7 +23,7 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    elsewhere, or saved by a graph that waits for its backward; otherwise it waits for a later pass.
 5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
    given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
-   second use of those that count is exact (bridge.py, Rule 4), and has the same consequence.
+   second use of those that count is exact (gradient_nodes.py, Rule 4), and has the same consequence.
 6. *Cast on the device.* The weight that travels as it is is cast on the device before its module's forward, as
    autocast would cast it, and its gradient comes down in autocast's type. Saved by autograd, such casts would take half
    a copy of all weights: they are dropped after the forward and made again in backward from the resident unit. A plain

@@ -23,7 +23,7 @@ from ..errors import ExactnessError
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.weights import same_bytes
-from .bridge import Gradients, Receive, check_not_recorded, connect
+from .gradient_nodes import Gradients, Receive, check_not_recorded, connect
 
 AS_IS = 'earlier steps did not do that; set wire_dtype="as-is" to send the weight in FP32'
 

@@ -3,7 +3,7 @@
 1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute
    that holds it as well. A slot that holds something else by now belongs to user code, and is left alone.
 2. Stand-ins are in the slots only while the unit is resident, and never after it was evicted.
-3. The bridge is built anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
+3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's. An in-place write that autograd recorded is
    an error, as for a plain leaf.
@@ -32,8 +32,8 @@ from ..memory.partition import Slot, Unit
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import stand_in, true_data, true_version
 from ..memory.weights import same_bytes
-from .bridge import CastUses, Gradients, Receive, check_not_recorded, connect
 from .fp32_copies import FullPrecisionCopies
+from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
 
 _requires_grad = operator.attrgetter("requires_grad")
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
@@ -96,7 +96,7 @@ class StandIns:
         return changed
 
     def _receiver(self, uses: CastUses) -> Receive:
-        """Return the receiver of the bridge's gradients: it adds those in autocast's type, which come by ``uses``."""
+        """Return the receiver of the node's gradients: it adds those in autocast's type, which come by ``uses``."""
         hidden = frozenset(self.store.autocast)
 
         def receive(node: Any, grads: Gradients) -> Gradients:

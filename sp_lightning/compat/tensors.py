@@ -71,7 +71,7 @@ tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 HOOKS_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"  # an attribute that tensors have once there are any
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
-# Without it all gradients would pile up on the device until backward ends (autograd/bridge.py, Rule 2).
+# Without it all gradients would pile up on the device until backward ends (autograd/gradient_nodes.py, Rule 2).
 set_sequence_number: Callable[[Any, int], None] = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
 
 # Without these nothing that autograd saves could leave the device, or come back for backward.

@@ -358,7 +358,7 @@ def quietly() -> AbstractContextManager[None]:
 
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:
-    """Turn an output of the autograd bridge into the stand-in of a host parameter."""
+    """Turn an output of a unit's node into the stand-in of a host parameter."""
     output.__class__ = _stand_in_class(type(host))
     output.host = host  # type: ignore[attr-defined]
     output.data_exposed = data_exposed  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..autograd.autocast_weights import castable
 from ..autograd.backward_pass import in_backward
-from ..autograd.bridge import Gradients
+from ..autograd.gradient_nodes import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count

@@ -12,7 +12,7 @@
    ``.grad`` before and that user code refers to shows the mean as well, as where it is accumulated in place.
 4. A ``.grad`` of an earlier exchange that is no longer ``.grad`` keeps its bytes for user code that still refers to it:
    before the rank posts the unit, it takes pages of its own for the whole face, and later ones get a new face.
-5. What autograd accumulates by itself (for hooks, and past a unit's bridge) is posted from ``.grad`` at the end. It
+5. What autograd accumulates by itself (for hooks, and past a unit's node) is posted from ``.grad`` at the end. It
    accumulates a parameter's gradient after the unit's came, and gets that as well, to be one summand as in a plain run.
 6. Owners sum on a thread of their own beside backward, unit by unit: those that all ranks have posted, and of which
    nothing more comes. Autograd comes to a parameter's leaf once in a backward, after all parts of its gradient. So a

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ..autograd import weight_reads
 from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
-from ..autograd.bridge import Gradients
+from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, tensors_in

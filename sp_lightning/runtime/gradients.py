@@ -11,7 +11,7 @@
    at most one exists, beside the gradients that autograd collects for the next unit.
 4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
 5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
-   host parameter past its unit's bridge (bridge.py). Such changes are recorded for the step in backward.
+   host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.bridge import Gradients
+from ..autograd.gradient_nodes import Gradients
 from ..compat.tensors import HOOKS_AFTER_ACCUMULATION, forward_level, is_batched_gradient, tensor_hooks, will_execute
 from ..core.telemetry import Counters
 from ..memory.device import Device

@@ -1,4 +1,4 @@
-"""The autograd bridge between host parameters and their stand-ins.
+"""The autograd nodes between host parameters and their stand-ins, through which gradients come back.
 
 1. A unit has one node, applied once: it saves nothing, so it serves every step, repeated backward and ``retain_graph``.
    All uses of a weight in a graph, over all calls of its unit, lead to it: autograd sums them as it would for a leaf.
@@ -59,7 +59,7 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
 
 
 def check_not_recorded(output: Tensor, name: str) -> None:
-    """Raise if autograd recorded an in-place write to a stand-in: another node than the bridge's made it then."""
+    """Raise if autograd recorded an in-place write to a stand-in: another node than the unit's made it then."""
     node = true_grad_fn(output)
     if output.requires_grad and (node is None or node.name() != "HostDeviceBridgeBackward"):
         raise ExactnessError(
@@ -76,7 +76,7 @@ class CastUses:
         self.left_to_autograd: set[int] = set()  # weights of casts on the device that are read in another way as well
 
     def arrive(self, index: int, grads: Gradients) -> Gradients:
-        """Collect the gradient of a use, as a prehook of its node: the bridge gets none from there."""
+        """Collect the gradient of a use, as a prehook of its node: the unit's node gets none from there."""
         if grads[0] is not None:
             self._arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
         return (None,)
@@ -90,7 +90,7 @@ class CastUses:
         return {index: _sum(arrived) for index, arrived in self._arrived.pop(graph_task(), {}).items()}
 
     def clear(self) -> None:
-        """Drop gradients of tasks that ended before they reached the bridge."""
+        """Drop gradients of tasks that ended before they reached the unit's node."""
         self._arrived.clear()
 
 
