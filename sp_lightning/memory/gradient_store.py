@@ -191,8 +191,15 @@ def _known(grad: Tensor | None) -> Tensor:
 
 
 def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
-    """Whether only the parameter, and the slab that its gradient may be in, refer to that gradient."""
-    from_slab = 0 if slab is None else slab.references(index, true_grad(parameter))
+    """Whether only the parameter, and the slab that its gradient may be in, refer to that gradient.
+
+    No count shows who refers to memory that is neither torch's nor a slab's, such as NumPy's.
+    """
+    grad = _known(true_grad(parameter))
+    from_slab = 0 if slab is None else slab.references(index, grad)
+    if not from_slab and not grad.untyped_storage().resizable():
+        return False
+    del grad  # this reference would be counted
     return _references_to_grad(parameter) == _own_references(from_slab)
 
 

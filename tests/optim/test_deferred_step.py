@@ -463,6 +463,17 @@ def test_what_somebody_refers_to_is_stepped_at_once_and_that_is_said(keep, hold,
     assert kept and sum("somebody else refers to" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("hold", [Held.after_backward], indirect=True)  # beside backward it comes too late: an error
+def test_a_step_is_not_held_whose_gradient_is_over_an_array(hold, caplog):
+    def receive(net, optimizer):
+        weight = net.blocks[0].up.weight
+        weight.grad = torch.from_numpy(weight.grad.numpy().copy())  # the array may be written by whoever has it
+
+    with caplog.at_level(logging.INFO, "sp_lightning"), pytest.raises(AssertionError):
+        hold(before=receive)
+    assert "somebody else refers to the gradient of blocks.0.up.weight" in caplog.text
+
+
 class Scale(nn.Parameter):
     """A class of the user's."""
 
