@@ -19,6 +19,7 @@ DAILY = {
     "finetuning",
     "generation",
     "gradients never cleared, clipping",
+    "hooks after steps",
     "kept gradients, zeros",
     "orders",
     "regulariser, accumulation",

@@ -188,6 +188,24 @@ class TurnsGradients(Plain):
         self.net.head.bias.grad = torch.ones(()).expand_as(self.net.head.bias)
 
 
+class HooksAfterSteps(Plain):
+    """Averages weights, reads state and writes to weights in a hook after the optimizer's step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+        optimizer.register_step_post_hook(self.after_step)
+        return optimizer
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        for average, parameter in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(parameter, 0.3)
+            parameter.clamp_(-0.2, 0.2)
+            self.see(optimizer.state[parameter]["exp_avg"])
+        self.see(self.averages)
+
+
 class ReplacesStateOnOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.trainer.optimizers[0].state[self.net.stem.weight]
@@ -572,6 +590,7 @@ FEATURES = {
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
     "norms": Feature(NormsOfGradients),
     "turned gradients": Feature(TurnsGradients),
+    "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
     "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),
