@@ -19,6 +19,7 @@ DAILY = {
     "finetuning",
     "generation",
     "gradients never cleared, clipping",
+    "gradients with other data",
     "hooks after steps",
     "kept gradients, zeros",
     "orders",

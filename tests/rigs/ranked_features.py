@@ -188,6 +188,17 @@ class TurnsGradients(Plain):
         self.net.head.bias.grad = torch.ones(()).expand_as(self.net.head.bias)
 
 
+class GivesGradientsOtherData(Plain):
+    """Assigns to a gradient's ``.data`` in every second step, on every rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        if self.trainer.global_step % 2:
+            for gradient in gradients:
+                gradient.data = gradient.data * 0.5
+        self.see(gradients)
+
+
 class HooksAfterSteps(Plain):
     """Averages weights, reads state and writes to weights in a hook after the optimizer's step."""
 
@@ -590,6 +601,7 @@ FEATURES = {
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
     "norms": Feature(NormsOfGradients),
     "turned gradients": Feature(TurnsGradients),
+    "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
