@@ -11,6 +11,8 @@
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
    the default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does
    not step their faces: a page of its own would have old bytes of the parameters beside them, which their owners step.
+   Parameters whose data is no longer in their place in the slab, and those that are not streamed, each rank steps
+   where they are, with state of its own.
 4. The ranks meet before what they own is stepped, since another rank may still read it, and after it.
 """
 
@@ -52,7 +54,7 @@ class Owners:
         # optimizer, which may be that of one that died, does not decide.
         self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
         self._pieces: dict[Tensor, Tensor] = {}  # of the step that runs: the parameter of each piece
-        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps
+        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps: a copy, or the parameter itself
         self._given: dict[Tensor, State] = {}  # the state that each had before
         self._state: dict[Tensor, State] = {}
         self._edits: list[tuple[UnitStore, SharedSlab, list[Range]]] = []  # of state, by user code on this rank
@@ -73,20 +75,22 @@ class Owners:
             {**group, "params": [self._piece(optimizer, p, takes_the_loop(group)) for p in group["params"]]}
             for group in optimizer.param_groups
         ]
+        if any(copy is not parameter for copy, parameter in self._copies.items()):
+            self._board.meet()  # a rank that ends its step writes what another one may not have copied yet
         return groups, self._state
 
     def _piece(self, optimizer: Optimizer, parameter: Tensor, loops: bool) -> Tensor:
         place = self._places.get(id(parameter))
         grad = true_grad(parameter)
         if place is None or grad is None or not place[0].in_place(place[1]):
-            if parameter in optimizer.state:
-                self._state[parameter] = optimizer.state[parameter]
+            if grad is not None:
+                self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
             return parameter
         store, index = place
         if not loops or not parameter.dim():
             copy = true_data(parameter).clone(memory_format=torch.preserve_format)
             copy.grad = grad
-            self._copies[copy], self._state[copy] = parameter, optimizer.state[parameter]
+            self._copies[copy], self._state[copy] = parameter, self._own_state(optimizer, parameter)
             return copy
         field, own = self._owned(store, index)
         piece = flat(store.shared.truth, field, own)
@@ -110,6 +114,15 @@ class Owners:
         if not self._lies_in_a_slab(optimizer, parameter, key, value):
             self._publish(optimizer, parameter, key, in_order(value, field)[own])
         return flat(self._slabs[optimizer][store, key].truth, field, ALL)
+
+    def _own_state(self, optimizer: Optimizer, parameter: Tensor) -> State:
+        """Return the state of a parameter that every rank steps as a whole: each has its own (Rule 3)."""
+        state: State = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            is_like = id(parameter) in self._places and _is_like(value, parameter)
+            if is_like and self._lies_in_a_slab(optimizer, parameter, key, value):
+                state[key] = value.clone(memory_format=torch.preserve_format)
+        return state
 
     def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
         store, index = self._places[id(parameter)]
@@ -172,6 +185,10 @@ class Owners:
     def end(self, optimizer: Optimizer) -> None:
         """End a step: its results are true for all ranks. Every rank comes here (Rules 3 and 4)."""
         for copy, parameter in self._copies.items():
+            if self._state[copy]:
+                optimizer.state[parameter] = self._state[copy]
+            if copy is parameter:
+                continue
             store, index = self._places[id(parameter)]
             field, own = self._owned(store, index)
             flat(store.shared.truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])

@@ -27,6 +27,7 @@ DAILY = {
     "schedulers",
     "skips, accumulation",
     "swa",
+    "swapped data",
     "turned gradients",
     "weights of rank 0",
 }

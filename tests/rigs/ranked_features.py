@@ -217,6 +217,16 @@ class HooksAfterSteps(Plain):
         self.see(self.averages)
 
 
+class SwapsData(Plain):
+    """Has two blocks exchange their data for three steps: their bytes lie in the slabs of other parameters then."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index in (1, 4):
+            pairs = zip(self.net.blocks[1].parameters(), self.net.blocks[2].parameters(), strict=True)
+            for first, second in pairs:
+                first.data, second.data = second.data, first.data
+
+
 class ReplacesStateOnOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.trainer.optimizers[0].state[self.net.stem.weight]
@@ -602,6 +612,7 @@ FEATURES = {
     "norms": Feature(NormsOfGradients),
     "turned gradients": Feature(TurnsGradients),
     "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
+    "swapped data": Feature(SwapsData, settings={"batches": 6}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
