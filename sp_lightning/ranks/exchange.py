@@ -60,7 +60,7 @@ from .gradient_box import Box
 from .shared_memory import PAGE, SharedSlab, paged
 from .user_edits import Alike, fingerprint, flat, in_order, listed, owned
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
 ROOM = 4  # a box has room for this many times the gradients: they are laid out again when types change
 ENDED = (1 << 32) - 1  # more units than there are: a rank whose backward has ended posts none
@@ -407,7 +407,7 @@ class Exchange:
             region = backward.single[store, index]
             copy = torch.empty(0, dtype=field.dtype).set_(region.untyped_storage(), 0, field.shape, field.stride)
             grad = copy.copy_(grad)
-            place = self.box.place(region, grad)
+            place = self.box.place(region, region)  # a tensor without elements is nowhere
         assert place is not None
         used = USED if id(parameter) in self._used else 0
         self.board.post(self._firsts[store] + index, (place * len(TYPES) + TYPES.index(grad.dtype)) * 4 + AT + used)

@@ -22,6 +22,7 @@ DAILY = {
     "gradients with other data",
     "hooks after steps",
     "kept gradients, zeros",
+    "odd parameters",
     "orders",
     "regulariser, accumulation",
     "schedulers",

@@ -227,6 +227,20 @@ class SwapsData(Plain):
                 first.data, second.data = second.data, first.data
 
 
+class HasOddParameters(Plain):
+    """Has complex weights, one without elements, and one without dimensions."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.phases = nn.Parameter(torch.randn(300, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index) * self.factor * (1 + self.global_rank)
+        return loss + (self.phases.abs() - 1).square().mean() + self.nothing.sum()
+
+
 class ReplacesStateOnOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.trainer.optimizers[0].state[self.net.stem.weight]
@@ -613,6 +627,7 @@ FEATURES = {
     "turned gradients": Feature(TurnsGradients),
     "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "swapped data": Feature(SwapsData, settings={"batches": 6}),
+    "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
