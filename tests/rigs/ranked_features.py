@@ -218,12 +218,12 @@ class HooksAfterSteps(Plain):
 
 
 class SwapsData(Plain):
-    """Has two blocks exchange their data for three steps: their bytes lie in the slabs of other parameters then."""
+    """Has two blocks exchange some of their data for three steps: the bytes lie beside other parameters then."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
         if batch_index in (1, 4):
             pairs = zip(self.net.blocks[1].parameters(), self.net.blocks[2].parameters(), strict=True)
-            for first, second in pairs:
+            for first, second in list(pairs)[::2]:
                 first.data, second.data = second.data, first.data
 
 
