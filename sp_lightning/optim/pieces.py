@@ -102,6 +102,7 @@ class ShadowStep:
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
         # other parameters (pending_step.py).
         self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
+        self.end: Callable[[Optimizer], None] = lambda optimizer: None  # called after the step, before the user's hooks
         # Called before the others are regrouped; steps what is on disk and returns the groups with the others
         # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
         # hooks: the first one makes the shadow, and those after it add what they step.
@@ -110,7 +111,7 @@ class ShadowStep:
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         """Register the hooks with an optimizer; return this object."""
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        # The user's post hooks read the arguments that `_after` puts back.
+        # The user's post hooks read the arguments that `_after` puts back, and what other ranks stepped.
         run_first(optimizer, self._hooks[1])
         return self
 
@@ -165,6 +166,7 @@ class ShadowStep:
             args[:] = called_with[0]
             kwargs.clear()
             kwargs.update(called_with[1])
+            self.end(optimizer)
 
 
 def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | None:

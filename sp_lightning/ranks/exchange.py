@@ -38,7 +38,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ from .gradient_box import Box
 from .shared_memory import PAGE, SharedSlab, paged
 from .user_edits import Alike, fingerprint, flat, in_order, listed, owned
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
 ROOM = 4  # a box has room for this many times the gradients: they are laid out again when types change
 ENDED = (1 << 32) - 1  # more units than there are: a rank whose backward has ended posts none
@@ -73,12 +72,22 @@ PART = 1 << 18  # elements that an owner sums at a time
 Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of the box, and its tensor there
 
 
-@dataclass(eq=False)
 class _Sums:
     """The slab of a unit's mean gradients, and the tensors over its face that become ``.grad``."""
 
-    slab: SharedSlab
-    views: list[Tensor]
+    def __init__(self, slab: SharedSlab, store: UnitStore) -> None:
+        self.slab, self._store = slab, store
+        self.make_views()
+
+    def make_views(self) -> None:
+        """Make the tensors over the face."""
+        storage = self.slab.face.untyped_storage()
+        self.views = [Layout.own_view(storage, field) for field in self._store.host_layout.fields]
+        self._made = list(map(_form, self.views))
+
+    def is_altered(self, index: int) -> bool:
+        """Whether user code gave a tensor other data or another form: ``p.grad.data = ...``, ``grad.t_()``."""
+        return _form(self.views[index]) != self._made[index]
 
 
 class _Backward:
@@ -138,7 +147,7 @@ class Exchange:
 
     def _sums_of(self, store: UnitStore) -> _Sums:
         slab = self._ranks.share(max(store.host_layout.nbytes, 1), keep=True)
-        return _Sums(slab, _views(slab, store))
+        return _Sums(slab, store)
 
     def _leaf(self, parameter: Tensor) -> Any:
         """Return the node that accumulates a parameter's gradient, and keep it; frozen weights may be trained later."""
@@ -398,7 +407,7 @@ class Exchange:
             region = backward.single[store, index]
             copy = torch.empty(0, dtype=field.dtype).set_(region.untyped_storage(), 0, field.shape, field.stride)
             grad = copy.copy_(grad)
-            place = self.box.place(region, grad)
+            place = self.box.place(region, region)  # a tensor without elements is nowhere
         assert place is not None
         used = USED if id(parameter) in self._used else 0
         self.board.post(self._firsts[store] + index, (place * len(TYPES) + TYPES.index(grad.dtype)) * 4 + AT + used)
@@ -472,7 +481,7 @@ class Exchange:
                         "well: call self.manual_backward(loss) instead of loss.backward(), and step after a backward "
                         "outside of no_sync"
                     )
-                if index not in pages and grad is sums.views[index]:
+                if index not in pages and self.is_mean(store, index):
                     continue
                 mean = clipped(store, index, flat(sums.slab.truth, field, slice(None)))
                 if not same_bytes(mine := in_order(grad, field), mean):
@@ -487,8 +496,9 @@ class Exchange:
         return self._sums[store].slab.truth
 
     def is_mean(self, store: UnitStore, index: int) -> bool:
-        """Whether a parameter's ``.grad`` is the face of the mean."""
-        return true_grad(store.params[index]) is self._sums[store].views[index]
+        """Whether a parameter's ``.grad`` is the face of the mean, and user code gave it no other data."""
+        sums = self._sums[store]
+        return true_grad(store.params[index]) is sums.views[index] and not sums.is_altered(index)
 
     def unseen(self, store: UnitStore, indices: Sequence[int], references: int) -> set[int]:
         """Return which of these gradients nothing else refers to, but for so many references to each.
@@ -510,9 +520,10 @@ class Exchange:
         backward.kept.add(store)
         sums = self._sums[store]
         left = [view for p, view in zip(store.params, sums.views, strict=True) if true_grad(p) is not view]
-        if any(traces != _own_traces() for traces in _traces(left)):
+        altered = any(map(sums.is_altered, range(len(sums.views))))  # code may refer to the bytes that it had
+        if altered or any(traces != _own_traces() for traces in _traces(left)):
             sums.slab.keep_face()
-            sums.views = _views(sums.slab, store)
+            sums.make_views()
 
     def _sum(self, store: UnitStore) -> list[int]:
         """Sum what this rank owns of a unit's gradients (Rule 2); return the parameters that get them."""
@@ -604,9 +615,8 @@ def _share(source: Tensor | None, like: Tensor, size: int, part: slice) -> Tenso
     return source[part].to(like.dtype) * (1.0 / size)
 
 
-def _views(slab: SharedSlab, store: UnitStore) -> list[Tensor]:
-    storage = slab.face.untyped_storage()
-    return [Layout.own_view(storage, field) for field in store.host_layout.fields]
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _traces(views: list[Tensor]) -> list[tuple[int, ...]]:

@@ -48,6 +48,7 @@ class Box:
 
         It never waits: the box grows.
         """
+        nbytes = max(nbytes, 1)  # no memory cannot be mapped
         region = self.free_for(nbytes)
         if region is None:
             return self._grow(paged(nbytes))

@@ -9,8 +9,9 @@
    moves into the slabs before the step.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
-   the default loop, and of parameters without dimensions, whose state cannot be told from a count of steps. It does
-   not step their faces: a page of its own would have old bytes of the parameters beside them, which their owners step.
+   the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, and of those
+   whose data user code moved. It does not step their faces: a page of its own would have old bytes of the parameters
+   beside them, which their owners step. Their state is each rank's own, as that of parameters that are not streamed.
 4. The ranks meet before what they own is stepped, since another rank may still read it, and after it.
 """
 
@@ -52,7 +53,7 @@ class Owners:
         # optimizer, which may be that of one that died, does not decide.
         self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
         self._pieces: dict[Tensor, Tensor] = {}  # of the step that runs: the parameter of each piece
-        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps
+        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps: a copy, or the parameter itself
         self._given: dict[Tensor, State] = {}  # the state that each had before
         self._state: dict[Tensor, State] = {}
         self._edits: list[tuple[UnitStore, SharedSlab, list[Range]]] = []  # of state, by user code on this rank
@@ -64,7 +65,8 @@ class Owners:
 
     def pieces(self, optimizer: Optimizer, gradients: Alike) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
-        self._faces.settle(self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer))
+        alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
+        self._faces.settle(self._find_moved(optimizer), *alike)
         self._collect_edits()
         if self._clipping.multiply():
             self._board.meet()  # a rank may step copies of gradients that another one owns (Rule 3)
@@ -73,20 +75,22 @@ class Owners:
             {**group, "params": [self._piece(optimizer, p, takes_the_loop(group)) for p in group["params"]]}
             for group in optimizer.param_groups
         ]
+        if any(copy is not parameter for copy, parameter in self._copies.items()):
+            self._board.meet()  # a rank that ends its step writes what another one may not have copied yet
         return groups, self._state
 
     def _piece(self, optimizer: Optimizer, parameter: Tensor, loops: bool) -> Tensor:
         place = self._places.get(id(parameter))
         grad = true_grad(parameter)
-        if place is None or grad is None or not place[0].in_place(place[1]):
-            if parameter in optimizer.state:
-                self._state[parameter] = optimizer.state[parameter]
+        if place is None or grad is None:
+            if grad is not None:
+                self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
             return parameter
         store, index = place
-        if not loops or not parameter.dim():
+        if not loops or not parameter.dim() or not store.in_place(index):
             copy = true_data(parameter).clone(memory_format=torch.preserve_format)
             copy.grad = grad
-            self._copies[copy], self._state[copy] = parameter, optimizer.state[parameter]
+            self._copies[copy], self._state[copy] = parameter, self._own_state(optimizer, parameter)
             return copy
         field, own = self._owned(store, index)
         piece = flat(store.shared.truth, field, own)
@@ -111,6 +115,15 @@ class Owners:
             self._publish(optimizer, parameter, key, in_order(value, field)[own])
         return flat(self._slabs[optimizer][store, key].truth, field, ALL)
 
+    def _own_state(self, optimizer: Optimizer, parameter: Tensor) -> State:
+        """Return the state of a parameter that every rank steps as a whole: each has its own (Rule 3)."""
+        state: State = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            is_like = id(parameter) in self._places and _is_like(value, parameter)
+            if is_like and self._lies_in_a_slab(optimizer, parameter, key, value):
+                state[key] = value.clone(memory_format=torch.preserve_format)
+        return state
+
     def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
         store, index = self._places[id(parameter)]
         slab = self._slabs.get(optimizer, {}).get((store, key))
@@ -133,6 +146,12 @@ class Owners:
                             f"{store.names[index]} ({key})",
                             fingerprint(in_order(value, store.host_layout.fields[index])),
                         )
+
+    def _find_moved(self, optimizer: Optimizer) -> Alike:
+        """Find the parameters that user code gave other data, the same on all ranks."""
+        places = [self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        names = [store.names[index] for store, index in filter(None, places) if not store.in_place(index)]
+        return Alike("gave other data to different parameters", f"gave it to {listed(names)}", repr(names).encode())
 
     def _find_edits(self, optimizer: Optimizer) -> Alike:
         """Find what user code wrote to this optimizer's state, the same on all ranks (Rule 2)."""
@@ -171,8 +190,16 @@ class Owners:
 
     def end(self, optimizer: Optimizer) -> None:
         """End a step: its results are true for all ranks. Every rank comes here (Rules 3 and 4)."""
+        moved: list[tuple[Tensor, Tensor]] = []
         for copy, parameter in self._copies.items():
+            if self._state[copy]:
+                optimizer.state[parameter] = self._state[copy]
+            if copy is parameter:
+                continue
             store, index = self._places[id(parameter)]
+            if not store.in_place(index):
+                moved.append((copy, parameter))
+                continue
             field, own = self._owned(store, index)
             flat(store.shared.truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
             torch.autograd.graph.increment_version(parameter)
@@ -189,6 +216,11 @@ class Owners:
             slab.drop(pages)
         self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []
         self._faces.settle()
+        for copy, parameter in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
+            true_data(parameter).copy_(copy)
+            torch.autograd.graph.increment_version(parameter)
+        if moved:
+            self._faces.settle()
 
     def close(self) -> None:
         """Leave state to the optimizers that have it. Safe twice."""

@@ -51,6 +51,7 @@ class OptimizerSteps:
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
         self._closed = False
+        self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
         self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
         if self._maps_blocks:
             malloc.by_themselves()
@@ -97,7 +98,7 @@ class OptimizerSteps:
                 shadow = step_in_pieces(optimizer) or step_each(optimizer)
             self._shadows[optimizer] = shadow
             if shadow is not None:
-                shadow.rest = self._rest
+                shadow.rest, shadow.end = self._rest, self._end_on_all_ranks
             if self.disk is not None:
                 self.disk.attach(optimizer, shadow)
             if not optimizer.state:
@@ -112,11 +113,20 @@ class OptimizerSteps:
             malloc.as_ever()
         self._counters.listener.stepped()
         team, managed = self.engine.team, self._managed_by(optimizer)
-        if team is not None and managed:
+        if team is None or not managed:
+            self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
+            return
+        if self._ended is not optimizer:
             team.owners.end(optimizer)
-        self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
-        if team is not None and managed:
-            team.faces.are_true()
+        self._ended = None
+        with team.faces.unchanged():  # hooks of the user's may have written since the step ended
+            self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
+
+    def _end_on_all_ranks(self, optimizer: Optimizer) -> None:
+        """End a step that was cut, before hooks of the user's read what other ranks have stepped."""
+        if self.engine.team is not None:
+            self.engine.team.owners.end(optimizer)
+            self._ended = optimizer
 
     def other_hooks(self, optimizer: Optimizer, after: bool = False) -> str | None:
         """Say that other hooks than the library's run before this optimizer steps, or after it; None if none do."""

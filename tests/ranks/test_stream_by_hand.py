@@ -41,6 +41,17 @@ def test_optimizers_may_die_on_one_rank_and_live_on_another():
     check(2, "cpu", renewals=4)
 
 
+def test_an_optimizer_steps_weights_that_are_not_streamed_with_their_state():
+    for theirs, ours in zip(
+        processes.run(2, loops.beside_the_streamed, False),
+        processes.run(2, loops.beside_the_streamed, True),
+        strict=True,
+    ):
+        seen = dict(parity.leaves(ours))
+        assert not [path for path, leaf in parity.leaves(theirs) if parity.difference(leaf, seen.pop(path))]
+        assert not seen
+
+
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 

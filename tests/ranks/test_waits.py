@@ -50,6 +50,10 @@ def test_a_step_ends_once_every_rank_has_stepped_its_part():
     assert processes.run(2, waiting.weights_after_a_slow_step) == [True, True]
 
 
+def test_a_rank_that_is_slow_to_copy_weights_before_a_step_does_not_find_the_step_of_another():
+    assert processes.run(2, waiting.weights_after_a_slow_step, foreach=True) == [True, True]
+
+
 def test_edits_without_an_optimizer_are_compared_in_the_next_backward():
     owner, other = processes.run(2, waiting.edited_without_an_optimizer)
     assert other.startswith("in step 2: the ranks wrote different values to ")

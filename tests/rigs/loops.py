@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import time
@@ -327,6 +328,30 @@ def buffers_of_the_first() -> dict[str, Tensor]:
     with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
         module(torch.ones(1, 2)).sum().backward()
         return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def beside_the_streamed(streams: bool) -> tuple[list[Tensor], dict[Any, Any]]:
+    """Train a body, under DDP or streamed, and a head under DDP by one optimizer; return losses and its state."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    body, head = Block(64), nn.parallel.DistributedDataParallel(nn.Linear(64, 3))
+    losses: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        called: nn.Module = body
+        if streams:
+            stack.enter_context(sp_lightning.stream(body, "cpu", group=dist.group.WORLD))
+        else:
+            called = nn.parallel.DistributedDataParallel(body)
+        optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=1e-2, foreach=False)
+        for step in range(STEPS):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(size * step + rank))
+            loss = head(called(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, copy.deepcopy(optimizer.state_dict()["state"])
 
 
 def mapped_after_close() -> tuple[int, int, int]:

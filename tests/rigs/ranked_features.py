@@ -188,6 +188,59 @@ class TurnsGradients(Plain):
         self.net.head.bias.grad = torch.ones(()).expand_as(self.net.head.bias)
 
 
+class GivesGradientsOtherData(Plain):
+    """Assigns to a gradient's ``.data`` in every second step, on every rank."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        if self.trainer.global_step % 2:
+            for gradient in gradients:
+                gradient.data = gradient.data * 0.5
+        self.see(gradients)
+
+
+class HooksAfterSteps(Plain):
+    """Averages weights, reads state and writes to weights in a hook after the optimizer's step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+        optimizer.register_step_post_hook(self.after_step)
+        return optimizer
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        for average, parameter in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(parameter, 0.3)
+            parameter.clamp_(-0.2, 0.2)
+            self.see(optimizer.state[parameter]["exp_avg"])
+        self.see(self.averages)
+
+
+class SwapsData(Plain):
+    """Has two blocks exchange some of their data for three steps: the bytes lie beside other parameters then."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index in (1, 4):
+            pairs = zip(self.net.blocks[1].parameters(), self.net.blocks[2].parameters(), strict=True)
+            for first, second in list(pairs)[::2]:
+                first.data, second.data = second.data, first.data
+
+
+class HasOddParameters(Plain):
+    """Has complex weights, one without elements, and one without dimensions."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.phases = nn.Parameter(torch.randn(300, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index) * self.factor * (1 + self.global_rank)
+        return loss + (self.phases.abs() - 1).square().mean() + self.nothing.sum()
+
+
 class ReplacesStateOnOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.trainer.optimizers[0].state[self.net.stem.weight]
@@ -572,6 +625,10 @@ FEATURES = {
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
     "norms": Feature(NormsOfGradients),
     "turned gradients": Feature(TurnsGradients),
+    "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
+    "swapped data": Feature(SwapsData, settings={"batches": 6}),
+    "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
+    "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "fused": Feature(Fused),
     "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),

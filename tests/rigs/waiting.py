@@ -225,8 +225,11 @@ def weights_of_a_slow_first_rank() -> bool:
             return same_values(net, plain)
 
 
-def weights_after_a_slow_step() -> bool:
-    """Step weights of which the second rank is slow to step its part; return whether this rank finds all of them."""
+def weights_after_a_slow_step(foreach: bool = False) -> bool:
+    """Step weights of which the second rank is slow to step its part; return whether this rank finds all of them.
+
+    With ``foreach`` each rank steps a copy; its state is compared, too.
+    """
     torch.manual_seed(0)
     net, rank = nn.Linear(64, 64), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
@@ -236,11 +239,13 @@ def weights_after_a_slow_step() -> bool:
         multiply = clipping.multiply
         if rank == 1:
             clipping.multiply = lambda: (time.sleep(SLOW_S), multiply())[1]  # it follows the comparison before a step
+        found: list[list[Tensor]] = []
         for model in (net, plain):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach)
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
-        return same_values(net, plain)
+            found.append([state["momentum_buffer"] for state in optimizer.state.values()])
+        return same_values(net, plain) and all(map(torch.equal, *found))
 
 
 def edited_without_an_optimizer() -> str:
