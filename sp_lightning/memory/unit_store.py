@@ -110,6 +110,7 @@ class UnitStore:
         self._ordered: list[Any] = []  # streams that are ordered after the fill
         self.weights = self._adopt(shares_bytes)
         self._homes = self._addresses()  # where the parameters' bytes are unless user code replaced them
+        self._views = self._sizes_and_strides()  # likewise: other data may lie at the same address
         self._storages = self._storage_ids()
         self._epoch = 0
         self._device_stamp = Stamp(None, [], self._homes)
@@ -379,8 +380,8 @@ class UnitStore:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether the user's code replaced the data of any parameter."""
-        return self._homes != self._addresses()
+        """Whether the user's code replaced the data of any parameter, or laid it out in another way."""
+        return self._homes != self._addresses() or self._views != self._sizes_and_strides()
 
     def written(self) -> list[int]:
         """Find the parameters that were written in place since the bytes went up, as far as version counters say."""
@@ -558,7 +559,7 @@ class UnitStore:
 
     def _note_data(self, addresses: list[int]) -> None:
         """Note where the parameters' data is, and leave what it replaced to what autograd saved of that (Rule 8)."""
-        if addresses != self._homes:
+        if addresses != self._homes or self._views != self._sizes_and_strides():
             for weight in self.weights:
                 weight.check_shape()
         replaced = zip(self.weights, self._device_stamp.addresses, addresses, strict=True)
@@ -574,6 +575,9 @@ class UnitStore:
 
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
+
+    def _sizes_and_strides(self) -> list[Any]:
+        return [*map(Tensor.size, self.params), *map(Tensor.stride, self.params)]
 
     def _storage_ids(self) -> list[int]:
         """List the storages of the parameters' data when the device buffer was filled last (weights.py)."""
