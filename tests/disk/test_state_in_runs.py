@@ -671,6 +671,23 @@ def test_a_module_grows_while_its_master_weights_are_on_disk(device):
         assert torch.equal(nets[0].state_dict()[name], weight), name
 
 
+def test_state_of_weights_that_are_unfrozen_later_goes_to_the_disk(device):
+    """They were not counted when units were chosen."""
+    runs = []
+    for options in ({"disk": os.getcwd(), "host_budget": "0B"}, {}):
+        net = stack()
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
+            train(net, optimizer, device, 2)
+            net.requires_grad_(True)
+            train(net, optimizer, device, 2)
+            if options:
+                assert on_disk(handle, optimizer) == [MOMENTS] * len(list(net.parameters()))
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
 # ---- other ways to run, and memory
 
 
