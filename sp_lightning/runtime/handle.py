@@ -195,7 +195,7 @@ class Handle:
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
-            self.steps.engine, self.steps.disk = self.engine, self._disk
+            self.steps.follow(self.engine, self._disk)
 
     @never_compiled
     def close_scope(self) -> None:
