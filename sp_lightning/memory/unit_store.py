@@ -57,7 +57,7 @@ from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from .device import Device
 from .layout import ALIGNMENT, Field, Layout, as_few_runs
-from .parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
+from .parameters import ParameterOwner, set_true_data, true_data, true_dtype, true_version, unwatch, watch
 from .partition import Unit
 from .pinned import find_foreign, is_foreign
 from .staging import Copies
@@ -476,7 +476,7 @@ class UnitStore:
         has_views = self.has_views()  # the value may be such a view; counted before `place` is one of ours
         index = self.index_of[id(parameter)]
         weight, place = self.weights[index], self.device_view(index)
-        weight.check_strides(value)
+        weight.check_data(value, true_dtype(stand_in))
         if index in self.autocast:
             set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
         elif value.data_ptr() == place.data_ptr() and value.stride() == place.stride():

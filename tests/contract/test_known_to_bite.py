@@ -705,6 +705,24 @@ def test_a_weight_that_is_given_other_strides_in_its_forward_is_an_error(device)
             net(torch.ones(2, 5))
 
 
+class Retypes(nn.Linear):
+    other = staticmethod(torch.Tensor.half)
+
+    def forward(self, x):
+        self.weight.data = self.other(self.weight.data)
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+@pytest.mark.parametrize("other", [torch.Tensor.half, lambda data: data[:1]])
+def test_a_weight_that_is_given_another_type_or_shape_in_its_forward_is_an_error(device, other, monkeypatch):
+    monkeypatch.setattr(Retypes, "other", staticmethod(other))
+    net = nn.Sequential(*(Retypes(5, 5) for _ in range(3)))
+    with sp_lightning.stream(net, device, units=["Retypes"]):
+        with pytest.raises(ExactnessError, match=r"0.weight was torch.float32 \(5, 5\) .* change it between steps"):
+            net(torch.ones(2, 5, device=device))
+        assert net[0].weight.dtype is torch.float32 and net[0].weight.shape == (5, 5)
+
+
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("training_too", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
