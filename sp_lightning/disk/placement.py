@@ -6,6 +6,7 @@
 3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
+   If any does, so does that of weights that are frozen now and come to train later, which no term counts.
 5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit: with a compute
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
    from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to

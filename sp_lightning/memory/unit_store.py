@@ -60,7 +60,7 @@ from .layout import ALIGNMENT, Field, Layout, as_few_runs
 from .partition import Unit
 from .pinned import find_foreign, is_foreign
 from .staging import Copies
-from .watched_parameters import ParameterOwner, set_true_data, true_data, true_version, unwatch, watch
+from .watched_parameters import ParameterOwner, set_true_data, true_data, true_dtype, true_version, unwatch, watch
 from .weights import Conversion, SavedBytes, Stamp, Weight, fill_wire, lay_out_wire, layout_with
 
 
@@ -110,6 +110,7 @@ class UnitStore:
         self._ordered: list[Any] = []  # streams that are ordered after the fill
         self.weights = self._adopt(shares_bytes)
         self._homes = self._addresses()  # where the parameters' bytes are unless user code replaced them
+        self._views = self._sizes_and_strides()  # likewise: other data may lie at the same address
         self._storages = self._storage_ids()
         self._epoch = 0
         self._device_stamp = Stamp(None, [], self._homes)
@@ -379,8 +380,8 @@ class UnitStore:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether the user's code replaced the data of any parameter."""
-        return self._homes != self._addresses()
+        """Whether the user's code replaced the data of any parameter, or laid it out in another way."""
+        return self._homes != self._addresses() or self._views != self._sizes_and_strides()
 
     def written(self) -> list[int]:
         """Find the parameters that were written in place since the bytes went up, as far as version counters say."""
@@ -475,7 +476,7 @@ class UnitStore:
         has_views = self.has_views()  # the value may be such a view; counted before `place` is one of ours
         index = self.index_of[id(parameter)]
         weight, place = self.weights[index], self.device_view(index)
-        weight.check_strides(value)
+        weight.check_data(value, true_dtype(stand_in))
         if index in self.autocast:
             set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
         elif value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
@@ -558,7 +559,7 @@ class UnitStore:
 
     def _note_data(self, addresses: list[int]) -> None:
         """Note where the parameters' data is, and leave what it replaced to what autograd saved of that (Rule 8)."""
-        if addresses != self._homes:
+        if addresses != self._homes or self._views != self._sizes_and_strides():
             for weight in self.weights:
                 weight.check_shape()
         replaced = zip(self.weights, self._device_stamp.addresses, addresses, strict=True)
@@ -574,6 +575,9 @@ class UnitStore:
 
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.params))
+
+    def _sizes_and_strides(self) -> list[Any]:
+        return [*map(Tensor.size, self.params), *map(Tensor.stride, self.params)]
 
     def _storage_ids(self) -> list[int]:
         """List the storages of the parameters' data when the device buffer was filled last (weights.py)."""

@@ -77,19 +77,19 @@ class Weight:
 
     def check_shape(self) -> None:
         """Raise if user code gave the parameter another shape, type or strides than it had when streaming began."""
-        parameter, field = self.parameter, self.host
-        if parameter.shape != field.shape or true_dtype(parameter) != field.dtype:
-            raise ExactnessError(
-                f"parameter {field.name} was {field.dtype} {tuple(field.shape)} when streaming began and is now "
-                f"{true_dtype(parameter)} {tuple(parameter.shape)}; change it between steps"
-            )
-        self.check_strides(parameter)
+        self.check_data(self.parameter, self.host.dtype)
 
-    def check_strides(self, data: Tensor) -> None:
-        """Raise if this data, which becomes the parameter's within a step, has other strides than it had."""
-        if data.shape == self.host.shape and data.stride() != self.stride:
+    def check_data(self, data: Tensor, dtype: torch.dtype) -> None:
+        """Raise if this data, which becomes the parameter's within a step, is not as it was, of this type."""
+        field = self.host
+        if data.shape != field.shape or true_dtype(data) != dtype:
             raise ExactnessError(
-                f"parameter {self.host.name} had strides of {self.stride} when its step began and now has "
+                f"parameter {field.name} was {dtype} {tuple(field.shape)} when streaming began and is now "
+                f"{true_dtype(data)} {tuple(data.shape)}; change it between steps"
+            )
+        if data.stride() != self.stride:
+            raise ExactnessError(
+                f"parameter {field.name} had strides of {self.stride} when its step began and now has "
                 f"{data.stride()}, with which kernels may compute other bits; change its memory format between steps"
             )
 

@@ -195,7 +195,7 @@ class Handle:
             log.info("superpipeline: the module's parameters changed; its units are made anew")
             self._detach()
             self._attach()
-            self.steps.engine, self.steps.disk = self.engine, self._disk
+            self.steps.follow(self.engine, self._disk)
 
     @never_compiled
     def close_scope(self) -> None:
@@ -448,7 +448,13 @@ class Handle:
             if self._disk is None:
                 file, buffer = ScratchFile(self.options.disk), choice.placed.buffer
                 self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
-            self._disk.parameters = {id(p) for index in choice.placed.spilled for _, p in units[index].params}
+            spilled = frozenset(choice.placed.spilled)
+            self._disk.parameters = {  # also those that may come to train: no state of theirs was counted
+                id(p)
+                for index, unit in enumerate(units)
+                for _, p in unit.params
+                if index in spilled or not p.requires_grad
+            }
         if choice.placed.units or choice.placed.masters:
             self._files = WeightFiles(self.device, choice, self._disk)
 

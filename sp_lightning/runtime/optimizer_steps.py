@@ -44,7 +44,7 @@ class OptimizerSteps:
     """The steps of all optimizers in the process, while a module is streamed."""
 
     def __init__(self, engine: Engine, disk: StateOnDisk | None = None) -> None:
-        self.engine = engine  # replaced when the module's parameters change
+        self.engine = engine
         self.disk = disk  # where state lies
         self._counters = engine.counters
         self._options = engine.options
@@ -61,6 +61,19 @@ class OptimizerSteps:
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
+
+    def follow(self, engine: Engine, disk: StateOnDisk | None) -> None:
+        """Go on with the engine of units that were made anew, and with a disk if these need the first one."""
+        self.engine = engine
+        if disk is self.disk:
+            return
+        self.disk = disk
+        assert disk is not None  # once there is one, it stays
+        for optimizer, shadow in list(self._shadows.items()):
+            if shadow is None:
+                del self._shadows[optimizer]  # which is prepared again
+            else:
+                disk.attach(optimizer, shadow)
 
     def close(self) -> None:
         """Let optimizers step as they do without streaming."""

@@ -588,6 +588,62 @@ def test_weights_that_are_given_other_strides_between_steps(device, kind, moment
     check(make, run, device, units=["Conv2d" if is_image else "Linear"])
 
 
+def transposed(layer, optimizer):
+    layer.weight.data = layer.weight.data.t()
+
+
+def transposed_in_place(layer, optimizer):
+    with torch.no_grad():
+        layer.weight.t_()
+
+
+def cut(layer, optimizer):
+    for p in layer.parameters():
+        p.data, p.grad = p.data[:20], None
+        del optimizer.state[p]
+
+
+@pytest.mark.parametrize("change", [transposed, transposed_in_place, cut])
+def test_weights_that_become_another_view_of_their_own_bytes_between_steps(device, change):
+    """Which lies at the same address."""
+
+    def run(net, device):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, foreach=False)
+        for number in range(5):
+            if number == 2:
+                change(net[3], optimizer)
+            loss = net(torch.randn(7, 33, generator=torch.Generator().manual_seed(number)).to(device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            loss = loss.detach()  # a graph would expect gradients of the former shape
+            yield [loss, *(p.grad for p in net.parameters())], [p.grad.stride() for p in net.parameters()]
+            optimizer.step()
+            with torch.no_grad():
+                yield net(torch.ones(1, 33, device=device))
+
+    check(lambda: nn.Sequential(*(nn.Linear(33, 33) for _ in range(4))), run, device, units=["Linear"])
+
+
+class Transposing(nn.Module):
+    """Transposes a weight where a step is under way, outside of the weight's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(33, 33) for _ in range(3)))
+
+    def forward(self, x):
+        x = self.layers(x)
+        transposed(self.layers[1], None)
+        return self.layers(x)
+
+
+def test_a_weight_that_is_transposed_within_a_step_is_an_error(device):
+    net = Transposing()
+    with sp_lightning.stream(net, device, window=1, units=["Linear"]):
+        with pytest.raises(ExactnessError, match=r"layers.1.weight had strides .* change its memory format between"):
+            net(torch.ones(1, 33, device=device))
+
+
 class ConvertsInItsStep(L.LightningModule):
     """Gives its weights another memory format where a step is under way."""
 
@@ -647,6 +703,24 @@ def test_a_weight_that_is_given_other_strides_in_its_forward_is_an_error(device)
     with sp_lightning.stream(net, device, units=["ConvertsItself"]):
         with pytest.raises(ExactnessError, match=r"0.weight had strides .* change its memory format between steps"):
             net(torch.ones(2, 5))
+
+
+class Retypes(nn.Linear):
+    other = staticmethod(torch.Tensor.half)
+
+    def forward(self, x):
+        self.weight.data = self.other(self.weight.data)
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+@pytest.mark.parametrize("other", [torch.Tensor.half, lambda data: data[:1]])
+def test_a_weight_that_is_given_another_type_or_shape_in_its_forward_is_an_error(device, other, monkeypatch):
+    monkeypatch.setattr(Retypes, "other", staticmethod(other))
+    net = nn.Sequential(*(Retypes(5, 5) for _ in range(3)))
+    with sp_lightning.stream(net, device, units=["Retypes"]):
+        with pytest.raises(ExactnessError, match=r"0.weight was torch.float32 \(5, 5\) .* change it between steps"):
+            net(torch.ones(2, 5, device=device))
+        assert net[0].weight.dtype is torch.float32 and net[0].weight.shape == (5, 5)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -671,6 +671,46 @@ def test_a_module_grows_while_its_master_weights_are_on_disk(device):
         assert torch.equal(nets[0].state_dict()[name], weight), name
 
 
+def test_state_of_weights_that_are_unfrozen_later_goes_to_the_disk(device):
+    """They were not counted when units were chosen."""
+    runs = []
+    for options in ({"disk": os.getcwd(), "host_budget": "0B"}, {}):
+        net = stack()
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
+            train(net, optimizer, device, 2)
+            net.requires_grad_(True)
+            train(net, optimizer, device, 2)
+            if options:
+                assert on_disk(handle, optimizer) == [MOMENTS] * len(list(net.parameters()))
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from_then_on(kind, device):
+    runs = []
+    size = sum(p.nbytes for p in stack(200, 2).parameters())
+    for options in ({"disk": os.getcwd(), "host_budget": 6 * size}, {}):
+        net = stack(200, 2)
+        optimizer = getattr(torch.optim, kind)(net.parameters())
+        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+            for number in range(2):
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    net(batch(device, 200)).square().mean().backward()
+                    optimizer.step()
+                if number == 0:
+                    assert handle._disk is None
+                    net.extend(stack(200, 2))
+                    optimizer.add_param_group({"params": list(net[2:].parameters())})
+            if options:
+                assert all(on_disk(handle, optimizer)[1::2])  # Adafactor's of matrices has other shapes
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
 # ---- other ways to run, and memory
 
 
