@@ -351,8 +351,10 @@ class UnitStore:
         self.owner.wait_step(self)
 
     def in_place(self, index: int) -> bool:
-        """Whether a parameter's bytes are in the slab."""
-        return not self.weights[index].outside and self.params[index].data_ptr() == self._homes[index]
+        """Whether a parameter's bytes are in the slab, laid out as they were."""
+        data = self.params[index]
+        is_home = data.data_ptr() == self._homes[index] and (data.size(), data.stride()) == self._views[index]
+        return is_home and not self.weights[index].outside
 
     def stale(self) -> bool:
         """Whether the device's bytes may differ from the host's (Rule 6).
@@ -577,7 +579,7 @@ class UnitStore:
         return list(map(Tensor.data_ptr, self.params))
 
     def _sizes_and_strides(self) -> list[Any]:
-        return [*map(Tensor.size, self.params), *map(Tensor.stride, self.params)]
+        return list(zip(map(Tensor.size, self.params), map(Tensor.stride, self.params), strict=True))
 
     def _storage_ids(self) -> list[int]:
         """List the storages of the parameters' data when the device buffer was filled last (weights.py)."""

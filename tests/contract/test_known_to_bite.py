@@ -624,6 +624,34 @@ def test_weights_that_become_another_view_of_their_own_bytes_between_steps(devic
     check(lambda: nn.Sequential(*(nn.Linear(33, 33) for _ in range(4))), run, device, units=["Linear"])
 
 
+class TransposesBeforeItsStep(L.LightningModule):
+    """Transposes a weight between backward and a step that may run beside the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
+
+    def training_step(self, batch, index):
+        loss = self.net(batch[0]).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 1:
+            transposed(self.net[3], None)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, foreach=False)
+
+
+def test_a_weight_that_is_transposed_before_a_deferred_step(device):
+    expected = fit(TransposesBeforeItsStep, None, device)
+    found = fit(TransposesBeforeItsStep, sp_lightning.SuperpipelineStrategy(units=["Linear"], window=1), device)
+    assert found.losses == expected.losses and len(found.losses) == 4
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
 class Transposing(nn.Module):
     """Transposes a weight where a step is under way, outside of the weight's forward."""
 
