@@ -38,7 +38,7 @@ from . import fake_kernels
 _here = threading.local()  # the mode of the dry run on this thread
 aten = torch.ops.aten
 META, HOST = torch.device("meta"), torch.device("cpu")
-KNOWN_NBYTES = 2**24  # bytes of the largest integer tensor whose values are known (Rule 2)
+KNOWN_INTEGERS = 2**21  # elements of the largest integer tensor whose values are known (Rule 2): ids, not score masks
 KNOWN_FLOATS = 64  # elements of the largest float tensor whose values are known
 KNOWN_CONSTANTS = 2**18  # the same for floats filled with one value, such as a mask of ones
 
@@ -139,9 +139,8 @@ def is_small(tensor: Tensor, floats: int = KNOWN_FLOATS) -> bool:
     """Whether a tensor has values that are worth computing."""
     if not tensor.numel():
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.numel() <= floats
-    return tensor.numel() * tensor.element_size() <= KNOWN_NBYTES
+    is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (floats if is_float else KNOWN_INTEGERS)
 
 
 # Results of these do not depend on the values of their tensor.

@@ -56,6 +56,18 @@ def test_lists_as_indices_have_values_too():
         assert x.tolist() == [[9, 1, 2], [3, 9, 5]]
 
 
+def test_masks_of_scores_have_no_values_which_each_layer_would_copy():
+    tokens = 2048
+    with FakeTensors("cuda") as context:
+        ids = torch.arange(tokens).repeat(1024, 1)
+        positions = torch.arange(tokens)
+        mask = (positions[None] <= positions[:, None])[None, None]
+        copies = [mask.logical_not() for _ in range(80)]
+        assert int(ids.sum()) == 1024 * tokens * (tokens - 1) // 2
+        storages = context._known_values._known.values()
+        assert len(copies) == 80 and sum(storage.nbytes() for storage in storages) < 2 * ids.nbytes
+
+
 def test_expanded_values_are_adopted():
     with (pretence := FakeTensors("cuda")):
         mask = pretence.adopt(torch.tensor([[1], [2]]).expand(2, 5))
