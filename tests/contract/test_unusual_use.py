@@ -1170,6 +1170,30 @@ def test_conjugated_and_negated_views_of_complex_weights(device, activations):
     check(models.stack_of(Complex), training(), device, activations=activations)
 
 
+class Turned(nn.Module):
+    """Multiplies by a complex weight, which becomes its own conjugate in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(models.WIDTH, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(models.WIDTH))
+
+    def forward(self, x):
+        self.turn.data = self.turn.data.conj()
+        return (torch.complex(x, x.cos()) * self.turn).imag + self.shift
+
+
+def test_a_weight_that_becomes_a_conjugate_or_negative_view_has_its_values(device):
+    """Only bytes travel, and those of such a view are not its values."""
+
+    def change(net):
+        for block in net.blocks[1:]:
+            block.turn.data = block.turn.data.conj()
+            block.shift.data = torch._neg_view(block.shift.data)
+
+    check(models.stack_of(Turned), training(between=change), device)
+
+
 # --- Checkpoints in checkpoints
 
 
