@@ -317,6 +317,7 @@ class Handle:
                 self._disk.close()
             if self._by_hand and self._ranks is not None:
                 self._ranks.close()
+            move_buffers(self.module, torch.device("cpu"))
 
     def __enter__(self) -> Handle:
         return self
@@ -481,7 +482,6 @@ class Handle:
                 self.engine.close()
         finally:
             self.device.close()
-            move_buffers(self.module, torch.device("cpu"))
 
     def _abandon(self) -> None:
         """Undo an attach that failed midway; there may be no engine to close."""

@@ -1844,6 +1844,30 @@ def test_a_buffer_under_two_names_parts_as_it_does_in_a_plain_run(device):
     assert shared_after(ours) == shared_after(plain)
 
 
+def test_buffers_stay_the_same_tensors_when_units_are_made_anew(device):
+    """Two modules may share one since streaming began, and other code may refer to one."""
+
+    class Scaled(models.Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(models.WIDTH))
+
+        def forward(self, x):
+            self.scale *= 0.9
+            return super().forward(x) * self.scale
+
+    def run(net, device):
+        one, two, *_ = net.blocks
+        held, two.scale = one.scale, one.scale
+        for x in inputs(device):
+            one.up.bias = nn.Parameter(torch.zeros_like(one.up.bias))
+            yield net(x), held
+            held.mul_(1.1)
+        two.scale = two.scale.clone()
+
+    check(models.stack_of(Scaled), run, device)
+
+
 # --- Parts of the module that are called by themselves
 
 
