@@ -104,6 +104,8 @@ class Handle:
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
+        self._entries: list[ForwardEntry] = []
+        self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
@@ -191,10 +193,17 @@ class Handle:
     @never_compiled
     def _follow_changes(self) -> None:
         """Make the units anew if the module's parameters changed since the last step."""
-        if not self.engine.phases.in_step and self._fingerprint.has_changed(self.engine.any_replaced):
+        if self.engine.phases.in_step:
+            return
+        if self._fingerprint is None or self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
+            self._fingerprint = None
             self._detach()
-            self._attach()
+            try:
+                self._attach()
+            except BaseException:
+                self._entries = [RootEntry(self.module, self)]  # the next forward tries again, and is never plain
+                raise
             self.steps.follow(self.engine, self._disk)
 
     @never_compiled
@@ -346,7 +355,7 @@ class Handle:
                     f"{name} is streamed already, and only one handle or Trainer can stream it at a time: close() the "
                     "other handle, or let the other fit() end first"
                 )
-        self._entries: list[ForwardEntry] = []
+        self._entries = []
         self._units = units
         self._files: WeightFiles | None = None
         try:
