@@ -254,8 +254,9 @@ class Handle:
                 "forward, or an autograd.Function whose apply was bound before streaming began: call it inside the "
                 "forward of the module that owns the weight; (2) p.data or p.detach(): write to p itself, under "
                 "torch.no_grad(); (3) arithmetic on p.grad inside a step: do it in optimizer.step(closure), with "
-                "numbers from the device as number.item(). If the plain run raises this as well, a tensor was created "
-                "without device="
+                "numbers from the device as number.item(); (4) a mask or a buffer that was made like a weight between "
+                "steps (torch.ones_like(p)), when weights are on the host: move it to the device. If the plain run "
+                "raises this as well, a tensor was created without device="
             ) from error
 
     def _out_of_memory_report(self) -> preflight.OutOfMemoryReport:

@@ -83,6 +83,23 @@ def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(
         squares(module.net, x).backward()
 
 
+@pytest.mark.simgpu
+def test_a_mask_that_was_made_like_a_weight_between_steps_is_an_error_that_says_so():
+    class Masked(models.Block):
+        def forward(self, x):
+            return super().forward(x * self.mask)
+
+    net, (x,) = models.stack_of(Masked)(), inputs("simgpu", 1)
+    with sp_lightning.stream(net, "simgpu", window=1):
+        for block in net.blocks:
+            block.register_buffer("mask", torch.ones_like(block.down.bias))
+        with pytest.raises(UnsupportedError, match=r"made like a weight between steps .*: move it to the device"):
+            net(x)
+        for block in net.blocks:
+            block.mask = block.mask.to("simgpu")
+        squares(net, x).backward()
+
+
 @pytest.mark.parametrize(
     "said, error",
     [
