@@ -67,6 +67,7 @@ class FileUnitStore(UnitStore):
         self._ring = ring
         self._own_wires: dict[int, Tensor] = {}  # of weights that left their files
         self._jobs: list[Job] | None = None  # None: to be made
+        self._slices = 0  # tensors over the device buffer that fills write to, among `own_aliases`
         super().__init__(unit, device, counters, owner, device_dtype)
         self._send_up = self._fill
 
@@ -122,7 +123,7 @@ class FileUnitStore(UnitStore):
     def _leave_file(self, index: int) -> None:
         place, weight = self._places.pop(index), self.weights[index]
         weight.in_file, weight.outside = False, True
-        self._copies, self._jobs = [], None
+        self._drop_cut()
         if weight.is_narrow:
             self._make_wire(index)
             with torch.no_grad():
@@ -142,7 +143,7 @@ class FileUnitStore(UnitStore):
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
         super().retype(autocast)
         self._own_wires = {}
-        self._copies, self._jobs = [], None
+        self._copies, self._jobs, self._slices = [], None, 0
 
     def load(self) -> None:
         self.wait_step()
@@ -160,7 +161,19 @@ class FileUnitStore(UnitStore):
             if not weight.in_file and (weight.wire is not None or not weight.outside)
         ]
         runs = as_few_runs([source for _, source in listed], [field for field, _ in listed])
-        return [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
+        copies = [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
+        self._count_slices(len(copies) + sum(len(targets) for _, targets in self._jobs))
+        return copies
+
+    def _drop_cut(self) -> None:
+        """Have the next fill cut its copies and pieces anew."""
+        self._copies, self._jobs = [], None
+        self._count_slices(0)
+
+    def _count_slices(self, count: int) -> None:
+        """Count the tensors that fills write to among our own, not among user code's (unit_store.py, Rule 5)."""
+        self.own_aliases += count - self._slices
+        self._slices = count
 
     def _sources(self) -> Iterator[tuple[Tensor, int]]:
         for index, source in enumerate(super()._sources()):
@@ -283,7 +296,7 @@ class ScratchStore(FileUnitStore):
         }
         if read != self._read:
             self._read = read
-            self._copies, self._jobs = [], None
+            self._drop_cut()
 
     def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
         if not self._read:

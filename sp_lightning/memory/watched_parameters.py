@@ -161,7 +161,7 @@ class HostParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
         watcher.data_exposed()
-        _data.__set__(self, watcher.data_given(self, value.detach()))
+        _data.__set__(self, watcher.data_given(self, _with_plain_bytes(value)))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -224,7 +224,7 @@ class DeviceParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self.data_exposed[0] = True
-        _watchers[id(self.host)].replace(self, self.host, value.detach())
+        _watchers[id(self.host)].replace(self, self.host, _with_plain_bytes(value))
 
     def __eq__(self, other: Any) -> Any:
         return True if other is self.host else super().__eq__(other)
@@ -302,6 +302,11 @@ class DeviceParameter(nn.Parameter):
             kind = nn.Parameter if type(self.host) is HostParameter else type(self.host)
             memo[id(self)] = kind(_data.__get__(self).clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def _with_plain_bytes(value: Tensor) -> Tensor:
+    """Return data whose bytes are its values: in a lazy conjugate or negative they are not, and only bytes travel."""
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -104,6 +104,8 @@ class Handle:
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
+        self._entries: list[ForwardEntry] = []
+        self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
@@ -191,10 +193,17 @@ class Handle:
     @never_compiled
     def _follow_changes(self) -> None:
         """Make the units anew if the module's parameters changed since the last step."""
-        if not self.engine.phases.in_step and self._fingerprint.has_changed(self.engine.any_replaced):
+        if self.engine.phases.in_step:
+            return
+        if self._fingerprint is None or self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
+            self._fingerprint = None
             self._detach()
-            self._attach()
+            try:
+                self._attach()
+            except BaseException:
+                self._entries = [RootEntry(self.module, self)]  # the next forward tries again, and is never plain
+                raise
             self.steps.follow(self.engine, self._disk)
 
     @never_compiled
@@ -245,8 +254,9 @@ class Handle:
                 "forward, or an autograd.Function whose apply was bound before streaming began: call it inside the "
                 "forward of the module that owns the weight; (2) p.data or p.detach(): write to p itself, under "
                 "torch.no_grad(); (3) arithmetic on p.grad inside a step: do it in optimizer.step(closure), with "
-                "numbers from the device as number.item(). If the plain run raises this as well, a tensor was created "
-                "without device="
+                "numbers from the device as number.item(); (4) a mask or a buffer that was made like a weight between "
+                "steps (torch.ones_like(p)), when weights are on the host: move it to the device. If the plain run "
+                "raises this as well, a tensor was created without device="
             ) from error
 
     def _out_of_memory_report(self) -> preflight.OutOfMemoryReport:
@@ -317,6 +327,7 @@ class Handle:
                 self._disk.close()
             if self._by_hand and self._ranks is not None:
                 self._ranks.close()
+            move_buffers(self.module, torch.device("cpu"))
 
     def __enter__(self) -> Handle:
         return self
@@ -345,7 +356,7 @@ class Handle:
                     f"{name} is streamed already, and only one handle or Trainer can stream it at a time: close() the "
                     "other handle, or let the other fit() end first"
                 )
-        self._entries: list[ForwardEntry] = []
+        self._entries = []
         self._units = units
         self._files: WeightFiles | None = None
         try:
@@ -481,7 +492,6 @@ class Handle:
                 self.engine.close()
         finally:
             self.device.close()
-            move_buffers(self.module, torch.device("cpu"))
 
     def _abandon(self) -> None:
         """Undo an attach that failed midway; there may be no engine to close."""

@@ -83,6 +83,23 @@ def test_a_weight_that_is_reached_on_the_host_is_an_error_that_says_where_it_is(
         squares(module.net, x).backward()
 
 
+@pytest.mark.simgpu
+def test_a_mask_that_was_made_like_a_weight_between_steps_is_an_error_that_says_so():
+    class Masked(models.Block):
+        def forward(self, x):
+            return super().forward(x * self.mask)
+
+    net, (x,) = models.stack_of(Masked)(), inputs("simgpu", 1)
+    with sp_lightning.stream(net, "simgpu", window=1):
+        for block in net.blocks:
+            block.register_buffer("mask", torch.ones_like(block.down.bias))
+        with pytest.raises(UnsupportedError, match=r"made like a weight between steps .*: move it to the device"):
+            net(x)
+        for block in net.blocks:
+            block.mask = block.mask.to("simgpu")
+        squares(net, x).backward()
+
+
 @pytest.mark.parametrize(
     "said, error",
     [
@@ -1170,6 +1187,30 @@ def test_conjugated_and_negated_views_of_complex_weights(device, activations):
     check(models.stack_of(Complex), training(), device, activations=activations)
 
 
+class Turned(nn.Module):
+    """Multiplies by a complex weight, which becomes its own conjugate in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(models.WIDTH, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.randn(models.WIDTH))
+
+    def forward(self, x):
+        self.turn.data = self.turn.data.conj()
+        return (torch.complex(x, x.cos()) * self.turn).imag + self.shift
+
+
+def test_a_weight_that_becomes_a_conjugate_or_negative_view_has_its_values(device):
+    """Only bytes travel, and those of such a view are not its values."""
+
+    def change(net):
+        for block in net.blocks[1:]:
+            block.turn.data = block.turn.data.conj()
+            block.shift.data = torch._neg_view(block.shift.data)
+
+    check(models.stack_of(Turned), training(between=change), device)
+
+
 # --- Checkpoints in checkpoints
 
 
@@ -1818,6 +1859,30 @@ def test_a_buffer_under_two_names_parts_as_it_does_in_a_plain_run(device):
             return net.one.running_mean is net.two.running_mean
 
     assert shared_after(ours) == shared_after(plain)
+
+
+def test_buffers_stay_the_same_tensors_when_units_are_made_anew(device):
+    """Two modules may share one since streaming began, and other code may refer to one."""
+
+    class Scaled(models.Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(models.WIDTH))
+
+        def forward(self, x):
+            self.scale *= 0.9
+            return super().forward(x) * self.scale
+
+    def run(net, device):
+        one, two, *_ = net.blocks
+        held, two.scale = one.scale, one.scale
+        for x in inputs(device):
+            one.up.bias = nn.Parameter(torch.zeros_like(one.up.bias))
+            yield net(x), held
+            held.mul_(1.1)
+        two.scale = two.scale.clone()
+
+    check(models.stack_of(Scaled), run, device)
 
 
 # --- Parts of the module that are called by themselves

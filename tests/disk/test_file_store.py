@@ -243,6 +243,26 @@ def test_a_weight_that_user_code_writes_goes_up_from_its_memory(write, nets, dev
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), plain.parameters(), strict=True))
 
 
+def test_a_cached_weight_keeps_its_unit_after_others_left_the_file(nets, device):
+    """Slices of the device buffer, which fills write to, are fewer then, and code that holds one more is noticed."""
+    _, net = nets
+    with streamed(net, device, window=1) as handle:
+        net(batch(device))
+        with torch.no_grad():
+            net[0][0].weight.mul_(2)
+            net[0][0].bias.mul_(2)
+        net(batch(device))
+        cached = []
+        hook = net[0][2].register_forward_hook(lambda module, *_: cached.append(module.weight.detach()))
+        net(batch(device))
+        hook.remove()
+        net(batch(device))
+        assert stores(handle)[0].has_views()  # reading freed memory would end the process
+        assert torch.equal(cached[0].cpu(), net[0][2].weight)
+        cached.clear()
+        assert not stores(handle)[0].has_views()
+
+
 def test_a_write_before_streaming_counts(nets, device):
     plain, net = nets
     for each in nets:

@@ -325,6 +325,24 @@ def test_after_an_exception_in_a_step_the_next_one_is_exact(device, where):
         assert train(net, device) == expected
 
 
+def test_a_module_that_outgrew_its_budget_is_never_run_plainly(device):
+    """A caller that goes on after the error meets it again, and streams once the module fits."""
+    net = blocks()
+    with sp_lightning.stream(net, device, host_budget="1MiB") as handle:
+        optimizer = sgd(net)
+        squares(net, next(inputs(device, 1))).backward()
+        net.head = nn.Sequential(net.head, nn.Linear(models.CLASSES, 1 << 20))
+        for _ in range(2):
+            with pytest.raises(errors.HostMemoryError, match=r"host_budget=1\.00 MiB cannot be met"):
+                net(next(inputs(device, 1)))
+            optimizer.step()
+        del net.head[1]
+        before = handle.stats()["fetches"]
+        assert net(next(inputs(device, 1))).device == device
+        assert handle.stats()["fetches"] > before
+    assert_plain(net)
+
+
 def test_a_module_that_streams_already_is_refused(device):
     net = blocks()
     with sp_lightning.stream(net, device), pytest.raises(errors.UnsupportedError, match="streamed already"):
