@@ -52,6 +52,7 @@ class SeveralDevices:
 
     _syncs_gradients = True  # but in ``block_backward_sync``
     _syncs_buffers = True  # at the next forward
+    _syncs_batch_norms = False  # during a fit
 
     # ---- devices
 
@@ -193,8 +194,17 @@ class SeveralDevices:
                 raise
             raise peer_error from error
 
-    def _sync_batch_norms(self, module: Any) -> Any:
-        return module if self._layer_sync is None else self._layer_sync.apply(module)
+    def _sync_batch_norms(self) -> None:
+        """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""
+        if self._layer_sync is not None and self.is_distributed:
+            self._syncs_batch_norms = True
+            self.model = self._layer_sync.apply(self.model)
+
+    def _revert_batch_norms(self) -> None:
+        """Give the module back its own kind of batch norms, as DDP does. Safe twice."""
+        if self._syncs_batch_norms:
+            self._syncs_batch_norms = False
+            self.model = self._layer_sync.revert(self.model)
 
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks the first one's buffers."""

@@ -207,7 +207,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.model = self._sync_batch_norms(self.model)
+            self._sync_batch_norms()
         self.model = self._convert_module(self.model)
         self.model_to_device()
         self.model = setup_model(self)(self.model)
@@ -274,6 +274,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             if self.handle is not None:
                 self.handle.close()
         finally:
+            self._revert_batch_norms()
             for callback in self._averages:
                 set_average_device(callback, None)
             self._averages.clear()

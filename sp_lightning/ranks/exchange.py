@@ -238,6 +238,11 @@ class Exchange:
         if backward is not None:
             self._end_job(backward)
 
+    @property
+    def used(self) -> list[Tensor]:
+        """The parameters reached since the last exchange."""
+        return [parameter for store in self.stores for parameter in store.params if id(parameter) in self._used]
+
     def reached(self, parameters: Iterable[Tensor]) -> None:
         """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
         self._used.update(map(id, parameters))

@@ -409,15 +409,6 @@ class Engine:
             self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
 
     @contextlib.contextmanager
-    def not_exchanging(self) -> Iterator[None]:
-        """Leave the gradients of backwards in this context to this rank."""
-        before, self.exchanges = self.exchanges, False
-        try:
-            yield
-        finally:
-            self.exchanges = before
-
-    @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         assert self.team is not None

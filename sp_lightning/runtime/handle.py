@@ -99,7 +99,7 @@ class Handle:
         self._own_gradients = own_gradients  # whether each certainly has gradients of its own (host_bytes.py, Rule 5)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
-        self._exchanges = exchanges or self._by_hand  # every backward exchanges gradients, but for those in `no_sync`
+        self._exchanges = exchanges or self._by_hand  # whether every backward does; not in `no_sync`
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
@@ -197,6 +197,7 @@ class Handle:
             return
         if self._fingerprint is None or self._fingerprint.has_changed(self.engine.any_replaced):
             log.info("superpipeline: the module's parameters changed; its units are made anew")
+            used = [] if self.engine.team is None else self.engine.team.exchange.used
             self._fingerprint = None
             self._detach()
             try:
@@ -204,6 +205,8 @@ class Handle:
             except BaseException:
                 self._entries = [RootEntry(self.module, self)]  # the next forward tries again, and is never plain
                 raise
+            if self.engine.team is not None:
+                self.engine.team.exchange.reached(used)  # the next exchange is of their gradients too
             self.steps.follow(self.engine, self._disk)
 
     @never_compiled
@@ -285,8 +288,12 @@ class Handle:
 
         The next backward outside exchanges what was accumulated.
         """
-        with self.engine.not_exchanging():
+        before, self._exchanges = self._exchanges, False  # for an engine that is made anew in this context, too
+        self.engine.exchanges = False
+        try:
             yield
+        finally:
+            self._exchanges = self.engine.exchanges = before
 
     def settle(self) -> None:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""

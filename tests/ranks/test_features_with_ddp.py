@@ -80,3 +80,8 @@ def test_master_weights_are_stepped_with_the_mean_in_fp32(precision, dtype, acce
     for rank in processes.run(2, ranked_features.masters, "tied_embedding", precision, accelerator):
         for theirs, ours in zip(expected, rank, strict=True):
             assert not (wrong := parity.difference(theirs, ours)), wrong
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "BatchNorm1d"), (2, "SyncBatchNorm")])
+def test_batch_norms_are_synchronised_in_a_fit_on_several_devices_alone(size, kind):
+    assert processes.run(size, ranked_features.synchronised_norms) == [(kind, False)] * size

@@ -56,6 +56,12 @@ def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 
 
+@pytest.mark.parametrize("accumulate", [3, 5])
+def test_a_module_may_grow_while_gradients_accumulate(accumulate):
+    """Before a backward in `no_sync`; before one that exchanges gradients of a block that it does not reach."""
+    check(2, "cpu", accumulate=accumulate, clip=True, grows_at=4)
+
+
 def test_buffers_of_any_type_are_the_first_ranks():
     """Backends of process groups do not know all of them."""
     expected = dict(loops.Buffers(0).named_buffers())

@@ -86,10 +86,12 @@ def train(
     holds: bool = False,
     repeats_from: int = STEPS,
     renewals: int = 0,
+    grows_at: int = STEPS,
 ) -> Found:
     """Train on this rank: under DDP if ``streamed`` is None, else with these options.
 
     ``repeats_from``: the step from which on a block runs twice.
+    ``grows_at``: the step before which the module gets a parameter that nothing uses.
     ``renewals``: how often another optimizer takes over; only the first rank keeps those before.
     ``holds``: the first rank's user code refers to gradients that accumulate.
     ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
@@ -122,6 +124,8 @@ def train(
                 stepped = OPTIMIZERS[optimizer](net.parameters())
                 kept.append(stepped)
             net.repeats = step >= repeats_from
+            if step == grows_at:
+                net.late = nn.Parameter(torch.zeros(3))
             last = step % accumulate == accumulate - 1
             with contextlib.nullcontext() if last else no_sync():
                 loss = nn.functional.cross_entropy(call(tokens, skipped(rank, step)), tokens)

@@ -677,6 +677,40 @@ def run(name: str, options: dict[str, Any] | None, accelerator: str = "cpu") -> 
     return record
 
 
+class Norm(L.LightningModule):
+    """A module with a batch norm; torch synchronises it on accelerators only, so it is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.kinds: list[str] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.kinds.append(type(self.norm).__name__)
+        return self.linear(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.linear.parameters(), 0.1)
+
+
+def synchronised_norms() -> tuple[str, bool]:
+    """Fit a module with ``sync_batchnorm``; return its norm's type in the fit, and whether it is synchronised after."""
+    module = Norm()
+    trainer = L.Trainer(
+        strategy=sp_lightning.SuperpipelineStrategy(),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_steps=1,
+        sync_batchnorm=True,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
+    return module.kinds[0], isinstance(module.norm, nn.SyncBatchNorm)
+
+
 def masters(name: str, precision: str, accelerator: str = "cpu") -> list[Tensor]:
     """Train a case with FP32 masters of half-precision weights; return them."""
     case = models.case(name)
