@@ -17,7 +17,9 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -65,6 +67,7 @@ class Owners:
 
     def pieces(self, optimizer: Optimizer, gradients: Alike) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
+        self._copy_moved_state(optimizer)
         alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
         self._faces.settle(self._find_moved(optimizer), *alike)
         self._collect_edits()
@@ -132,6 +135,22 @@ class Owners:
             slab.face.data_ptr() + field.offset,
             field.stride,
         )
+
+    def _copy_moved_state(self, optimizer: Optimizer) -> None:
+        """Copy state that user code gave to another parameter: where it lies, that of its first one is written."""
+        faces = [slab.face for slab in self._slabs.get(optimizer, {}).values()]
+        slabs = sorted((face.data_ptr(), face.data_ptr() + face.nbytes) for face in faces)
+        for parameter, state in optimizer.state.items() if slabs else ():
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                address = value.data_ptr()
+                at = bisect.bisect_right(slabs, address, key=operator.itemgetter(0)) - 1
+                if at < 0 or address >= slabs[at][1]:
+                    continue
+                if id(parameter) in self._places and self._lies_in_a_slab(optimizer, parameter, key, value):
+                    continue
+                state[key] = value.clone(memory_format=torch.preserve_format)
 
     def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[str, int]]:
         """Yield the state that is to move into slabs: what it is of, and a fingerprint."""

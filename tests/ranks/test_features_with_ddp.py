@@ -29,6 +29,7 @@ DAILY = {
     "skips, accumulation",
     "swa",
     "swapped data",
+    "swapped state",
     "turned gradients",
     "weights of rank 0",
 }

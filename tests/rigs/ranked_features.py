@@ -227,6 +227,18 @@ class SwapsData(Plain):
                 first.data, second.data = second.data, first.data
 
 
+class SwapsState(Plain):
+    """Has two blocks exchange the optimizer's state of some weights, and then the weights themselves as well."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index in (1, 3):
+            state = self.trainer.optimizers[0].state
+            first, second = (block.up.weight for block in self.net.blocks[1:3])
+            state[first], state[second] = state[second], state[first]
+            if batch_index == 3:
+                first.data, second.data = second.data, first.data
+
+
 class HasOddParameters(Plain):
     """Has complex weights, one without elements, and one without dimensions."""
 
@@ -627,6 +639,7 @@ FEATURES = {
     "turned gradients": Feature(TurnsGradients),
     "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "swapped data": Feature(SwapsData, settings={"batches": 6}),
+    "swapped state": Feature(SwapsState, settings={"batches": 6}),
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
