@@ -65,7 +65,8 @@ PARTS = {
     "disk-autocast": Part((f"{IN_FILES}_under_autocast_as_in_memory",), ("sp_lightning/disk/",)),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
-    "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "docs/", "sp_lightning/bench/")),
+    "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/planning/", "sp_lightning/commands/")),
+    "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "sp_lightning/bench/")),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),
     "rest": Part(("tests",), ("pyproject.toml", "sp_lightning/memory/")),
 }
