@@ -30,7 +30,7 @@ Receive = Callable[[Any, Gradients], Gradients]  # from the node that runs and i
 LEAF_PRIORITY = 2**64 - 1
 
 
-class HostDeviceBridge(torch.autograd.Function):
+class UnitNode(torch.autograd.Function):
     """Host parameters in, device stand-ins out; device gradients in, host gradients out."""
 
     @staticmethod
@@ -52,7 +52,7 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
     if not any(parameter.requires_grad for parameter in store.params):
         return views
     with torch.inference_mode(False), torch.enable_grad():
-        outputs = list(HostDeviceBridge.apply(views, receive, *store.params))
+        outputs = list(UnitNode.apply(views, receive, *store.params))
     node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
     set_sequence_number(node, LEAF_PRIORITY)  # Rule 2
     return outputs
@@ -61,7 +61,7 @@ def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Ten
 def check_not_recorded(output: Tensor, name: str) -> None:
     """Raise if autograd recorded an in-place write to a stand-in: another node than the unit's made it then."""
     node = true_grad_fn(output)
-    if output.requires_grad and (node is None or node.name() != "HostDeviceBridgeBackward"):
+    if output.requires_grad and (node is None or node.name() != "UnitNodeBackward"):
         raise ExactnessError(
             f"{name} was written in place while autograd recorded, which a leaf that requires grad cannot be: "
             "write to it under torch.no_grad()"
