@@ -85,9 +85,10 @@ class Owners:
     def _piece(self, optimizer: Optimizer, parameter: Tensor, loops: bool) -> Tensor:
         place = self._places.get(id(parameter))
         grad = true_grad(parameter)
-        if place is None or grad is None:
-            if grad is not None:
-                self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
+        if grad is None:
+            return parameter
+        if place is None:
+            self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
             return parameter
         store, index = place
         if not loops or not parameter.dim() or not store.in_place(index):
