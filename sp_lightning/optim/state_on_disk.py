@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compat.modules import HOOKS_AFTER_LOADING
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.malloc import freed
 from ..core.telemetry import Counters
@@ -219,6 +220,8 @@ class StateOnDisk:
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
         """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""
+        if not hasattr(optimizer, HOOKS_AFTER_LOADING):  # a wrapper of another one, which has the state and steps it
+            return
         self._file.optimizers.add(optimizer)
         make_room(self._file.folder, self.to_come)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
