@@ -226,7 +226,7 @@ class StateOnDisk:
         make_room(self._file.folder, self.to_come)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
-            self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
+            self._hooks.append(optimizer.register_step_post_hook(self._adopt_after))
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.first = self._first
@@ -266,6 +266,14 @@ class StateOnDisk:
             for parameter in group["params"]:
                 if parameter in state:
                     self._adopt(state, parameter)
+
+    def _adopt_after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Move the state that a step of torch's, or of the user's, has made."""
+        try:
+            self.adopt(optimizer)
+        except DiskError as error:
+            outcome = "The optimizer had stepped all parameters; state that did not move to the disk stays in memory"
+            raise error.with_outcome(outcome) from error
 
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Move the state of one parameter into the file."""
@@ -365,12 +373,14 @@ class StateOnDisk:
         """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
         groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
-        spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
-        if not spilled or _share_state(shadow):
-            return groups
-        self._keep_order(shadow, spilled)
+        spilled: list[Spilled] = []
         done: list[Spilled] = []
         try:
+            if not needs_order(shadow):
+                spilled = list(self._spilled(shadow, conversions))
+            if not spilled or _share_state(shadow):
+                return groups
+            self._keep_order(shadow, spilled)
             self._run(shadow, spilled, done)
         except DiskError as error:
             called_with = getattr(shadow, "called_with", None)  # else the optimizer thread counts what it stepped
@@ -378,6 +388,8 @@ class StateOnDisk:
                 raise
             of = sum(len(group["params"]) for group in called_with[0][0].param_groups)
             before = of - sum(len(group["params"]) for group in groups)
+            if not spilled and not before:  # there was no room, and the error says that nothing was stepped
+                raise
             raise error.in_step(before + len(done), of) from error
         stepped = {id(one.param) for one in spilled}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]

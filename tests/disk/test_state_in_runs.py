@@ -469,6 +469,30 @@ def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, ove
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
+class Filling(Callback):
+    """Before the third batch a weight loses its state, and from then on the disk is full."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def on_train_batch_start(self, trainer, module, batch, number):
+        if number == 2:
+            del trainer.optimizers[0].state[next(module.parameters())]
+            self.monkeypatch.setattr(os, "posix_fallocate", failing("posix_fallocate", 0, errno.ENOSPC))
+
+
+@pytest.mark.parametrize("overlap, stepped", [(True, "had stepped 27 of 28"), (False, "nothing was stepped")])
+def test_a_disk_that_is_full_when_a_weight_gets_state_late_says_what_was_stepped(overlap, stepped, monkeypatch):
+    options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": overlap}
+    case = models.case("mlp")
+    with pytest.raises(DiskError, match=rf"No space left.*{stepped}"):
+        parity.record(
+            functools.partial(models.ZooModule, case, optimizer="adamw"),
+            parity.streaming_strategy("cpu", **options),
+            callbacks=[Filling(monkeypatch)],
+        )
+
+
 # ---- processes
 
 
