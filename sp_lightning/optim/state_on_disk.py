@@ -1,7 +1,8 @@
 """Optimizer state that lies in the scratch file, and steps of its parameters in portions.
 
 1. Of the chosen parameters, state of their shape lies in the file (scratch_file.py): ``optimizer.state`` shows tensors
-   over it. Scalars stay in memory, and so does state that other code refers to, as long as it does.
+   over it. Scalars stay in memory, and so does state that other code refers to, as long as it does, and what an
+   optimizer of the user's has in place of a dictionary.
 2. What is elementwise is stepped in portions: state comes into a buffer, is stepped there as any other, and goes back,
    while the next portions are read and those before are written (state_ring.py). A class that steps each parameter as
    a whole finds all of it in a buffer, in its shape; one that is too large for a buffer has all of them, and nothing is
@@ -280,7 +281,7 @@ class StateOnDisk:
         self._adopt(optimizer.state, parameter)
 
     def _adopt(self, state: Any, parameter: Tensor) -> None:
-        if id(parameter) not in self.parameters:
+        if id(parameter) not in self.parameters or not isinstance(state[parameter], dict):
             return
         keys = [key for key, value in state[parameter].items() if self._can_move(parameter, value)]
         if not keys or are_tensors_of_entry_shared(state, parameter):
@@ -539,7 +540,7 @@ def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[T
     """Yield the state of each of these parameters, by their ids."""
     state: Any = vars(optimizer).get("state", {})  # a guarded one is of a run that goes on (state_guard.py)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) in parameters and param in state:
+        if id(param) in parameters and isinstance(state.get(param), dict):
             yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
 
 
