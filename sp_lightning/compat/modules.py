@@ -29,6 +29,10 @@ HOOKS_OF_WEIGHT = "_backward_hooks", "_post_accumulate_grad_hooks"
 # wants to see the gradients first, or the weights afterwards.
 HOOKS_BEFORE_STEP, HOOKS_AFTER_STEP = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
+# The same of loads of state. Without it optimizers that wrap others could not train with state on a disk: such classes
+# often never call the constructor of the base class, and make the hooks of steps themselves, but not these.
+HOOKS_AFTER_LOADING = "_optimizer_load_state_dict_post_hooks"
+
 # An attribute of the wrapper of ``optimizer.step`` in which learning rate schedulers count. Without it no optimizer
 # with a scheduler would step beside backward.
 COUNTS_STEPS = "_wrapped_by_lr_sched"

@@ -1,7 +1,8 @@
 """Optimizer state that lies in the scratch file, and steps of its parameters in portions.
 
 1. Of the chosen parameters, state of their shape lies in the file (scratch_file.py): ``optimizer.state`` shows tensors
-   over it. Scalars stay in memory, and so does state that other code refers to, as long as it does.
+   over it. Scalars stay in memory, and so does state that other code refers to, as long as it does, and what an
+   optimizer of the user's has in place of a dictionary.
 2. What is elementwise is stepped in portions: state comes into a buffer, is stepped there as any other, and goes back,
    while the next portions are read and those before are written (state_ring.py). A class that steps each parameter as
    a whole finds all of it in a buffer, in its shape; one that is too large for a buffer has all of them, and nothing is
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compat.modules import HOOKS_AFTER_LOADING
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.malloc import freed
 from ..core.telemetry import Counters
@@ -219,11 +221,13 @@ class StateOnDisk:
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
         """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""
+        if not hasattr(optimizer, HOOKS_AFTER_LOADING):  # a wrapper of another one, which has the state and steps it
+            return
         self._file.optimizers.add(optimizer)
         make_room(self._file.folder, self.to_come)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
-            self._hooks.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.adopt(optimizer)))
+            self._hooks.append(optimizer.register_step_post_hook(self._adopt_after))
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.first = self._first
@@ -264,12 +268,20 @@ class StateOnDisk:
                 if parameter in state:
                     self._adopt(state, parameter)
 
+    def _adopt_after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Move the state that a step of torch's, or of the user's, has made."""
+        try:
+            self.adopt(optimizer)
+        except DiskError as error:
+            outcome = "The optimizer had stepped all parameters; state that did not move to the disk stays in memory"
+            raise error.with_outcome(outcome) from error
+
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Move the state of one parameter into the file."""
         self._adopt(optimizer.state, parameter)
 
     def _adopt(self, state: Any, parameter: Tensor) -> None:
-        if id(parameter) not in self.parameters:
+        if id(parameter) not in self.parameters or not isinstance(state[parameter], dict):
             return
         keys = [key for key, value in state[parameter].items() if self._can_move(parameter, value)]
         if not keys or are_tensors_of_entry_shared(state, parameter):
@@ -362,12 +374,14 @@ class StateOnDisk:
         """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
         groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
-        spilled = [] if needs_order(shadow) else list(self._spilled(shadow, conversions))
-        if not spilled or _share_state(shadow):
-            return groups
-        self._keep_order(shadow, spilled)
+        spilled: list[Spilled] = []
         done: list[Spilled] = []
         try:
+            if not needs_order(shadow):
+                spilled = list(self._spilled(shadow, conversions))
+            if not spilled or _share_state(shadow):
+                return groups
+            self._keep_order(shadow, spilled)
             self._run(shadow, spilled, done)
         except DiskError as error:
             called_with = getattr(shadow, "called_with", None)  # else the optimizer thread counts what it stepped
@@ -375,6 +389,8 @@ class StateOnDisk:
                 raise
             of = sum(len(group["params"]) for group in called_with[0][0].param_groups)
             before = of - sum(len(group["params"]) for group in groups)
+            if not spilled and not before:  # there was no room, and the error says that nothing was stepped
+                raise
             raise error.in_step(before + len(done), of) from error
         stepped = {id(one.param) for one in spilled}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
@@ -524,7 +540,7 @@ def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[T
     """Yield the state of each of these parameters, by their ids."""
     state: Any = vars(optimizer).get("state", {})  # a guarded one is of a run that goes on (state_guard.py)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) in parameters and param in state:
+        if id(param) in parameters and isinstance(state.get(param), dict):
             yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
 
 

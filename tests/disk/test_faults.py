@@ -99,11 +99,12 @@ def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-@pytest.mark.parametrize("kind", ["loaded", "foreach"])
+@pytest.mark.parametrize("kind", ["loaded", "foreach", "a subclass"])
 def test_state_that_cannot_move_to_the_disk_stays_in_memory_and_is_right(kind, call, device, monkeypatch):
     """What is loaded, and what an optimizer makes that is not stepped in portions: a step is done or not begun."""
     nets = [stack(), stack()]
-    optimizer, plain = (torch.optim.AdamW(net.parameters(), foreach=kind == "foreach" or None) for net in nets)
+    cls = type("Own", (torch.optim.AdamW,), {}) if kind == "a subclass" else torch.optim.AdamW
+    optimizer, plain = (cls(net.parameters(), foreach=kind == "foreach" or None) for net in nets)
     weights = []
     with sp_lightning.stream(nets[1], device, window=2):
         for _ in range(5):
@@ -123,6 +124,7 @@ def test_state_that_cannot_move_to_the_disk_stays_in_memory_and_is_right(kind, c
                     train(nets[0], optimizer, device)
                 except DiskError as error:
                     assert error.errno == errno.ENOSPC
+                    assert ("had stepped all parameters" in str(error)) is (kind == "a subclass")
                     failed += 1
                 here = list(nets[0].parameters())
                 stepped += all(map(torch.equal, here, weights[stepped + 1]))

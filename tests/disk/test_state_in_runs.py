@@ -211,6 +211,29 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("made", [torch.zeros_like, lambda p: [torch.zeros_like(p)]], ids=["a tensor", "a list"])
+def test_state_that_is_no_dictionary_stays_in_memory(made, device):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                total = self.state[p] = self.state[p] if p in self.state else made(p)
+                total = total if isinstance(total, torch.Tensor) else total[0]
+                p.sub_(total.add_(p.grad), alpha=0.01)
+
+    nets = [stack(), stack()]
+    optimizers = [Own(net.parameters()) for net in nets]
+    for net, optimizer, disk in zip(nets, optimizers, (False, True), strict=True):
+        for _ in range(2):  # the second run asks what the first one left on the disk
+            with streamed(net, device) if disk else sp_lightning.stream(net, device):
+                train(net, optimizer, device, 2)
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, masters, device, caplog):
@@ -467,6 +490,30 @@ def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, ove
     with pytest.raises(DiskError, match=match):
         trainer.fit(module, models.loader(case, 6))
     assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+class Filling(Callback):
+    """Before the third batch a weight loses its state, and from then on the disk is full."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def on_train_batch_start(self, trainer, module, batch, number):
+        if number == 2:
+            del trainer.optimizers[0].state[next(module.parameters())]
+            self.monkeypatch.setattr(os, "posix_fallocate", failing("posix_fallocate", 0, errno.ENOSPC))
+
+
+@pytest.mark.parametrize("overlap, stepped", [(True, "had stepped 27 of 28"), (False, "nothing was stepped")])
+def test_a_disk_that_is_full_when_a_weight_gets_state_late_says_what_was_stepped(overlap, stepped, monkeypatch):
+    options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": overlap}
+    case = models.case("mlp")
+    with pytest.raises(DiskError, match=rf"No space left.*{stepped}"):
+        parity.record(
+            functools.partial(models.ZooModule, case, optimizer="adamw"),
+            parity.streaming_strategy("cpu", **options),
+            callbacks=[Filling(monkeypatch)],
+        )
 
 
 # ---- processes

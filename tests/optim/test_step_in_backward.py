@@ -368,12 +368,16 @@ class Wrapping(models.ZooModule):
         return Wrapper(super().configure_optimizers())
 
 
-def test_an_optimizer_that_wraps_another_and_is_not_constructed_as_one_steps_as_in_a_plain_run(device):
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_an_optimizer_that_wraps_another_and_is_not_constructed_as_one_steps_as_in_a_plain_run(place, device):
     def run(strategy):
         make = functools.partial(Wrapping, models.case("mlp"))
         return parity.record(make, strategy, accelerator=device.type)
 
-    parity.compare(run(parity.plain_strategy(device.type)), run(parity.streaming_strategy(device.type, window=1)))
+    options = {"disk": os.getcwd(), "host_budget": "0B"} if place == "disk" else {}
+    streamed = run(parity.streaming_strategy(device.type, window=1, **options))
+    parity.compare(run(parity.plain_strategy(device.type)), streamed)
+    assert bool(streamed.telemetry["disk_written"]) is (place == "disk")
 
 
 def test_switched_off_it_is_off():
