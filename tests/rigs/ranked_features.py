@@ -299,6 +299,26 @@ class GeneratesOnOneRank(Plain):
             self.generate(self.trainer.strategy.batch_to_device(self.case.batch(99)))
 
 
+class TriesAverages(Plain):
+    """Copies averaged weights into the model of the first rank for a look, and puts the earlier values back."""
+
+    def on_fit_start(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        parameters = list(self.parameters())
+        for average, parameter in zip(self.averages, parameters, strict=True):
+            average.lerp_(parameter, 0.3)
+        if self.trainer.is_global_zero:
+            before = [parameter.detach().clone() for parameter in parameters]
+            for values in (self.averages, before):
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.data.copy_(value)
+                self.see(self.case.predict(self.net, batch))
+        parameters[-1].mul_(0.9)  # by every rank, beside what one alone wrote
+
+
 class FreezesAtStart(Plain):
     """Freezes its first blocks after the strategy is set up, and trains them from the second epoch on."""
 
@@ -599,6 +619,7 @@ FEATURES = {
     "edits, accumulation, clipping": Feature(Edits, settings={"accumulate": 2, "clip": ("norm", 0.1), "batches": 6}),
     "edits, batch norm, sgd": Feature(NormsInValidation, "rescaled_data", "sgd"),
     "generation": Feature(GeneratesOnOneRank, "batch_norm", settings={"epochs": 2}),
+    "averages of rank 0": Feature(TriesAverages, settings={"accumulate": 2, "batches": 6}),
     "unfreezing": Feature(FreezesAtStart, settings={"epochs": 2}),
     "unfreezing, accumulation": Feature(FreezesAtStart, "batch_norm", "sgd", settings={"epochs": 2, "accumulate": 2}),
     "freezing": Feature(FreezesInTheMiddle, settings={"epochs": 3}),
