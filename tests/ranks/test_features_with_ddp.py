@@ -23,6 +23,7 @@ DAILY = {
     "gradients with other data",
     "hooks after steps",
     "kept gradients, zeros",
+    "late buffers",
     "odd parameters",
     "orders",
     "regulariser, accumulation",

@@ -78,6 +78,21 @@ class ReplacesBuffers(Plain):
         return super().training_step(batch, batch_index) * self.scale
 
 
+class RegistersBuffers(Plain):
+    """Registers a running statistic with its first batch, and on one rank alone another buffer, for the fit."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        mean = batch[0].mean(0)
+        self.register_buffer("center", mean if batch_index == 0 else 0.9 * self.center + 0.1 * mean)
+        if batch_index == 1 and self.global_rank == 1:
+            self.register_buffer("longer", torch.ones(3), persistent=False)
+        self.see(self.center)
+        return super().training_step((batch[0] - self.center, batch[1]), batch_index)
+
+    def on_train_end(self) -> None:
+        self._buffers.pop("longer", None)
+
+
 class Scheduled(Plain):
     """One rate follows the steps, or the mean validation loss of all ranks."""
 
@@ -606,6 +621,7 @@ FEATURES = {
     "batch norm by hand": Feature(NormsInValidation, "batch_norm", "two", settings={"epochs": 2}),
     "batch norm accumulated by hand": Feature(AccumulatesByHand, "batch_norm", settings={"epochs": 2}),
     "buffers": Feature(ReplacesBuffers, settings={"accumulate": 2, "batches": 5}),
+    "late buffers": Feature(RegistersBuffers, settings={"epochs": 2, "accumulate": 2}),
     "ema": Feature(NormsInValidation, "batch_norm", callbacks=lambda: [AveragedCallback()], settings={"epochs": 3}),
     "swa": Feature(
         NormsInValidation,
