@@ -306,6 +306,7 @@ class RankedModule(nn.Module):
         super().__init__()
         self.module = module
         self._strategy = strategy
+        self._has_buffers = next(module.buffers(), None) is not None  # at the beginning, as in several_devices.py
         self._syncs_buffers = True  # at the next forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +314,7 @@ class RankedModule(nn.Module):
         strategy = self._strategy
         if strategy.ranks is not None:
             strategy.ranks.check()
-        if self._syncs_buffers:
+        if self._syncs_buffers and self._has_buffers:
             strategy.broadcast_buffers(self.module)
         output = self.module(*args, **kwargs)
         handle = strategy.handle_of(self.module)

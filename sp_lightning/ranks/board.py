@@ -14,6 +14,8 @@
    still in the run `GRACE_S` later hangs where nothing looks at the board, in a data loader or a collective of torch:
    the thread ends its process.
 6. The state of ranks belongs to one run. A rank that stops since another one failed posts so, which names that one.
+7. A rank that handles an exception may still save a checkpoint, for which the others wait: a launcher ends all ranks
+   once one has exited. So the thread lets it go on, and its meetings are with the others that handle one.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ NEWS = {
     LEFT: "has left the run",
 }
 CAUSES = ENDED, FAILED, SILENT
+HANDLING = FAILED, STOPPED  # those that handle an exception (Rule 7)
+GONE = 1 << 62  # more meetings than there are: added to those of a rank that comes to no further one
 WORD = 8
 POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
 WATCH_S = 0.1  # between two looks of the thread that watches
@@ -88,12 +92,14 @@ class Ranks:
                 self._accept(address)
             else:
                 self._connect(address)
-            self._slab = self.share(2 * size * WORD)  # of each rank its state, and how often it came to a meeting
+            # Of each rank its state, and how often it came to a meeting, before an exception and while it handles one.
+            self._slab = self.share(3 * size * WORD)
         except BaseException:
             self.close()
             raise
         self._state = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr())
         self._came = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr() + size * WORD)
+        self._came_handling = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr() + 2 * size * WORD)
         threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
 
     # ---- shared memory
@@ -152,9 +158,31 @@ class Ranks:
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
+        if self._handles_exception:
+            self._meet_handling(what)
+            return
         self._meetings += 1
         now = self._came[self.rank] = self._meetings
         self.wait(lambda: [rank for rank in range(self.size) if self._came[rank] < now], what)
+
+    def _meet_handling(self, what: str) -> None:
+        """Wait until all ranks have come here while they handle an exception, or are gone: a PeerError (Rule 7)."""
+        assert self._state is not None
+        self._came_handling[self.rank] += 1
+        now = self._came_handling[self.rank]
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while missing := [
+            rank for rank, came in enumerate(self._came_handling) if came < now and self._state[rank] != SILENT
+        ]:
+            if time.monotonic() > deadline:
+                raise PeerError(f"rank {self.rank} waited {self.timeout} for {what}: {_names(missing)} did not come")
+            time.sleep(POLL_S[1])
+        if any(came % GONE < now for came in self._came_handling):
+            raise PeerError(self._news((*CAUSES, STOPPED, LEFT)))
+
+    @property
+    def _handles_exception(self) -> bool:
+        return self._state is not None and self._state[self.rank] in HANDLING
 
     def check(self) -> None:
         """Raise PeerError if a rank has died or failed."""
@@ -175,6 +203,7 @@ class Ranks:
     def close(self) -> None:
         """Leave: this rank's end is no longer news to the others. Safe twice."""
         self._note(self.rank, LEFT)
+        self._note_gone(self.rank)
         self._closed = True
         for end in (*self._lives.values(), *self._peers.values()):
             with contextlib.suppress(OSError):
@@ -192,6 +221,11 @@ class Ranks:
     def _note(self, rank: int, state: int) -> None:
         if self._state is not None and self._state[rank] == ALIVE:
             self._state[rank] = state
+
+    def _note_gone(self, rank: int) -> None:
+        """Note that a rank comes to no further meeting of those that handle an exception (Rule 7)."""
+        if self._state is not None and self._came_handling[rank] < GONE:
+            self._came_handling[rank] += GONE
 
     def _news(self, states: Sequence[int]) -> str:
         """Describe the ranks in these states: those that failed by themselves, if there are any."""
@@ -312,7 +346,8 @@ class Ranks:
             for number, _ in poll.poll(WATCH_S * 1000):
                 poll.unregister(number)
                 if not self._closed:
-                    self._note(lives.pop(number), ENDED)
+                    self._note(rank := lives.pop(number), ENDED)
+                    self._note_gone(rank)
             news = {rank: state for rank, state in enumerate(self._state) if state in CAUSES}
             for rank in news.keys() - logged:
                 logged.add(rank)
@@ -320,7 +355,7 @@ class Ranks:
                     log.error("superpipeline: rank %d %s", rank, NEWS[news[rank]])
             if until is None and any(rank != self.rank or state == SILENT for rank, state in news.items()):
                 until = time.monotonic() + GRACE_S
-            if until is not None and time.monotonic() > until and not self._closed:
+            if until is not None and time.monotonic() > until and not self._closed and not self._handles_exception:
                 self._end_process(self._news(CAUSES))
 
     def _end_process(self, news: str) -> None:

@@ -36,6 +36,8 @@ PRESENT, SWAPPED, OF_A_FILE = 63, 62, 61  # its bits
 ALONE = "use devices=1, or strategy='ddp'"
 PUNCH_HOLE = 3  # of fallocate: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 BLOCK = 1 << 16  # pages whose entries are read at a time
+WORD = 8  # bytes that are compared as one number
+COMPARED = PAGE << 10  # bytes that are compared at a time
 FOUND = 1 << 9  # ranges that the kernel lists at a time
 
 
@@ -79,6 +81,19 @@ class SharedSlab:
         start = self.face.data_ptr()
         found = scan_pages if _kernel_scans() else read_pages
         return [Range(one - start, end - start) for one, end in _joined(found(start, start + self.nbytes))]
+
+    def changed(self) -> list[Range]:
+        """Find this process's own pages whose bytes differ from the truth, and give up the others."""
+        changed: list[Range] = []
+        equal: list[Range] = []
+        for start, end in self.private():
+            for at in range(start, end, COMPARED):
+                part = slice(at, min(at + COMPARED, end))
+                face, truth = (slab[part].view(torch.int64).view(-1, PAGE // WORD) for slab in (self.face, self.truth))
+                for page, differs in zip(range(at, end, PAGE), (face != truth).any(1).tolist(), strict=False):
+                    (changed if differs else equal).append(Range(page, page + PAGE))
+        self.drop(list(_joined(equal)))
+        return list(_joined(changed))
 
     def drop(self, ranges: list[Range]) -> None:
         """Give up this process's own pages in these ranges: the face shows the truth again (Rule 3)."""

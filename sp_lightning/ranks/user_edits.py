@@ -3,7 +3,8 @@
 1. An edit that every rank makes, as under DDP, counts once. Each rank lists the pages that it wrote; the lists must be
    the same. The owner of each element copies it from its face to the truth. Then every rank compares what it wrote with
    the truth, and drops its own pages. Other pages, or other bytes, on one rank: ExactnessError that names a parameter.
-   DDP would let the ranks drift apart.
+   DDP would let the ranks drift apart. A page that has the bytes of the truth again counts as not written: one rank
+   alone may try other weights for a while.
 2. Until then a rank uploads what it wrote from its face (unit_store.py): its own edit is seen by itself at once.
 3. Units are settled where all ranks come anyway, at the exchange of gradients and around steps: never in a forward,
    which one rank may run alone.
@@ -96,7 +97,7 @@ class Faces:
 
     def written(self) -> dict[UnitStore, list[Range]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
-        found = {store: store.shared.private() for store in self._stores if store.may_differ()}
+        found = {store: store.shared.changed() for store in self._stores if store.may_differ()}
         return {store: pages for store, pages in found.items() if pages}
 
     def settle(self, *others: Alike) -> None:

@@ -7,6 +7,7 @@ import time
 
 import failing_runs
 import pytest
+import torch
 
 LIMIT_S = 5
 ALL_WAYS = [
@@ -83,6 +84,16 @@ def test_ranks_do_not_wait_for_one_that_is_stopped():
 def test_a_failure_in_teardown_does_not_stop_the_others(way):
     endings = failing_runs.endings(2, phase="teardown", way=way, victim=1)
     assert endings[0].status == 0
+
+
+@pytest.mark.parametrize(("victim", "errors"), [(None, ["ValueError"] * 2), (1, ["PeerError", "ValueError"])])
+def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim, errors, tmp_path):
+    """A launcher ends all ranks once one has exited: each ends with its own exception, once the file is there."""
+    endings = failing_runs.endings(2, phase="forward", way="raise", victim=victim, saves_to=str(tmp_path))
+    assert [(ending.error, ending.status) for ending in endings] == [(error, 1) for error in errors]
+    struck = max(ending.struck for ending in endings)
+    assert all(ending.at - struck > failing_runs.SAVE_S for ending in endings)
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == 1
 
 
 @pytest.mark.parametrize("way", ["kill"])

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = pytest.mark.slow
 DAILY = {
     "accumulation by hand",
+    "averages of rank 0",
     "batch norm, accumulation",
     "edits, accumulation, clipping",
     "ema",
@@ -22,6 +23,7 @@ DAILY = {
     "gradients with other data",
     "hooks after steps",
     "kept gradients, zeros",
+    "late buffers",
     "odd parameters",
     "orders",
     "regulariser, accumulation",

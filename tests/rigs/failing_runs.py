@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -29,12 +29,14 @@ from unittest import mock
 import lightning as L
 import processes
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
 from sp_lightning.ranks import board, exchange, sharded_step, user_edits
 
 LONGEST_S = 90
+SAVE_S = 3.0  # of a checkpoint on exception
 
 
 @dataclasses.dataclass
@@ -139,16 +141,27 @@ def server() -> Any:
 
 
 def endings(
-    size: int, *, phase: str, way: str, victim: int | None, timeout: float = 60, longest: float = LONGEST_S
+    size: int,
+    *,
+    phase: str,
+    way: str,
+    victim: int | None,
+    timeout: float = 60,
+    longest: float = LONGEST_S,
+    saves_to: str | None = None,
 ) -> list[Ending]:
-    """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended."""
+    """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
+
+    With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given.
+    """
     context = server()
     port = processes.free_port()
     here = []
     for rank in range(size):
         reads, writes = context.Pipe(duplex=False)
         strikes = rank == victim or victim is None
-        process = context.Process(target=run, args=(rank, size, port, phase, way if strikes else "", timeout, writes))
+        its_way = way if strikes else ""
+        process = context.Process(target=run, args=(rank, size, port, phase, its_way, timeout, writes, saves_to))
         process.start()
         writes.close()
         here.append((process, reads))
@@ -171,7 +184,7 @@ def ending(process: Any, reads: Any, until: float) -> Ending:
     return Ending(status=process.exitcode, **(defaults | told))
 
 
-def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any) -> None:
+def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any, saves_to: str | None) -> None:
     """Run a Trainer on one rank."""
     torch.set_num_threads(1)
     os.environ.update(
@@ -194,11 +207,13 @@ def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, t
 
     for name, (owner, method) in STRIKES.items():
         wrap(owner, method, name, strike)
+    if saves_to is not None:
+        board.GRACE_S = SAVE_S / 3
     real = board._address
     board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
     try:
         with contextlib.redirect_stdout(None):
-            fit(size, strike, timeout, tell)
+            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)])
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -229,13 +244,23 @@ def wrap(owner: Any, method: str, name: str, strike: Callable[[str], None]) -> N
     setattr(owner, method, struck)
 
 
-def fit(size: int, strike: Callable[[str], None], timeout: float, tell: Any) -> None:
+class SlowSaver(OnExceptionCheckpoint):
+    """Saves a checkpoint on exception, which takes the first rank long."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        time.sleep(SAVE_S if trainer.is_global_zero else 0)
+
+
+def fit(
+    size: int, strike: Callable[[str], None], timeout: float, tell: Any, callbacks: Sequence[L.Callback] = ()
+) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=size,
         strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"], timeout=timedelta(seconds=timeout)),
         max_epochs=1,
+        callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

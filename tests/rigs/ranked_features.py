@@ -78,6 +78,21 @@ class ReplacesBuffers(Plain):
         return super().training_step(batch, batch_index) * self.scale
 
 
+class RegistersBuffers(Plain):
+    """Registers a running statistic with its first batch, and on one rank alone another buffer, for the fit."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        mean = batch[0].mean(0)
+        self.register_buffer("center", mean if batch_index == 0 else 0.9 * self.center + 0.1 * mean)
+        if batch_index == 1 and self.global_rank == 1:
+            self.register_buffer("longer", torch.ones(3), persistent=False)
+        self.see(self.center)
+        return super().training_step((batch[0] - self.center, batch[1]), batch_index)
+
+    def on_train_end(self) -> None:
+        self._buffers.pop("longer", None)
+
+
 class Scheduled(Plain):
     """One rate follows the steps, or the mean validation loss of all ranks."""
 
@@ -297,6 +312,26 @@ class GeneratesOnOneRank(Plain):
     def on_train_epoch_end(self) -> None:
         if self.global_rank == self.trainer.world_size - 1:
             self.generate(self.trainer.strategy.batch_to_device(self.case.batch(99)))
+
+
+class TriesAverages(Plain):
+    """Copies averaged weights into the model of the first rank for a look, and puts the earlier values back."""
+
+    def on_fit_start(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        parameters = list(self.parameters())
+        for average, parameter in zip(self.averages, parameters, strict=True):
+            average.lerp_(parameter, 0.3)
+        if self.trainer.is_global_zero:
+            before = [parameter.detach().clone() for parameter in parameters]
+            for values in (self.averages, before):
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.data.copy_(value)
+                self.see(self.case.predict(self.net, batch))
+        parameters[-1].mul_(0.9)  # by every rank, beside what one alone wrote
 
 
 class FreezesAtStart(Plain):
@@ -586,6 +621,7 @@ FEATURES = {
     "batch norm by hand": Feature(NormsInValidation, "batch_norm", "two", settings={"epochs": 2}),
     "batch norm accumulated by hand": Feature(AccumulatesByHand, "batch_norm", settings={"epochs": 2}),
     "buffers": Feature(ReplacesBuffers, settings={"accumulate": 2, "batches": 5}),
+    "late buffers": Feature(RegistersBuffers, settings={"epochs": 2, "accumulate": 2}),
     "ema": Feature(NormsInValidation, "batch_norm", callbacks=lambda: [AveragedCallback()], settings={"epochs": 3}),
     "swa": Feature(
         NormsInValidation,
@@ -599,6 +635,7 @@ FEATURES = {
     "edits, accumulation, clipping": Feature(Edits, settings={"accumulate": 2, "clip": ("norm", 0.1), "batches": 6}),
     "edits, batch norm, sgd": Feature(NormsInValidation, "rescaled_data", "sgd"),
     "generation": Feature(GeneratesOnOneRank, "batch_norm", settings={"epochs": 2}),
+    "averages of rank 0": Feature(TriesAverages, settings={"accumulate": 2, "batches": 6}),
     "unfreezing": Feature(FreezesAtStart, settings={"epochs": 2}),
     "unfreezing, accumulation": Feature(FreezesAtStart, "batch_norm", "sgd", settings={"epochs": 2, "accumulate": 2}),
     "freezing": Feature(FreezesInTheMiddle, settings={"epochs": 3}),
