@@ -18,6 +18,8 @@ it, so that the second run equals the first and leaves no trace:
    a second run after any of these tensors, or a weight of the unit, was changed or given other data since the first.
 3. A forward that differs in the second run for any other reason is an error, where torch can see it: when it saves
    other tensors than the first time.
+4. A unit inside of a non-reentrant checkpoint of the user's is left to that one, which runs it again as in a plain run,
+   with its traces: batch normalization counts twice there. Around a checkpoint of ours it would stop before the unit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import storage_id
+from ..compat.tensors import storage_id, top_hooks
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
@@ -128,6 +130,12 @@ class Recompute:
             offloaded = before.offload_arguments(self._offload)
         before.rely_on(store)
         return output, offloaded
+
+
+def is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint of the user's runs the code that runs now, for the first or second time."""
+    hooks = top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

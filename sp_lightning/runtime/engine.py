@@ -32,7 +32,7 @@ from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
-from ..autograd.recompute import Recompute, Written
+from ..autograd.recompute import Recompute, Written, is_checkpointed
 from ..autograd.saved_tensors import SavedTensors, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import compiling_as_here, never_compiled, not_compiled_itself
@@ -299,8 +299,9 @@ class Engine:
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
-        # No checkpoint works inside a transform, nor where hooks are forbidden.
-        can_save = not in_transform() and admits_hooks()
+        # No checkpoint works inside a transform, nor where hooks are forbidden; and one of the user's has to see
+        # what it sees in a plain run.
+        can_save = not in_transform() and admits_hooks() and not is_checkpointed()
         activations = self.options.activations if can_save else "keep"
         saved: list[OffloadedTensor] = []
         if activations.startswith("recompute"):

@@ -604,6 +604,63 @@ def test_a_checkpoint_inside_a_unit_with_a_shared_weight(reentrant, casts, activ
     check(models.stack_of(lambda: Folded(reentrant)), training(under(casts, squares)), device, activations=activations)
 
 
+class Normalised(nn.Module):
+    """Leaves traces of each run: batch statistics, and a count after all that backward needs was saved."""
+
+    runs = 0
+
+    def __init__(self, around=None):
+        super().__init__()
+        self.up, self.norm = nn.Linear(models.WIDTH, models.WIDTH), nn.BatchNorm1d(models.WIDTH)
+        self.around = around
+
+    def forward(self, x):
+        return self.within(x) if self.around is None else x + checkpoint(self.within, x, use_reentrant=self.around)
+
+    def within(self, x):
+        y = self.norm(self.up(x)).tanh()
+        self.runs += 1
+        return x + y
+
+
+def through_blocks(net, x):
+    for block in net.blocks:
+        x = block(x)
+    return x
+
+
+# Where a module has a checkpoint of its own: calls of its blocks.
+CHECKPOINTED = {
+    "each unit": lambda net, x, reentrant: functools.reduce(
+        lambda x, block: checkpoint(block, x, use_reentrant=reentrant), net.blocks, x
+    ),
+    "all units": lambda net, x, reentrant: checkpoint(through_blocks, net, x, use_reentrant=reentrant),
+    "twice around each unit": lambda net, x, reentrant: functools.reduce(
+        lambda x, block: checkpoint(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, use_reentrant=False),
+        net.blocks,
+        x,
+    ),
+    "one unit beside others": lambda net, x, reentrant: through_blocks(
+        net, checkpoint(net.blocks[0], x, use_reentrant=reentrant)
+    ),
+}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", [*CHECKPOINTED, "in each unit"])
+def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, reentrant, activations, device):
+    def run(net, device):
+        calls = CHECKPOINTED.get(place, lambda net, x, _: through_blocks(net, x))
+        for x in inputs(device):
+            loss = calls(net, net.stem(x), reentrant).square().mean()
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()], list(net.buffers()), [b.runs for b in net.blocks]
+
+    make = models.stack_of(lambda: Normalised(reentrant if place == "in each unit" else None))
+    check(make, run, device, activations=activations)
+
+
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])
 @pytest.mark.parametrize("casts", [None, torch.bfloat16])
 def test_a_gradient_that_is_differentiated_in_turn(casts, activations, device):
