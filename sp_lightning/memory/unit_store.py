@@ -211,7 +211,9 @@ class UnitStore:
         for weight in weights:
             if weight.outside:
                 raise UnsupportedError(
-                    f"{weight.host.name} shares its memory with another tensor, which several ranks on the CPU cannot"
+                    f"{weight.host.name} shares its memory with another tensor, which cannot follow where several "
+                    "ranks on the CPU share the weight; give the weight data of its own (p.data = p.data.clone()), "
+                    "or use devices=1, or strategy='ddp'"
                 )
             with torch.inference_mode(False), torch.no_grad():
                 if self.shared.is_first:

@@ -41,6 +41,12 @@ def test_another_model_on_one_rank(other, named):
     assert named in errors[0]
 
 
+def test_a_weight_whose_memory_another_tensor_has_too():
+    for error in processes.run(2, refused_runs.shared_bytes):
+        assert error.startswith("UnsupportedError: blocks.1.weight_orig shares its memory with another tensor"), error
+        assert error.endswith("or use devices=1, or strategy='ddp'"), error
+
+
 def test_another_torch_on_one_rank():
     for error in processes.run(2, refused_runs.another_torch):
         assert error.startswith("OptionError: devices must be") and "unlike versions of torch" in error, error

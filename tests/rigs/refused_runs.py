@@ -67,6 +67,13 @@ def unlike_models(settings: list[dict[str, Any]]) -> str:
     return error(lambda: trained(Net(**settings[rank]), [torch.randn(4, 8)] * 4, size))
 
 
+def shared_bytes() -> str:
+    """Train a layer whose weight another attribute is over until its first forward, as `spectral_norm` leaves it."""
+    module = Net()
+    torch.nn.utils.spectral_norm(module.blocks[1])
+    return error(lambda: trained(module, [torch.randn(4, 8)] * 4, int(os.environ["WORLD_SIZE"])))
+
+
 def another_torch() -> str:
     """Train with another version of torch on the last rank."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
