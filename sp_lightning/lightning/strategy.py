@@ -66,7 +66,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             that takes the module and returns the submodules that become units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute"
             keeps the unit's inputs and runs its forward again in backward, "offload" moves it to the host and back,
-            "recompute+offload" moves the inputs and runs forward again.
+            "recompute+offload" moves the inputs and runs forward again. A unit inside of a non-reentrant checkpoint
+            of yours is left to that one.
         optimizer_overlap: Step each unit on the host as soon as its gradients have arrived, while backward goes on.
             This needs final gradients, so clipping, gradient scaling or an overridden hook between backward and the
             step prevents it. Units that are not stepped by then are stepped beside the next forward (a deferred
