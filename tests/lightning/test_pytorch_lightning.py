@@ -150,26 +150,36 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
 
 
-@pytest.mark.parametrize(
-    "imports, registered, imported",
-    [
-        ("import sp_lightning", False, False),
-        ("import pytorch_lightning, sp_lightning", True, True),
-        ("import sp_lightning, pytorch_lightning", False, True),
-        ("import sp_lightning.pytorch_lightning", True, True),
-        ("import sp_lightning, pytorch_lightning, sp_lightning.pytorch_lightning", True, True),
-    ],
-)
-def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not(imports, registered, imported):
+IMPORTS = [  # with whether the strategy is registered there, and whether the other package is imported at all
+    ("import sp_lightning", False, False),
+    ("import pytorch_lightning, sp_lightning", True, True),
+    ("import sp_lightning, pytorch_lightning", False, True),
+    ("import sp_lightning.pytorch_lightning", True, True),
+    ("import sp_lightning, pytorch_lightning, sp_lightning.pytorch_lightning", True, True),
+]
+
+
+def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not():
     code = f"""
-import sys
-{imports}
-assert ("pytorch_lightning" in sys.modules) is {imported}
-if {imported}:
-    from pytorch_lightning.strategies import StrategyRegistry
-    assert ("superpipeline" in StrategyRegistry) is {registered}
-from lightning.pytorch.strategies import StrategyRegistry
-assert "superpipeline" in StrategyRegistry
+import os, sys
+import lightning  # once for all cases, each of which is a fork that imports the rest
+
+def look(imports, registered, imported):
+    exec(imports)
+    assert ("pytorch_lightning" in sys.modules) is imported, imports
+    if imported:
+        from pytorch_lightning.strategies import StrategyRegistry
+        assert ("superpipeline" in StrategyRegistry) is registered, imports
+    from lightning.pytorch.strategies import StrategyRegistry
+    assert "superpipeline" in StrategyRegistry, imports
+
+assert not {{"sp_lightning", "pytorch_lightning"}} & sys.modules.keys()
+for case in {IMPORTS}:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, case
+    else:
+        look(*case)
+        break
 """
     done = run(code)
     assert done.returncode == 0, done.stderr

@@ -925,8 +925,22 @@ def compiled_blocks(module, backend):
 
 
 @pytest.mark.parametrize("compiled", [compiled_whole, compiled_blocks])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"])
+@pytest.mark.parametrize(
+    "backend, activations",
+    [
+        ("eager", "keep"),
+        ("inductor", "recompute"),
+        *(
+            pytest.param(backend, activations, marks=pytest.mark.slow)
+            for backend, activations in [
+                ("eager", "recompute"),
+                ("aot_eager", "keep"),
+                ("aot_eager", "recompute"),
+                ("inductor", "keep"),
+            ]
+        ),
+    ],
+)
 def test_a_compiled_module_computes_what_it_does_plainly_with_its_blocks_compiled(backend, activations, compiled):
     """Blocks that are alike share a graph for training and one for evaluation, as they do in the plain run."""
 

@@ -164,7 +164,13 @@ def check_bits_with_threads(in_turn, most, flushes=False):
 
 # Half precision and NaNs show where a kernel split the work.
 @pytest.mark.parametrize(
-    "threads, in_turn, most", [(2, True, 8), (3, True, 8), (4, True, 2), (2, True, 1), (2, False, 8), (3, False, 8)]
+    "threads, in_turn, most",
+    [
+        (2, True, 8),
+        (4, True, 2),
+        (3, False, 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, True, 8), (2, True, 1), (2, False, 8)]),
+    ],
 )
 def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads, in_turn, most):
     with_threads(threads, f"check_bits_with_threads({in_turn}, {most})")

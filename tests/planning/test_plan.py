@@ -719,8 +719,17 @@ def offered(found):
 
 
 @CHUNKED
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind, config", [("Llama", {}), ("Llama", {"tie_word_embeddings": True}), ("Gemma", {})])
+@pytest.mark.parametrize(
+    "kind, config, precision",
+    [
+        ("Llama", {}, "32-true"),
+        ("Llama", {"tie_word_embeddings": True}, "bf16-mixed"),
+        ("Gemma", {}, "bf16-mixed"),
+        pytest.param("Llama", {}, "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param("Llama", {"tie_word_embeddings": True}, "32-true", marks=pytest.mark.slow),
+        pytest.param("Gemma", {}, "32-true", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kind, config, precision):
     make = causal(kind, **config)
     found = planned(make, TEXTS, precision=precision)
