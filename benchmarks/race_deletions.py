@@ -43,7 +43,8 @@ BESIDE = {"runtime/measure.py", "observe/progress.py", "core/recorder.py", "benc
 BESIDE |= {"observe/disk_speed.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
-OF_RANKS |= {"_wait_for_all", "_end_job", "_all_at"}  # the last one says, where units are summed, which are not due yet
+OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job"}
+OF_RANKS |= {"_all_at"}  # it says, where units are summed, which are not due yet
 BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "user_edits")}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
