@@ -397,7 +397,9 @@ class Handle:
             self._abandon()
             raise
         self.engine.phases.start()
-        self._fingerprint = ModuleFingerprint(self.module)
+        has_budget = self.options.disk is not None or self.options.host_budget  # not "0B": as little as can be had
+        kind = BudgetedFingerprint if has_budget and self._disk is None else ModuleFingerprint
+        self._fingerprint = kind(self.module)
 
     def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
@@ -611,6 +613,17 @@ class ModuleFingerprint:
             return False
         before, now = self._structure, _structure(self._module)
         return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
+
+
+class BudgetedFingerprint(ModuleFingerprint):
+    """Notices, too, that parameters come to train, for which a budget of host memory may not suffice."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+
+    def has_changed(self, any_replaced: bool) -> bool:
+        return any(parameter.requires_grad for parameter in self._frozen) or super().has_changed(any_replaced)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -758,6 +758,42 @@ def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from
     assert_same(*runs)
 
 
+def thawing(device, **options):
+    """Train four layers, two of them frozen at first."""
+    net = stack(200, 4)
+    net[2:].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+        for number in range(2):
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(batch(device, 200)).square().mean().backward()
+                optimizer.step()
+            if number == 0:
+                assert handle._disk is None
+                net.requires_grad_(True)
+        if "disk" in options:
+            assert any(on_disk(handle, optimizer))
+    return net, optimizer
+
+
+SIZE = sum(p.nbytes for p in stack(200, 2).parameters())
+
+
+def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(device):
+    assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE), thawing(device))
+
+
+def test_weights_that_are_unfrozen_and_outgrow_the_budget_without_a_disk(device):
+    with pytest.raises(HostMemoryError, match=r"host_budget=.* cannot be met: .* optimizer 1\.23 MiB\)\. Give disk="):
+        thawing(device, host_budget=6 * SIZE)
+
+
+def test_weights_that_are_unfrozen_within_the_budget_have_state_in_memory(device):
+    net, optimizer = thawing(device, host_budget=9 * SIZE)
+    assert_same((net, optimizer), thawing(device))
+
+
 # ---- other ways to run, and memory
 
 
