@@ -11,6 +11,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 import weakref
 
 import pytest
@@ -560,6 +561,10 @@ def test_modules_are_plain_again_when_the_strategy_is_gone(device):
     assert again.setup(net)(x).device == device
 
 
+def alive(references):
+    return [one for one in (refer() for refer in references) if one is not None]
+
+
 @pytest.mark.parametrize("keeps", ["nothing", "parameters", "a part", "all"])
 def test_a_module_that_was_dropped_leaves_when_another_one_comes(keeps, device):
     """With its weights, its gradients and what is on the device, as in a search for hyperparameters."""
@@ -579,7 +584,12 @@ def test_a_module_that_was_dropped_leaves_when_another_one_comes(keeps, device):
     other = fabric.setup(blocks())
     first, kept = run(fabric)
     again = fabric.setup(blocks())
-    found = [one for one in (refer() for refer in first) if one is not None]
+    found = alive(first)
+    patience = time.monotonic() + 5  # autograd's own thread may hold the last graph, and so keep a cycle, for a moment
+    while keeps == "nothing" and found and time.monotonic() < patience:
+        found = []
+        gc.collect()
+        found = alive(first)
     assert len(fabric.strategy.handles) == 2 + (keeps == "all")
     assert bool(found) == (keeps != "nothing")
     if keeps == "all":
