@@ -306,7 +306,7 @@ class RankedModule(nn.Module):
         super().__init__()
         self.module = module
         self._strategy = strategy
-        self._has_buffers = next(module.buffers(), None) is not None  # at the beginning, as in several_devices.py
+        self._has_buffers = next(module.buffers(), None) is not None  # at the beginning, as in handle.py
         self._syncs_buffers = True  # at the next forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

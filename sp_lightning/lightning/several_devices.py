@@ -51,7 +51,6 @@ class SeveralDevices:
     ranks: Ranks | None = None  # in a run on several devices
 
     _syncs_gradients = True  # but in ``block_backward_sync``
-    _has_buffers = True  # at the beginning: else DDP synchronises none, also if the module gets some later
     _syncs_buffers = True  # at the next forward
     _syncs_batch_norms = False  # during a fit
 

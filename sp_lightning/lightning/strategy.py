@@ -254,7 +254,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             )
         self.handle.last_checkpoint = self._last_checkpoint
         self.broadcast_buffers(self.lightning_module)
-        self._has_buffers = next(self.lightning_module.buffers(), None) is not None
         self._syncs_buffers = fits
         update_properties(self.lightning_module, device=self.root_device)
 
@@ -457,7 +456,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             return
         if self.ranks is not None:
             self.ranks.check()
-            if self._syncs_buffers and self._has_buffers:
+            if self._syncs_buffers and handle.has_buffers:
                 assert self.lightning_module is not None
                 self.broadcast_buffers(self.lightning_module)
         handle.open_scope(name)

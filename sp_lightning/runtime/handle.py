@@ -100,7 +100,7 @@ class Handle:
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
         self._exchanges = exchanges or self._by_hand  # whether every backward does; not in `no_sync`
-        self._has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
+        self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
@@ -186,7 +186,7 @@ class Handle:
         """Begin a step of the module. Everything between its end and the next step counts as user code."""
         self._follow_changes()
         if self._by_hand and torch.is_grad_enabled() and not self.engine.phases.in_step:
-            if self._syncs_buffers and self._has_buffers:  # not in an evaluation, which one rank may run alone
+            if self._syncs_buffers and self.has_buffers:  # not in an evaluation, which one rank may run alone
                 self.broadcast_buffers()
             self._syncs_buffers = self.engine.exchanges
         self.engine.open_scope(kind)

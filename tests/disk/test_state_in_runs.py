@@ -51,10 +51,10 @@ def streamed(net, device, **options):
     return sp_lightning.stream(net, device, **{"window": 2, "host_budget": "0B", "disk": os.getcwd(), **options})
 
 
-def train(net, optimizer, device="cpu", steps=1):
+def train(net, optimizer, device="cpu", steps=1, width=65):
     for _ in range(steps):
         optimizer.zero_grad()
-        net(batch(device)).square().mean().backward()
+        net(batch(device, width)).square().mean().backward()
         optimizer.step()
 
 
@@ -744,10 +744,7 @@ def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from
         optimizer = getattr(torch.optim, kind)(net.parameters())
         with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
             for number in range(2):
-                for _ in range(2):
-                    optimizer.zero_grad()
-                    net(batch(device, 200)).square().mean().backward()
-                    optimizer.step()
+                train(net, optimizer, device, 2, 200)
                 if number == 0:
                     assert handle._disk is None
                     net.extend(stack(200, 2))
@@ -765,10 +762,7 @@ def thawing(device, **options):
     optimizer = torch.optim.AdamW(net.parameters())
     with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
         for number in range(2):
-            for _ in range(2):
-                optimizer.zero_grad()
-                net(batch(device, 200)).square().mean().backward()
-                optimizer.step()
+            train(net, optimizer, device, 2, 200)
             if number == 0:
                 assert handle._disk is None
                 net.requires_grad_(True)
