@@ -361,7 +361,7 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
     """Read or write as much as a step does through the ring, beside a thread in pure Python."""
     from sp_lightning.core.telemetry import Counters
     from sp_lightning.disk.scratch_file import ScratchFile
-    from sp_lightning.disk.state_ring import BUFFER, Run, StateRing
+    from sp_lightning.disk.state_ring import BUFFER, BlockRun, StateRing
 
     file = ScratchFile(folder)
     ring = StateRing(file, BUFFER, Counters())
@@ -369,7 +369,7 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
     place = file.place_of(tensor)
     assert place is not None
     ends = place.offset + place.nbytes
-    runs = [Run(at, 0, min(BUFFER, ends - at)) for at in range(place.offset, ends, BUFFER)]
+    runs = [BlockRun(at, 0, min(BUFFER, ends - at)) for at in range(place.offset, ends, BUFFER)]
 
     def read() -> None:
         with contextlib.closing(ring.portions((run, [run]) for run in runs)) as portions:

@@ -61,7 +61,7 @@ CAST_FOR = {  # functions that do nothing else with a weight than an operator th
 CASTS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}  # and ``Tensor.to``
 
 
-class Entry(Protocol):
+class GuardedEntry(Protocol):
     """The entry in front of a module's forward (runtime/entries.py)."""
 
     module: nn.Module
@@ -147,7 +147,7 @@ class CastCandidate:
     def __init__(
         self,
         unit: StreamedUnit,
-        entry: Entry,
+        entry: GuardedEntry,
         hides_entry: bool,
         on_change: Callable[[], None],
         casts: dict[int, Callable[[Tensor], SavedCast]],
@@ -378,7 +378,7 @@ class AutocastWeights:
         self.recording = False  # whether weights take more bytes in this pass than later, under autocast (Rule 3)
         self.casts: dict[int, Callable[[Tensor], SavedCast]] = {}  # on the device now, by storage: notes what is saved
 
-    def guard(self, entry: Entry, units: list[StreamedUnit], hides_entry: bool) -> None:
+    def guard(self, entry: GuardedEntry, units: list[StreamedUnit], hides_entry: bool) -> None:
         """Have a module's parameters guarded in visits, if its weight may travel cast (Rule 1).
 
         ``hides_entry``: whether the entry is out of the way during visits.

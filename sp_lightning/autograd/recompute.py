@@ -78,7 +78,7 @@ class Recompute:
         self._anchor = torch.empty(0, device=device.torch_device)
         self._written = written
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
-        self._copies = _Copies()
+        self._copies = _KeptCopies()
 
     @never_compiled
     def run(
@@ -169,7 +169,7 @@ class Written:
             self._records[-1].setdefault(key, before.clone())
 
 
-class _State:
+class _ForwardState:
     """A copy of all that a unit's forward may change, other than its arguments and weights (Rule 1)."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -198,7 +198,7 @@ class _State:
         """The values of all attributes that a forward may change."""
         return [v for _, attributes in self.attributes for v in attributes.values() if not isinstance(v, _ATOMS)]
 
-    def copied(self, memo: dict[int, Any], copies: dict[int, _Copy]) -> _State:
+    def copied(self, memo: dict[int, Any], copies: dict[int, _Copy]) -> _ForwardState:
         """Return the same state in copies of what a forward may change; what several values share stays shared.
 
         ``copies``: those that are there, by the ids of the values.
@@ -277,14 +277,14 @@ class _Copy:
         self._given_back.append(again)
 
 
-class _Copies:
+class _KeptCopies:
     """The copies of plain values, each for all units that keep it (Rule 1)."""
 
     def __init__(self) -> None:
         self._of_units: dict[str, dict[int, _Copy]] = {}  # by the ids of the values
         self._all: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
 
-    def of(self, name: str, state: _State) -> dict[int, _Copy]:
+    def of(self, name: str, state: _ForwardState) -> dict[int, _Copy]:
         """Return copies of the plain values in a unit's state, by their ids."""
         found: dict[int, _Copy] = {}
         for value in state.values:
@@ -343,11 +343,13 @@ class _ForwardSnapshot:
     afterwards what was there.
     """
 
-    def __init__(self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written, copies: _Copies) -> None:
+    def __init__(
+        self, name: str, root: nn.Module, args: Any, kwargs: Any, written: Written, copies: _KeptCopies
+    ) -> None:
         self._name = name
         self._written = written
         self._modules = list(root.modules())
-        now = _State(self._modules)
+        now = _ForwardState(self._modules)
         plain = copies.of(name, now)
         values = [value for _, then in now.attributes for value in then.values() if id(value) not in plain]
         self._foreign = _foreign(values, self._modules)
@@ -431,7 +433,7 @@ class _ForwardSnapshot:
         by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
         if changed or any(self._cast[key].before is not None for key in by_others):
             self._refuse()
-        now, before = contextlib.ExitStack(), _State(self._modules)
+        now, before = contextlib.ExitStack(), _ForwardState(self._modules)
         self._now = [now]
         now.callback(before.restore)
         now.callback(setattr, self._written, "restored", self._written.restored)

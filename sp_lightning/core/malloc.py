@@ -33,7 +33,7 @@ def _library() -> Any:
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
-class _State:
+class _HeapState:
     """State of the whole process, as malloc's is."""
 
     freed = 0
@@ -41,7 +41,7 @@ class _State:
 
 
 _glibc = _library()
-_state = _State()
+_state = _HeapState()
 
 
 def freed(nbytes: int) -> None:

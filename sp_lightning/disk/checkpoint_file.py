@@ -66,12 +66,12 @@ class Hole(NamedTuple):
 
 def save(checkpoint: Any, file: IO[bytes]) -> None:
     """Write a checkpoint into a new file, which is open for reading and writing, as ``torch.save`` does."""
-    with contextlib.closing(_Copies(file)) as copies:
+    with contextlib.closing(_CopiesToFile(file)) as copies:
         save_with_holes(checkpoint, file, LARGE, copies.begin)
         copies.finish()
 
 
-class _Copies:
+class _CopiesToFile:
     """The copies of large storages into the holes of a file."""
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -45,7 +45,7 @@ BUFFERS = 6
 READERS = 3
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A range of a weight's bytes in a piece."""
 
     weight: int  # its index in the unit
@@ -61,7 +61,7 @@ class Piece:
     file: DirectFile
     begin: int  # a multiple of BLOCK
     nbytes: int = 0  # as far as its parts go
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WeightPart] = field(default_factory=list)
 
 
 class Target(NamedTuple):
@@ -93,7 +93,7 @@ def pieces(places: Iterable[tuple[int, FileRange, int]], most: int = PIECE) -> l
                 cut.append(piece)
                 room = piece.begin + most - at
                 nbytes = _whole(min(place.nbytes - within, room), place.nbytes - within, itemsize)
-            piece.parts.append(Part(index, at - piece.begin, within, nbytes))
+            piece.parts.append(WeightPart(index, at - piece.begin, within, nbytes))
             piece.nbytes = at - piece.begin + nbytes
             within += nbytes
     return cut

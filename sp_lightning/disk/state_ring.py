@@ -35,7 +35,7 @@ def buffer_nbytes(state: int) -> int:
     return max(SMALLEST, min(BUFFER, blocks(state)))
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """A range of the file, in whole blocks, and its first byte in a buffer."""
 
     offset: int
@@ -43,9 +43,9 @@ class Run(NamedTuple):
     nbytes: int
 
 
-def as_few_runs(runs: Iterable[Run]) -> list[Run]:
+def as_few_runs(runs: Iterable[BlockRun]) -> list[BlockRun]:
     """Join runs that lie side by side both in the file and in the buffer; leave out empty ones."""
-    joined: list[Run] = []
+    joined: list[BlockRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last is not None and (last.offset + last.nbytes, last.at + last.nbytes) == (run.offset, run.at):
@@ -87,17 +87,17 @@ class StateRing:
             self._end_write()
         return self._free.popleft()
 
-    def read(self, buffer: Buffer, runs: Sequence[Run]) -> list[Future[None]]:
+    def read(self, buffer: Buffer, runs: Sequence[BlockRun]) -> list[Future[None]]:
         """Begin to read these runs into a buffer."""
         return [self._begin(self._readers, "disk in", self._file.read, buffer, run) for run in runs]
 
-    def write(self, buffer: Buffer, runs: Sequence[Run]) -> None:
+    def write(self, buffer: Buffer, runs: Sequence[BlockRun]) -> None:
         """Begin to write these runs of a buffer, which is free after that."""
         writes = [self._begin(self._writers, "disk out", self._file.write, buffer, run) for run in runs]
         self._written.append((buffer, writes))
 
     def _begin(
-        self, threads: ThreadPoolExecutor, lane: Lane, move: Callable[..., None], buffer: Buffer, run: Run
+        self, threads: ThreadPoolExecutor, lane: Lane, move: Callable[..., None], buffer: Buffer, run: BlockRun
     ) -> Future[None]:
         under_way = self._counters.listener.work(lane, "", "state", run.nbytes)
 
@@ -125,7 +125,9 @@ class StateRing:
         self._written.popleft()
         self._free.append(buffer)
 
-    def portions(self, runs_of: Iterable[tuple[Item, Sequence[Run]]]) -> Generator[tuple[Item, Buffer], None, None]:
+    def portions(
+        self, runs_of: Iterable[tuple[Item, Sequence[BlockRun]]]
+    ) -> Generator[tuple[Item, Buffer], None, None]:
         """Yield each item with a buffer that has its runs, reading those of the next ones meanwhile.
 
         The caller writes each buffer before it takes the next, and closes this generator, also after an error. All is
@@ -149,7 +151,7 @@ class StateRing:
             raise
 
     @contextlib.contextmanager
-    def as_one(self, read: Sequence[Run], written: Sequence[Run]) -> Generator[Buffer, None, None]:
+    def as_one(self, read: Sequence[BlockRun], written: Sequence[BlockRun]) -> Generator[Buffer, None, None]:
         """Lend all buffers as one, with what is read into it, and write it in the end. Nothing else is under way."""
         under_way: list[Future[None]] = []
         try:
@@ -163,12 +165,12 @@ class StateRing:
             self.recover(under_way)
             raise
 
-    def _cut(self, runs: Iterable[Run]) -> Iterator[Run]:
+    def _cut(self, runs: Iterable[BlockRun]) -> Iterator[BlockRun]:
         """Cut runs so that several threads move them."""
         most = self.buffer_nbytes
         for offset, at, nbytes in runs:
             for begin in range(0, nbytes, most):
-                yield Run(offset + begin, at + begin, min(most, nbytes - begin))
+                yield BlockRun(offset + begin, at + begin, min(most, nbytes - begin))
 
     def recover(self, reads: Iterable[Future[None]] = ()) -> None:
         """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""

@@ -46,7 +46,7 @@ from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes
-from ..disk.state_ring import Run, StateRing, as_few_runs
+from ..disk.state_ring import BlockRun, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.host_bytes import state_nbytes
 from ..memory.layout import is_dense
@@ -117,11 +117,11 @@ class Spilled:
         return sum(blocks(first * item % BLOCK + count * item) for item in items)
 
 
-class Range(NamedTuple):
+class StateRange(NamedTuple):
     """The state of a part under one key: where its blocks are in the file and in the buffer, and its bytes in them."""
 
     key: str
-    run: Run
+    run: BlockRun
     head: int  # bytes of the first block that belong to the part before
     nbytes: int
 
@@ -132,14 +132,14 @@ class Range(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class ParameterPart:
     """Some pieces of a parameter, one after the other, in a portion."""
 
     of: Spilled
     first: int
     lengths: tuple[int, ...]
     is_last: bool
-    ranges: list[Range]
+    ranges: list[StateRange]
 
     @property
     def slice(self) -> slice:
@@ -168,11 +168,11 @@ class Part:
         assert like is not None
         return flat.as_strided(like.shape, like.stride()) if self.of.is_whole else flat
 
-    def read(self) -> Iterator[Run]:
+    def read(self) -> Iterator[BlockRun]:
         """Yield what comes from the file."""
         return (range_.run for range_ in self.ranges if not self.of.makes(range_.key))
 
-    def written(self) -> Iterator[Run]:
+    def written(self) -> Iterator[BlockRun]:
         """Yield what goes back: a last block that the next part shares does not (Rule 3)."""
         for _, run, head, nbytes in self.ranges:
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
@@ -312,7 +312,7 @@ class StateOnDisk:
             return False
         flat, ring, has_nan = _flat(wire), self._ring, False
         runs = (
-            Run(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
+            BlockRun(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
             for begin in range(0, place.nbytes, ring.buffer_nbytes)
         )
         pieces = ring.portions((run.offset - place.offset, [run]) for run in runs)
@@ -344,7 +344,7 @@ class StateOnDisk:
             for begin in range(0, place.nbytes, ring.buffer_nbytes):
                 buffer, piece = ring.take(), content[begin : begin + ring.buffer_nbytes]
                 buffer.flat[: piece.nbytes].copy_(piece)
-                ring.write(buffer, [Run(place.offset + begin, 0, blocks(piece.nbytes))])
+                ring.write(buffer, [BlockRun(place.offset + begin, 0, blocks(piece.nbytes))])
             ring.drain()
         except BaseException:
             ring.recover()
@@ -491,7 +491,7 @@ class StateOnDisk:
                 done += [part.of for part in parts if part.is_last]
         for one in large:
             numel = one.param.numel()
-            part = Part(one, 0, (numel,), True, list(_ranges(one, 0, numel, 0)))
+            part = ParameterPart(one, 0, (numel,), True, list(_ranges(one, 0, numel, 0)))
             with ring.as_one(as_few_runs(part.read()), as_few_runs(part.written())) as buffer:
                 self._step_portion(shadow, [part], buffer, cutting)
             done.append(one)
@@ -505,7 +505,7 @@ class StateOnDisk:
                 one.conversion.done(one.param)
 
     @staticmethod
-    def _step_portion(shadow: Any, portion: list[Part], buffer: Buffer, cutting: Cutting) -> None:
+    def _step_portion(shadow: Any, portion: list[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
         for part in portion:
             for key, run, head, _ in part.ranges:
                 if head:
@@ -544,7 +544,7 @@ def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[T
             yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
 
 
-def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cutting | None) -> None:
+def _step_parts(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting | None) -> None:
     """Step parts whose state is in a buffer: in pieces, or in torch's fused kernels if there is no cutting."""
     state: dict[Tensor, State] = {}
     conversions: Conversions = {}
@@ -575,7 +575,7 @@ def _step_parts(shadow: Any, parts: Sequence[Part], buffer: Buffer, cutting: Cut
     type(shadow).step.__wrapped__(step)
 
 
-def _convert(part: Part, buffer: Buffer) -> None:
+def _convert(part: ParameterPart, buffer: Buffer) -> None:
     """Convert a part of a weight that is in the buffer into its wire copy, if compiled code did not yet.
 
     A NaN has other bits where a vector ends: then the whole weight is converted later, from the file (Rule 7).
@@ -597,11 +597,11 @@ def _share_state(shadow: Any) -> bool:
     return len(set(addresses)) < len(addresses)
 
 
-def _scalar(value: Tensor, part: Part) -> Tensor:
+def _scalar(value: Tensor, part: ParameterPart) -> Tensor:
     return value if part.is_last else value.clone()
 
 
-def _make_state(shadow: Any, part: Part, buffer: Buffer) -> None:
+def _make_state(shadow: Any, part: ParameterPart, buffer: Buffer) -> None:
     """Step a part whose state torch makes, and copy that into a buffer (Rule 5)."""
     one = part.of
     pieces = _pieces(part, part.piece(buffer))
@@ -643,9 +643,9 @@ def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
     return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)
 
 
-def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
+def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[ParameterPart]]:
     """Cut parameters into portions, each as many pieces as a buffer has room for."""
-    parts: list[Part] = []
+    parts: list[ParameterPart] = []
     end = 0
     for one in spilled:
         lengths, first = deque(one.lengths), 0
@@ -655,7 +655,9 @@ def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
                 taken.append(lengths.popleft())
                 count += taken[-1]
             if taken:
-                parts.append(Part(one, first, tuple(taken), not lengths, list(_ranges(one, first, count, end))))
+                parts.append(
+                    ParameterPart(one, first, tuple(taken), not lengths, list(_ranges(one, first, count, end)))
+                )
                 end += one.nbytes_in_buffer(first, count)
                 first += count
             else:
@@ -664,12 +666,12 @@ def _portions(spilled: Iterable[Spilled], room: int) -> Iterator[list[Part]]:
     yield parts
 
 
-def _ranges(one: Spilled, first: int, count: int, at: int) -> Iterator[Range]:
+def _ranges(one: Spilled, first: int, count: int, at: int) -> Iterator[StateRange]:
     for key, view in one.views.items():
         begin, nbytes = first * view.itemsize, count * view.itemsize
         head = begin % BLOCK
-        run = Run(one.places[key].offset + begin - head, at, blocks(head + nbytes))
-        yield Range(key, run, head, nbytes)
+        run = BlockRun(one.places[key].offset + begin - head, at, blocks(head + nbytes))
+        yield StateRange(key, run, head, nbytes)
         at += run.nbytes
 
 
@@ -678,5 +680,5 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _pieces(part: Part, tensor: Tensor) -> list[Tensor]:
+def _pieces(part: ParameterPart, tensor: Tensor) -> list[Tensor]:
     return [tensor] if part.of.is_whole else list(tensor.split(part.lengths))  # type: ignore[no-untyped-call]

@@ -132,7 +132,7 @@ def make_plan(
         if not is_int(count) or count < 1:
             raise OptionError(argument=argument, found=count, allowed="an int >= 1")
     own_gradients = own_gradients or accumulate > 1 or precision == "16-mixed"  # which scales them
-    both, ranks = (copies, trained_copies), Ranks(devices, own_gradients)
+    both, ranks = (copies, trained_copies), PlannedRanks(devices, own_gradients)
     with _no_collections():
         optimizer = _named(optimizer)
         planner = _Planner(source, profile, target, precision, parsed, left, optimizer, both, ranks, accumulate)
@@ -233,7 +233,7 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
 # ---- deciding
 
 
-class Ranks(NamedTuple):
+class PlannedRanks(NamedTuple):
     """The processes of a run, one for each device."""
 
     size: int
@@ -253,7 +253,7 @@ class _Planner:
         left: int,
         optimizer: str,
         copies: tuple[int, int],  # of all weights, and of those that are trained
-        ranks: Ranks,
+        ranks: PlannedRanks,
         accumulate: int,
     ) -> None:
         self.copies = copies

@@ -35,7 +35,7 @@ from ..memory.watched_parameters import true_data, true_grad
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
-from .shared_memory import Range, SharedSlab
+from .shared_memory import SharedSlab, SlabRange
 from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
 
 ALL = slice(None)
@@ -58,7 +58,7 @@ class Owners:
         self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps: a copy, or the parameter itself
         self._given: dict[Tensor, State] = {}  # the state that each had before
         self._state: dict[Tensor, State] = {}
-        self._edits: list[tuple[UnitStore, SharedSlab, list[Range]]] = []  # of state, by user code on this rank
+        self._edits: list[tuple[UnitStore, SharedSlab, list[SlabRange]]] = []  # of state, by user code on this rank
 
     @staticmethod
     def cuts(optimizer: Optimizer) -> bool:

@@ -41,7 +41,7 @@ COMPARED = PAGE << 10  # bytes that are compared at a time
 FOUND = 1 << 9  # ranges that the kernel lists at a time
 
 
-class Range(NamedTuple):
+class SlabRange(NamedTuple):
     """Bytes of a slab, from the first to the one after the last."""
 
     start: int
@@ -76,26 +76,26 @@ class SharedSlab:
         """Page-lock the truth, for copies by the device itself; a lock on the face would make each page private."""
         lock_in(device, self.truth, self._before_unmapping)
 
-    def private(self) -> list[Range]:
+    def private(self) -> list[SlabRange]:
         """Find the ranges of pages that this process wrote through the face (Rule 3)."""
         start = self.face.data_ptr()
         found = scan_pages if _kernel_scans() else read_pages
-        return [Range(one - start, end - start) for one, end in _joined(found(start, start + self.nbytes))]
+        return [SlabRange(one - start, end - start) for one, end in _joined(found(start, start + self.nbytes))]
 
-    def changed(self) -> list[Range]:
+    def changed(self) -> list[SlabRange]:
         """Find this process's own pages whose bytes differ from the truth, and give up the others."""
-        changed: list[Range] = []
-        equal: list[Range] = []
+        changed: list[SlabRange] = []
+        equal: list[SlabRange] = []
         for start, end in self.private():
             for at in range(start, end, COMPARED):
                 part = slice(at, min(at + COMPARED, end))
                 face, truth = (slab[part].view(torch.int64).view(-1, PAGE // WORD) for slab in (self.face, self.truth))
                 for page, differs in zip(range(at, end, PAGE), (face != truth).any(1).tolist(), strict=False):
-                    (changed if differs else equal).append(Range(page, page + PAGE))
+                    (changed if differs else equal).append(SlabRange(page, page + PAGE))
         self.drop(list(_joined(equal)))
         return list(_joined(changed))
 
-    def drop(self, ranges: list[Range]) -> None:
+    def drop(self, ranges: list[SlabRange]) -> None:
         """Give up this process's own pages in these ranges: the face shows the truth again (Rule 3)."""
         for start, end in ranges:
             if libc().madvise(self.face.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
@@ -166,7 +166,7 @@ def _kernel_scans() -> bool:
     return True
 
 
-def scan_pages(start: int, end: int) -> Iterator[Range]:
+def scan_pages(start: int, end: int) -> Iterator[SlabRange]:
     """Have the kernel find the pages between two addresses that are of no file, and in memory or swapped out."""
     import fcntl  # which Windows has not
 
@@ -179,11 +179,11 @@ def scan_pages(start: int, end: int) -> Iterator[Range]:
                 ctypes.sizeof(_Scan), 0, start, end, 0, place, FOUND, 0, IS_OF_A_FILE, IS_OF_A_FILE, mine, mine
             )
             count = fcntl.ioctl(pagemap, SCAN, scan)
-            yield from (Range(regions[3 * at], regions[3 * at + 1]) for at in range(count))
+            yield from (SlabRange(regions[3 * at], regions[3 * at + 1]) for at in range(count))
             start = scan.walked
 
 
-def read_pages(start: int, end: int) -> Iterator[Range]:
+def read_pages(start: int, end: int) -> Iterator[SlabRange]:
     """Read in the page table where the same pages are."""
     first, pages = start // PAGE, -(-(end - start) // PAGE)
     with open(PAGEMAP, "rb", buffering=0) as pagemap:
@@ -192,19 +192,19 @@ def read_pages(start: int, end: int) -> Iterator[Range]:
             entries = torch.frombuffer(bytearray(pagemap.read(min(BLOCK, pages - block) * ENTRY)), dtype=torch.int64)
             there = ((entries >> PRESENT) | (entries >> SWAPPED)) & 1
             own = (there & ~(entries >> OF_A_FILE) & 1).nonzero().flatten().tolist()
-            yield from (Range((first + block + page) * PAGE, (first + block + page + 1) * PAGE) for page in own)
+            yield from (SlabRange((first + block + page) * PAGE, (first + block + page + 1) * PAGE) for page in own)
 
 
-def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
+def _joined(ranges: Iterable[SlabRange]) -> Iterator[SlabRange]:
     start = end = -1
     for range_ in ranges:
         if range_.start != end:
             if end > 0:
-                yield Range(start, end)
+                yield SlabRange(start, end)
             start = range_.start
         end = range_.end
     if end > 0:
-        yield Range(start, end)
+        yield SlabRange(start, end)
 
 
 def lock_in(device: Device, flat: Tensor, before_unmapping: list[Callable[[], object]]) -> None:

@@ -31,7 +31,7 @@ from ..memory.layout import Field
 from ..memory.unit_store import UnitStore
 from ..memory.weights import same_bytes
 from .board import Board, Ranks
-from .shared_memory import Range, SharedSlab
+from .shared_memory import SharedSlab, SlabRange
 
 LINE = 256  # elements: ranges of owners begin at a multiple
 WORD, WORDS = 8, 1 << 17  # bytes, and how many words a fingerprint takes at a time
@@ -95,7 +95,7 @@ class Faces:
     def __init__(self, ranks: Ranks, board: Board, stores: Sequence[UnitStore]) -> None:
         self._ranks, self._board, self._stores = ranks, board, stores
 
-    def written(self) -> dict[UnitStore, list[Range]]:
+    def written(self) -> dict[UnitStore, list[SlabRange]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
         found = {store: store.shared.changed() for store in self._stores if store.may_differ()}
         return {store: pages for store, pages in found.items() if pages}
@@ -121,7 +121,7 @@ class Faces:
             for start, end in pages:
                 if not same_bytes(store.shared.truth[start:end], store.shared.face[start:end]):
                     raise ExactnessError(
-                        f"the ranks wrote different values to {_names(store, [Range(start, end)])[0]}, or to a "
+                        f"the ranks wrote different values to {_names(store, [SlabRange(start, end)])[0]}, or to a "
                         "parameter beside it; edit parameters on every rank in the same way, as under DDP"
                     )
         self._board.meet()  # a rank that found a difference ends here, before the others give up their bytes
@@ -163,5 +163,5 @@ def listed(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} others" if names else "none"
 
 
-def _names(store: UnitStore, pages: list[Range]) -> list[str]:
+def _names(store: UnitStore, pages: list[SlabRange]) -> list[str]:
     return [store.names[index] for index in store.indices_in(pages)]

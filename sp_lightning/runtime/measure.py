@@ -115,11 +115,11 @@ def measure_flops(device: Device, dtype: torch.dtype, effort: Effort = QUICK) ->
 def measure_link(device: Device, effort: Effort = QUICK) -> LinkSpeed:
     """Measure bytes per second up, down and both ways at once, with page-locked memory where the device has it."""
     limit = min(_largest(device.memory()[0], effort), _largest(host_memory().free, effort))
-    copies = _Copies(device, max(LEAST_COPY, min(FIRST_COPY, limit)))
+    copies = _CopiesBothWays(device, max(LEAST_COPY, min(FIRST_COPY, limit)))
     while (
         min(_probed(device, copies.up), _probed(device, copies.down)) < effort.shortest_s and 4 * copies.nbytes <= limit
     ):
-        copies = _Copies(device, 4 * copies.nbytes)
+        copies = _CopiesBothWays(device, 4 * copies.nbytes)
     up, down = _seconds(device, copies.up, effort), _seconds(device, copies.down, effort)
     shorter = min(up, down)
     ups, downs = round(4 * down / shorter), round(4 * up / shorter)  # numbers of copies that take equally long alone
@@ -164,7 +164,7 @@ def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
 
 def _way_up(device: Device, nbytes: int) -> Callable[[], Any]:
     """Return a copy up of so many bytes, without torch's own threads where the CPU computes (Rule 4)."""
-    copies = _Copies(device, nbytes)
+    copies = _CopiesBothWays(device, nbytes)
     if not device.is_host:
         return copies.up
     target, source = copies.ends_up
@@ -207,7 +207,7 @@ def why_not_compiled() -> str:
 # ---- work
 
 
-class _Copies:
+class _CopiesBothWays:
     """A copy of so many bytes up, and one down, each on its stream."""
 
     def __init__(self, device: Device, nbytes: int) -> None:

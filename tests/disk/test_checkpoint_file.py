@@ -402,7 +402,10 @@ def test_whenever_a_process_is_killed_a_whole_checkpoint_is_there_and_nothing_el
 def test_a_header_that_is_in_a_buffer_still_tells_where_its_bytes_begin(tmp_path):
     """torch's writer seeks over a hole, which happens to empty the buffer."""
     values = torch.arange(1 << 19)
-    with open(tmp_path / "checkpoint", "w+b") as file, contextlib.closing(checkpoint_file._Copies(file)) as copies:
+    with (
+        open(tmp_path / "checkpoint", "w+b") as file,
+        contextlib.closing(checkpoint_file._CopiesToFile(file)) as copies,
+    ):
         file.write(bytes(26) + struct.pack("<HH", 5, 7) + bytes(12))
         copies.begin(0, values.untyped_storage())
         (hole,) = copies._holes

@@ -22,7 +22,7 @@ from sp_lightning.disk.checkpoint_file import save
 from sp_lightning.disk.direct_ring import DirectRing, Target, pieces
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.source_files import BLOCK, Place, SourceFile
-from sp_lightning.disk.state_ring import BUFFERS, SMALLEST, Run, StateRing
+from sp_lightning.disk.state_ring import BUFFERS, SMALLEST, BlockRun, StateRing
 from sp_lightning.errors import DiskError, OptionError, SourceFileError
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pieces import step_in_pieces
@@ -90,7 +90,7 @@ def runs(scratch, count):
     (tensor,) = scratch.tensors([torch.empty(count * SMALLEST, dtype=torch.uint8)])
     tensor.view(count, -1).copy_(torch.arange(count, dtype=torch.uint8)[:, None])
     offset = scratch.place_of(tensor).offset
-    return tensor.view(count, -1), [Run(offset + SMALLEST * number, 0, SMALLEST) for number in range(count)]
+    return tensor.view(count, -1), [BlockRun(offset + SMALLEST * number, 0, SMALLEST) for number in range(count)]
 
 
 def are_free(ring):
@@ -483,9 +483,9 @@ def save_directly(checkpoint, path):
 def test_after_a_checkpoint_no_file_is_open_and_no_thread_is_left(fails, begun, tmp_path, monkeypatch):
     from sp_lightning.disk import checkpoint_file
 
-    made, original = [], checkpoint_file._Copies.__init__
+    made, original = [], checkpoint_file._CopiesToFile.__init__
     monkeypatch.setattr(
-        checkpoint_file._Copies, "__init__", lambda self, file: (made.append(self), original(self, file))[1]
+        checkpoint_file._CopiesToFile, "__init__", lambda self, file: (made.append(self), original(self, file))[1]
     )
     checkpoint = {"weights": torch.randn(5_000_000)}
     if fails:

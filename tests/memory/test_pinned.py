@@ -247,7 +247,7 @@ class Glibc:
 def glibc(monkeypatch):
     fake = Glibc()
     monkeypatch.setattr(malloc, "_glibc", fake)
-    monkeypatch.setattr(malloc, "_state", malloc._State())
+    monkeypatch.setattr(malloc, "_state", malloc._HeapState())
     return fake
 
 

@@ -139,6 +139,29 @@ def test_a_package_in_two_places_and_one_too_wide_are_noticed(tmp_path):
     assert faults_of_the_packages(tmp_path) == ["a/ is in two places", "c has 11 modules", "the top has 6 modules"]
 
 
+# ---- one name, one class
+
+
+def classes_of_one_name(root: pathlib.Path) -> list[str]:
+    """The names that two classes of the package have, also one class inside of a function."""
+    found = Counter(
+        node.name
+        for path in sorted((root / PACKAGE).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    return [name for name, count in found.items() if count > 1]
+
+
+def test_no_two_classes_have_one_name():
+    assert classes_of_one_name(ROOT) == []
+
+
+def test_a_second_class_of_a_name_is_noticed(tmp_path):
+    write(tmp_path, {f"{PACKAGE}/a.py": "class A: ...\nclass B: ...", f"{PACKAGE}/b/c.py": "def f():\n  class B: ..."})
+    assert classes_of_one_name(tmp_path) == ["B"]
+
+
 LISTED = ["errors.py", "memory/__init__.py", "memory/layout.py", "core.py", "__init__.py"]
 TREE = {
     "errors.py": "import torch",

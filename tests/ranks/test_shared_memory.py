@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sp_lightning.ranks import shared_memory
-from sp_lightning.ranks.shared_memory import PAGE, Range, SharedSlab, make
+from sp_lightning.ranks.shared_memory import PAGE, SharedSlab, SlabRange, make
 
 PAGES = 5000
 
@@ -28,7 +28,7 @@ def test_written_pages_are_found_and_given_up(scans, monkeypatch):
     slab.truth[0] = 3  # not a write through the face
     found = [page for start, end in slab.private() for page in range(start // PAGE, end // PAGE)]
     assert found == written
-    slab.drop([Range(written[0] * PAGE, (written[0] + 1) * PAGE)])
+    slab.drop([SlabRange(written[0] * PAGE, (written[0] + 1) * PAGE)])
     assert sum(end - start for start, end in slab.private()) == 899 * PAGE
     slab.drop(slab.private())
     assert slab.private() == [] and torch.equal(slab.face, slab.truth)
