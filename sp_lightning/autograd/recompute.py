@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import storage_id, top_hooks
+from ..compat.tensors import storage_id
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
@@ -130,12 +130,6 @@ class Recompute:
             offloaded = before.offload_arguments(self._offload)
         before.rely_on(store)
         return output, offloaded
-
-
-def is_checkpointed() -> bool:
-    """Whether a non-reentrant checkpoint of the user's runs the code that runs now, for the first or second time."""
-    hooks = top_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

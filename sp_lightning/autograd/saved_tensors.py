@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
@@ -221,8 +221,7 @@ class SavedTensors:
 def _disabled(error_message: str) -> Iterator[None]:
     """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
     hooks = top_hooks(False)
-    innermost = hooks and getattr(hooks[0], "func", hooks[0])  # ours may be a partial function
-    ours = isinstance(getattr(innermost, "__self__", None), SavedTensors)
+    ours = hooks is not None and (_is_ours(hooks[0]) or _is_in_front(hooks[0]))
     if ours:
         pop_hooks()
     try:
@@ -231,6 +230,24 @@ def _disabled(error_message: str) -> Iterator[None]:
     finally:
         if ours:
             push_hooks(*hooks)
+
+
+def is_checkpointed() -> bool:
+    """Whether a non-reentrant checkpoint of the user's sees what is saved now, in its first run or its second one."""
+    hooks = top_hooks(False)
+    if hooks is None:
+        return False
+    pack = hooks[0].args[0] if _is_in_front(hooks[0]) else hooks[0]  # Rule 2
+    return getattr(pack, "__module__", None) == checkpoint.__module__
+
+
+def _is_ours(pack: Any) -> bool:
+    return isinstance(getattr(pack, "__self__", None), SavedTensors)
+
+
+def _is_in_front(pack: Any) -> bool:
+    """Whether this is our hook in front of another one."""
+    return isinstance(pack, partial) and _is_ours(pack.func)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

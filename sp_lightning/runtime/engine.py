@@ -32,8 +32,8 @@ from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
-from ..autograd.recompute import Recompute, Written, is_checkpointed
-from ..autograd.saved_tensors import SavedTensors, tensors_in
+from ..autograd.recompute import Recompute, Written
+from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import compiling_as_here, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage, sharing_bytes

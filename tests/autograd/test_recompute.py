@@ -623,17 +623,36 @@ class Normalised(nn.Module):
         return x + y
 
 
+class Scaled(nn.Module):
+    """Units behind a weight of another one: they run while that unit is visited."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.WIDTH))
+        self.blocks = nn.ModuleList(Normalised() for _ in range(2))
+
+    def forward(self, x):
+        return through_blocks(self, x + self.scale)
+
+    @property
+    def runs(self):
+        return [block.runs for block in self.blocks]
+
+
 def through_blocks(net, x):
     for block in net.blocks:
         x = block(x)
     return x
 
 
+def checkpoint_each(net, x, reentrant):
+    return functools.reduce(lambda x, block: checkpoint(block, x, use_reentrant=reentrant), net.blocks, x)
+
+
 # Where a module has a checkpoint of its own: calls of its blocks.
 CHECKPOINTED = {
-    "each unit": lambda net, x, reentrant: functools.reduce(
-        lambda x, block: checkpoint(block, x, use_reentrant=reentrant), net.blocks, x
-    ),
+    "each unit": checkpoint_each,
+    "units behind a weight": checkpoint_each,
     "all units": lambda net, x, reentrant: checkpoint(through_blocks, net, x, use_reentrant=reentrant),
     "twice around each unit": lambda net, x, reentrant: functools.reduce(
         lambda x, block: checkpoint(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, use_reentrant=False),
@@ -657,8 +676,9 @@ def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, ree
             loss.backward()
             yield loss, [p.grad for p in net.parameters()], list(net.buffers()), [b.runs for b in net.blocks]
 
-    make = models.stack_of(lambda: Normalised(reentrant if place == "in each unit" else None))
-    check(make, run, device, activations=activations)
+    block = functools.partial(Normalised, reentrant if place == "in each unit" else None)
+    make = models.stack_of(Scaled if place == "units behind a weight" else block)
+    check(make, run, device, activations=activations, units=["Normalised"])
 
 
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])
