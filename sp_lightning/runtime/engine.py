@@ -307,7 +307,7 @@ class Engine:
         if activations.startswith("recompute"):
             call = compiling_as_here(call)  # a checkpoint, which compiles nothing, runs it now and in backward
             output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
-        elif activations == "offload" and not self._open and not in_backward():
+        elif activations == "offload" and not self.offload.active and not in_backward():
             self.offload.begin()
             try:
                 output = call(*args, **kwargs)

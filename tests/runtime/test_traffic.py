@@ -12,6 +12,7 @@ import pytest
 import torch
 import traffic
 from side_by_side import sgd, squares
+from torch import nn
 
 import models
 import parity
@@ -153,6 +154,27 @@ def test_weights_come_down_only_where_the_model_wrote_them(device, block):
         step = added(handle, lambda: train(net, device))
         assert step["bytes_written_back"] == 4 * 4 * net.blocks[0].weight.numel()
         assert step["bytes_down"] == gradient_nbytes(net.parameters())
+
+
+class Shifted(models.Stack):
+    """Blocks within a module that has a weight of its own, whose unit is visited as long as they run."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.shift = nn.Parameter(torch.zeros(models.WIDTH))
+
+    def run(self, x):
+        return super().run(x + self.shift)
+
+
+def test_what_blocks_save_goes_down_also_within_a_module_with_a_weight_of_its_own(device):
+    offloaded = []
+    for kind in (models.Stack, Shifted):
+        make = functools.partial(kind, [models.Block() for _ in range(4)])
+        with streaming(make, device, activations="offload") as (net, handle):
+            train(net, device)
+            offloaded.append(handle.stats()["bytes_offloaded"])
+    assert offloaded[0] == offloaded[1] > 0
 
 
 # --- As the device saw it
