@@ -113,6 +113,8 @@ class Engine:
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks
         self._reported_read = False
+        self._called: set[int] = set()  # units whose root's forward was called, in a pass that autograd records
+        self._compared_calls = False
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
@@ -160,6 +162,23 @@ class Engine:
                 self.current_step.finish()
                 self.offload.finish()
                 self.window.settle()
+            if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
+                self._compare_calls()
+
+    def _compare_calls(self) -> None:
+        """Warn, once, of units that the ``activations`` option does not reach: only parts of them are called."""
+        visited = [self.units[index] for index in dict.fromkeys(self.window.order)]
+        self._compared_calls = bool(visited)
+        parts = [unit.name for unit in visited if unit.index not in self._called]
+        if parts:
+            more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+            log.warning(
+                "superpipeline: activations=%r does not reach %s%s, because the model calls modules inside, never the "
+                "unit itself: what autograd saves there stays on the device",
+                self.options.activations,
+                parts[0],
+                more,
+            )
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step, which reads and writes on the host."""
@@ -299,6 +318,7 @@ class Engine:
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
+        self._called.add(unit.index)
         # No checkpoint works inside a transform, nor where hooks are forbidden; and one of the user's has to see
         # what it sees in a plain run.
         can_save = not in_transform() and admits_hooks() and not is_checkpointed()

@@ -177,6 +177,32 @@ def test_what_blocks_save_goes_down_also_within_a_module_with_a_weight_of_its_ow
     assert offloaded[0] == offloaded[1] > 0
 
 
+class InParts(models.Stack):
+    """Calls what its blocks consist of, as models do that run two towers side by side."""
+
+    def run(self, x):
+        for block in self.blocks:
+            x = x + block.down(block.up(x))
+        return x
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("kind", [models.Stack, Shifted, InParts])
+def test_activations_that_an_option_does_not_reach_are_named_once(kind, activations, device, caplog):
+    make = functools.partial(kind, [models.Block() for _ in range(4)])
+    with streaming(make, device, activations=activations, units=["Block"]) as (net, _), torch.no_grad():
+        net(models.vectors(0)[0].to(device))  # nothing is saved here
+        with torch.enable_grad():
+            train(net, device, steps=3)
+    said = [message for message in caplog.messages if "does not reach" in message]
+    if kind is InParts and activations != "keep":
+        assert [message.split(", because")[0] for message in said] == [
+            f"superpipeline: activations={activations!r} does not reach blocks.0 and 3 more"
+        ]
+    else:
+        assert said == []
+
+
 # --- As the device saw it
 
 
