@@ -12,6 +12,10 @@
 4. Copies (deepcopy, pickle) are plain parameters. So is the result of ``nn.Parameter(p)``, as parametrizations call it:
    torch would give it the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Reading ``.grad`` waits for gradients that are on their way.
+6. torch calls a parameter's hooks whenever the node before it ran. A unit has one node for all of its weights, so hooks
+   of a weight that the graph did not use (an expert that got no token) would be called, with None. They are kept from
+   it: each is wrapped as soon as that is about to happen. Hooks that run after the accumulation are given no gradient;
+   for them a hook in front notes whether there is one.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from torch import Tensor, nn
 
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
+    HOOKS_AFTER_ACCUMULATION,
     in_transform,
     never_dispatched,
     outside_transforms,
+    tensor_hooks,
     without_dispatch,
     without_function_modes,
 )
@@ -333,8 +339,64 @@ def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
     if type(parameter) is HostParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    for hooks in _hooks_of(parameter):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, _WithGradient):
+                hooks[key] = hook.hook
+            elif isinstance(hook, _Arrival):
+                del hooks[key]
     if _watchers.pop(id(parameter), None) is not None:
         PARAMETER_NEW.remove()
+
+
+# ---- hooks (Rule 6)
+
+
+class _Arrival:
+    """A hook that notes whether a gradient has arrived."""
+
+    noted = True
+
+    def __call__(self, grad: Tensor | None) -> None:
+        self.noted = grad is not None
+
+
+class _WithGradient:
+    """A hook of the user's on a gradient, or after its accumulation, that is called only where one has arrived."""
+
+    def __init__(self, hook: Callable[[Any], Any], arrival: _Arrival | None = None) -> None:
+        self.hook = hook
+        self.arrival = arrival
+
+    def __call__(self, given: Any) -> Any:
+        has_arrived = given is not None if self.arrival is None else self.arrival.noted
+        return self.hook(given) if has_arrived else None
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether autograd calls code of the user's with this parameter's gradient, or after its accumulation."""
+    return bool(tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None))
+
+
+def keep_from_hooks(parameter: Tensor) -> None:
+    """Have a parameter's hooks called only where a gradient arrives: a node is about to pass on None (Rule 6)."""
+    arrival = None
+    if getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):
+        arrivals = (hook for hook in (tensor_hooks(parameter) or {}).values() if isinstance(hook, _Arrival))
+        arrival = next(arrivals, None)
+        if arrival is None:
+            arrival = _Arrival()
+            with without_dispatch():
+                Tensor.register_hook(parameter, arrival)  # type: ignore[no-untyped-call]
+    for hooks, noted_by in zip(_hooks_of(parameter), (None, arrival), strict=True):
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, (_WithGradient, _Arrival)):
+                hooks[key] = _WithGradient(hook, noted_by)
+
+
+def _hooks_of(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a parameter's hooks on its gradient, and those after the accumulation."""
+    return tensor_hooks(parameter) or {}, getattr(parameter, HOOKS_AFTER_ACCUMULATION, None) or {}
 
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:

@@ -26,14 +26,21 @@ import torch
 from torch import Tensor
 
 from ..autograd.gradient_nodes import Gradients
-from ..compat.tensors import HOOKS_AFTER_ACCUMULATION, forward_level, is_batched_gradient, tensor_hooks, will_execute
+from ..compat.tensors import forward_level, is_batched_gradient, will_execute
 from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
 from ..memory.layout import ALIGNMENT, Layout
 from ..memory.staging import Arrival
 from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import HostParameter, set_true_grad, true_dtype, true_grad
+from ..memory.watched_parameters import (
+    HostParameter,
+    has_hooks,
+    keep_from_hooks,
+    set_true_grad,
+    true_dtype,
+    true_grad,
+)
 from ..optim import native
 from ..optim.pending_step import PendingStep
 
@@ -139,6 +146,9 @@ class GradientReturn:
 
         If they are final, ``step`` may step the unit once they are accumulated.
         """
+        for grad, parameter in zip(grads, store.params, strict=True):
+            if grad is None and has_hooks(parameter):
+                keep_from_hooks(parameter)
         if torch.is_grad_enabled() or forward_level() >= 0:
             return self._differentiable(store, grads)
         taken: dict[int, Tensor] = {}
@@ -289,7 +299,7 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
-    if tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):
+    if has_hooks(parameter):
         return Disposition.RETURN
     unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
     return Disposition.RETURN if unguarded or grad.layout is not torch.strided else Disposition.TAKE

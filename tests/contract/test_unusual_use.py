@@ -1445,6 +1445,66 @@ def test_hooks_that_step_an_optimizer_as_soon_as_a_gradient_is_there(device):
     check(blocks, run, device)
 
 
+class Experts(nn.Module):
+    """Uses one of two layers for a batch, as a router does that sends no token to an expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.experts[int(x.sum() > 0)](x).tanh()
+
+
+# How a backward is called, given the loss and the weights.
+BACKWARDS = {
+    "once": lambda loss, weights: loss.backward(),
+    "twice": lambda loss, weights: (loss.backward(retain_graph=True), loss.backward()),
+    "with a graph": lambda loss, weights: loss.backward(create_graph=True),
+    "of some weights": lambda loss, weights: loss.backward(inputs=weights[::2]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("when", ["before", "after forward"])
+def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backward, device):
+    def run(net, device):
+        seen, weights = [], list(net.parameters())
+
+        def hook_up():
+            for number, p in enumerate(weights):
+                p.register_hook(lambda grad, number=number: (seen.append(number), grad * 0.5)[1])
+                if number % 3:
+                    p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2.0))
+
+        if when == "before":
+            hook_up()
+        for x in inputs(device):
+            loss = squares(net, x)
+            if when == "after forward" and not weights[0]._backward_hooks:
+                hook_up()
+            BACKWARDS[backward](loss, weights)
+            yield loss, [p.grad for p in weights], sorted(seen)
+        for p in weights:
+            p.grad = None  # which a graph may have made
+
+    check(models.stack_of(Experts), run, device)
+
+
+def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
+    net = models.stack_of(Experts)()
+    calls, weight = [], net.blocks[0].experts[0].weight
+    hooks = [weight.register_hook(calls.append), weight.register_post_accumulate_grad_hook(calls.append)]
+    with sp_lightning.stream(net, device):
+        for sign in (1, -1):
+            net(sign * torch.ones(2, models.FEATURES, device=device)).sum().backward()
+    assert list(weight._backward_hooks.values()) == list(weight._post_accumulate_grad_hooks.values()) == [calls.append]
+    for hook in hooks:
+        hook.remove()
+    assert not weight._backward_hooks and not weight._post_accumulate_grad_hooks
+
+
 def test_hooks_on_modules_see_what_they_see_in_the_plain_run(device):
     def run(net, device):
         seen = []
