@@ -37,7 +37,7 @@ from ..compat.dynamo import never_compiled
 from ..compat.patches import FUNCTION_APPLY
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.device import Device
-from ..memory.watched_parameters import HostParameter, owner_of
+from ..memory.watched_parameters import HostParameter, has_hooks, owner_of
 from .autocast_weights import cast_by
 from .backward_pass import in_backward
 
@@ -172,8 +172,9 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    if _name(func) == "grad" and any(owner_of(host).has_hidden_stand_in(host) for host in hosts):
-        # The graph to differentiate leads to the host parameters, through no stand-in that could be borrowed.
+    if _name(func) == "grad" and any(has_hooks(host) or owner_of(host).has_hidden_stand_in(host) for host in hosts):
+        # The graph to differentiate leads to the host parameters: through no stand-in that could be borrowed, or past
+        # the stand-ins to hooks, which a plain run calls with the gradients.
         grads, device = func(*args, **kwargs), owner_of(hosts[0]).device.torch_device
         return tuple(grad if grad is None else grad.to(device) for grad in grads)
     read = cast_by(func, args, kwargs)

@@ -1492,6 +1492,22 @@ def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backwar
     check(models.stack_of(Experts), run, device)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_hooks_of_weights_see_the_gradients_that_autograd_grad_returns(autocast, device):
+    def run(net, device):
+        seen, weights = [], list(net.parameters())
+        for p in weights[::2]:
+            p.register_hook(lambda grad: (seen.append(tuple(grad.shape)), grad * 0.5)[1])
+        for x in inputs(device):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = squares(net, x)
+            grads = torch.autograd.grad(loss, weights, retain_graph=True)
+            some = torch.autograd.grad(loss, weights[1:3], retain_graph=True)
+            yield loss, grads, some, [grad.device for grad in grads], sorted(seen)
+
+    check(blocks, run, device)
+
+
 def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
