@@ -381,7 +381,7 @@ def has_hooks(parameter: Tensor) -> bool:
 def keep_from_hooks(parameter: Tensor) -> None:
     """Have a parameter's hooks called only where a gradient arrives: a node is about to pass on None (Rule 6)."""
     arrival = None
-    if getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):
+    if parameter.requires_grad and getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):  # else they are not called
         arrivals = (hook for hook in (tensor_hooks(parameter) or {}).values() if isinstance(hook, _Arrival))
         arrival = next(arrivals, None)
         if arrival is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.runtime.handle import Handle
 
 Run = Callable[[nn.Module, torch.device], Any]
 
@@ -38,9 +39,15 @@ def observe(
     """One of the two runs; it streams if there are options."""
     torch.manual_seed(0)
     module = make()
-    handle = sp_lightning.stream(module, device, **options) if options is not None else None
-    if handle is None:
-        module.to(device)
+    if options is None:
+        return observed(module.to(device), run, device, None)
+    with sp_lightning.stream(module, device, **options) as handle:
+        return observed(module, run, device, handle)
+
+
+def observed(
+    module: nn.Module, run: Run, device: torch.device, handle: Handle | None
+) -> tuple[parity.Record, dict[str, Any]]:
     torch.manual_seed(1)
     entries: list[parity.Entry] = []
 
