@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ..compat.dynamo import never_compiled
 from ..compat.patches import FUNCTION_APPLY
@@ -145,6 +146,8 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 def _dispatched(func: Any, types: Any) -> Any:
     """Return a function that calls this one as the classes of its other arguments have it (Rule 8)."""
     others = tuple(kind for kind in types if not issubclass(kind, HostParameter))
+    if others == (Tensor,):  # functions in Python name the class of plain tensors, too
+        return func
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,11 +175,8 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    if _name(func) == "grad" and any(has_hooks(host) or owner_of(host).has_hidden_stand_in(host) for host in hosts):
-        # The graph to differentiate leads to the host parameters: through no stand-in that could be borrowed, or past
-        # the stand-ins to hooks, which a plain run calls with the gradients.
-        grads, device = func(*args, **kwargs), owner_of(hosts[0]).device.torch_device
-        return tuple(grad if grad is None else grad.to(device) for grad in grads)
+    if _name(func) == "grad":
+        return _differentiated(func, args, kwargs, hosts)
     read = cast_by(func, args, kwargs)
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
@@ -184,6 +184,29 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
         if read is not None and read.dtype is not None and owner_of(hosts[0]).has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
     return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+    """Call ``autograd.grad`` for host parameters; reads are watched in it, since it runs second forwards and hooks."""
+    owner, device = owner_of(hosts[0]), owner_of(hosts[0]).device.torch_device
+    if not any(has_hooks(host) or owner.has_hidden_stand_in(host) for host in hosts):
+        with contextlib.ExitStack() as visits:
+            stand_ins = {id(host): visits.enter_context(owner.lend(host)) for host in hosts}
+            with with_dispatch():
+                return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+    # The graph leads to the host parameters through no stand-in that could be lent, or past the stand-ins to hooks,
+    # which a plain run calls with the gradients.
+    materializes = kwargs.pop("materialize_grads", False)
+    edges = {id(host): get_gradient_edge(host) for host in hosts}
+    with with_dispatch():
+        grads = func(*_replaced(args, edges), **_replaced(kwargs, edges))
+
+    def on_device(grad: Tensor | None, host: Tensor) -> Tensor | None:
+        if grad is None and materializes:
+            return torch.zeros_like(host, device=device, requires_grad=kwargs["create_graph"])
+        return grad if grad is None else grad.to(device)
+
+    return tuple(map(on_device, grads, args[1]))
 
 
 def _are_combined_on_device(func: Any, hosts: list[Any], args: Any, kwargs: Any) -> bool:
@@ -245,7 +268,7 @@ def _others(*values: Any) -> list[Tensor]:
     return [value for value in _flat(*values) if isinstance(value, Tensor) and type(value) is not HostParameter]
 
 
-def _replaced(value: Any, stand_ins: dict[int, Tensor]) -> Any:
+def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
     if type(value) is HostParameter:
         return stand_ins.get(id(value), value)
     if isinstance(value, (tuple, list)):

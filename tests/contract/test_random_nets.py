@@ -167,12 +167,16 @@ def net(number: int) -> nn.Module:
         return Stage(dice, [*parts, *(parts[:1] if dice.random() < 0.1 else [])])
 
     made = Stage(dice, [stage() for _ in range(dice.randint(1, 3))])
-    if any(REENTRANT in part.calls for part in made.modules() if isinstance(part, Parts)):
+    if uses_reentrant(made):
         used_twice = [shared, *(part for part in made.modules() if isinstance(part, Twice)), *repeated(made)]
         for part in made.modules():
             if isinstance(part, Parts) and not set(used_twice).isdisjoint(part.modules()):
                 part.calls = ["recomputed" if how == REENTRANT else how for how in part.calls]
     return nn.Sequential(made, nn.Linear(WIDTH, 3))
+
+
+def uses_reentrant(module: nn.Module) -> bool:
+    return any(REENTRANT in part.calls for part in module.modules() if isinstance(part, Parts))
 
 
 def repeated(made: nn.Module) -> Iterator[nn.Module]:
@@ -211,6 +215,9 @@ def training(dice: random.Random, module: nn.Module, device: torch.device) -> It
             x = torch.randn(4, WIDTH, generator=generator).to(device)
             with autocast(x, mixed):
                 loss = module(x).float().square().mean()
+            if dice.random() < 0.2 and not uses_reentrant(module):  # which torch refuses there
+                trained = [p for p in weights if p.requires_grad]
+                yield torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
             loss.backward(retain_graph=dice.random() < 0.1)
             yield loss
         if clips:

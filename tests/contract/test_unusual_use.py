@@ -1508,6 +1508,31 @@ def test_hooks_of_weights_see_the_gradients_that_autograd_grad_returns(autocast,
     check(blocks, run, device)
 
 
+class ReadInSecondForwards(models.Block):
+    """Reads the weights of its layers itself, in a checkpoint that saves on the CPU what it keeps."""
+
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return checkpoint(self.read, x, use_reentrant=False)
+
+    def read(self, x):
+        return x + nn.functional.linear(nn.functional.linear(x, self.up.weight).tanh(), self.down.weight.clone())
+
+
+@pytest.mark.parametrize("materializes", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_weights_are_read_in_second_forwards_that_autograd_grad_runs(hooks, materializes, device):
+    def run(net, device):
+        weights = list(net.parameters())
+        for p in weights[:1] if hooks else ():
+            p.register_hook(lambda grad: grad * 0.5)
+        for x in inputs(device):
+            loss = squares(net, x)
+            yield loss, torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=materializes)
+
+    check(models.stack_of(ReadInSecondForwards), run, device, units=["Linear"])
+
+
 def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
