@@ -43,14 +43,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import storage_id, top_hooks
+from ..compat.tensors import storage_id
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
-from .saved_tensors import SHARED, reachable, tensors_in
+from .saved_tensors import SHARED, pack_behind_ours, reachable, tensors_in
 
 Call = Callable[..., Any]
 _COPIED_BY_ITSELF = {
@@ -133,9 +133,8 @@ class Recompute:
 
 
 def is_checkpointed() -> bool:
-    """Whether a non-reentrant checkpoint of the user's runs the code that runs now, for the first or second time."""
-    hooks = top_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+    """Whether a non-reentrant checkpoint runs the code that runs now, for the first or second time."""
+    return getattr(pack_behind_ours(), "__module__", None) == checkpoint.__module__
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

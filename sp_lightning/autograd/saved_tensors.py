@@ -221,8 +221,7 @@ class SavedTensors:
 def _disabled(error_message: str) -> Iterator[None]:
     """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
     hooks = top_hooks(False)
-    innermost = hooks and getattr(hooks[0], "func", hooks[0])  # ours may be a partial function
-    ours = isinstance(getattr(innermost, "__self__", None), SavedTensors)
+    ours = hooks is not None and _is_ours(hooks[0])
     if ours:
         pop_hooks()
     try:
@@ -231,6 +230,20 @@ def _disabled(error_message: str) -> Iterator[None]:
     finally:
         if ours:
             push_hooks(*hooks)
+
+
+def _is_ours(pack: Pack) -> bool:
+    innermost = getattr(pack, "func", pack)  # ours may be a partial function
+    return isinstance(getattr(innermost, "__self__", None), SavedTensors)
+
+
+def pack_behind_ours() -> Pack | None:
+    """Return the pack hook that is in force, or to which ours passes everything on (Rule 2); None if there is none."""
+    hooks = top_hooks(False)
+    pack: Any = hooks and hooks[0]
+    while pack is not None and _is_ours(pack):
+        pack = pack.args[0] if isinstance(pack, partial) else None
+    return pack  # type: ignore[no-any-return]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -661,6 +661,29 @@ def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, ree
     check(make, run, device, activations=activations)
 
 
+class Stage(nn.Module):
+    """Visits the resident root around its units, for a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.blocks = nn.Parameter(torch.ones(models.WIDTH)), nn.ModuleList([Normalised(), Normalised()])
+
+    def forward(self, x):
+        return through_blocks(self, x + self.position)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_the_users_around_a_module_that_owns_a_weight_beside_units(reentrant, device):
+    def run(net, device):
+        for x in inputs(device):
+            loss = CHECKPOINTED["each unit"](net, net.stem(x), reentrant).square().mean()
+            loss.backward()
+            runs = [block.runs for stage in net.blocks for block in stage.blocks]
+            yield loss, [p.grad for p in net.parameters()], list(net.buffers()), runs
+
+    check(models.stack_of(Stage, 2), run, device, activations="recompute", units=["Normalised"])
+
+
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])
 @pytest.mark.parametrize("casts", [None, torch.bfloat16])
 def test_a_gradient_that_is_differentiated_in_turn(casts, activations, device):
