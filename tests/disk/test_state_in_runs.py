@@ -788,6 +788,35 @@ def test_weights_that_are_unfrozen_within_the_budget_have_state_in_memory(device
     assert_same((net, optimizer), thawing(device))
 
 
+def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(device):
+    """As in a Trainer: the optimizer's step has begun when units are made anew."""
+    runs = []
+    for options in ({"disk": os.getcwd(), "host_budget": 6 * SIZE}, {}):
+        net = stack(200, 4)
+        net[2:].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def closure(net=net):
+            net.zero_grad()
+            loss = net(batch(device, 200)).square().mean()
+            loss.backward()
+            return loss
+
+        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+            optimizer.step(closure)
+            net.requires_grad_(True)
+            optimizer.step(closure)
+            if options:
+                thawed = [
+                    keys
+                    for p, keys in zip(net.parameters(), on_disk(handle, optimizer), strict=True)
+                    if id(p) in handle._disk.parameters
+                ]
+                assert thawed and all(keys == MOMENTS for keys in thawed)
+        runs.append((net, optimizer))
+    assert_same(*runs)
+
+
 # ---- other ways to run, and memory
 
 
