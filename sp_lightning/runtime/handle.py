@@ -108,6 +108,7 @@ class Handle:
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
+        self._budget = options.host_budget  # of host memory, where a disk is given: else what is free at first
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
 
@@ -433,8 +434,8 @@ class Handle:
 
     def _choose_files(self, units: list[Unit]) -> Choice | None:
         """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""
-        budget, dtype, disk = self.options.host_budget, self._compute_dtype, self.options.disk
-        if budget is None and disk is None:
+        dtype, disk = self._compute_dtype, self.options.disk
+        if self._budget is None and disk is None:
             return None
         from ..disk.weight_files import choose_files, usual_budget
 
@@ -443,10 +444,11 @@ class Handle:
 
             check_folder(disk)
         may_cast = self._autocasts and self.options.may_cast and dtype is None
-        budget = usual_budget(units) if budget is None else budget
+        if self._budget is None:  # once: gradients and state, which take of what is free, are within it
+            self._budget = usual_budget(units)
         known = castable(self.module) if may_cast and disk is not None and not self._is_compiled else ()
         choice = choose_files(
-            units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None, known
+            units, self.device, self._budget, dtype, may_cast, self._only_inference, disk is not None, known
         )
         if disk is not None and choice is not None and self._disk is None:
             from ..optim.state_on_disk import left_nbytes

@@ -778,6 +778,18 @@ def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(dev
     assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE), thawing(device))
 
 
+def test_what_a_run_has_made_itself_is_within_its_budget_when_weights_are_unfrozen(device, monkeypatch):
+    from sp_lightning.core.host import HostMemory
+
+    plain = thawing(device)
+    free = [4 * SIZE, SIZE]  # beside weights and the system's share: at first, and with gradients and state
+    monkeypatch.setattr(
+        "sp_lightning.disk.weight_files.host_memory",
+        lambda: HostMemory(4 << 20, (1 << 20) + free.pop(0), "machine", 4 << 20),
+    )
+    assert_same(thawing(device, disk=os.getcwd()), plain)
+
+
 def test_weights_that_are_unfrozen_and_outgrow_the_budget_without_a_disk(device):
     with pytest.raises(HostMemoryError, match=r"host_budget=.* cannot be met: .* optimizer 1\.23 MiB\)\. Give disk="):
         thawing(device, host_budget=6 * SIZE)
