@@ -795,9 +795,12 @@ def test_weights_that_are_unfrozen_and_outgrow_the_budget_without_a_disk(device)
         thawing(device, host_budget=6 * SIZE)
 
 
-def test_weights_that_are_unfrozen_within_the_budget_have_state_in_memory(device):
-    net, optimizer = thawing(device, host_budget=9 * SIZE)
-    assert_same((net, optimizer), thawing(device))
+def test_weights_that_are_unfrozen_within_the_budget_leave_the_units_as_they_are(device, monkeypatch):
+    """Parts that are frozen in turns would have all weights copied in every step."""
+    attached, attach = [], Handle._attach
+    monkeypatch.setattr(Handle, "_attach", lambda handle: (attached.append(handle), attach(handle)))
+    assert_same(thawing(device, host_budget=9 * SIZE), thawing(device))
+    assert len(attached) == len(set(attached)) == 2
 
 
 def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(device):
