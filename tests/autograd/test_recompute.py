@@ -13,7 +13,7 @@ from refusals import refusal
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import models
 import sp_lightning
@@ -659,6 +659,25 @@ def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, ree
 
     make = models.stack_of(lambda: Normalised(reentrant if place == "in each unit" else None))
     check(make, run, device, activations=activations)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("casts", [None, torch.bfloat16])
+@pytest.mark.parametrize("policy", [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE])
+def test_a_selective_checkpoint_counts_no_copies_of_weights(policy, casts, window, device):
+    """In the second run other weights are on the device than in the first."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def choose(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in products else policy
+
+    def loss(net, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+        x = checkpoint(through_blocks, net, net.stem(x), use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    make = models.stack_of(models.Block, 6)
+    check(make, training(under(casts, loss)), device, window=window, activations="recompute")
 
 
 class Stage(nn.Module):
