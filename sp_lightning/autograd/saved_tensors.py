@@ -27,7 +27,15 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
-from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, storage_id, top_hooks
+from ..compat.tensors import (
+    has_storage,
+    hide_from_selective_checkpoints,
+    negated_view,
+    pop_hooks,
+    push_hooks,
+    storage_id,
+    top_hooks,
+)
 from ..errors import ExactnessError
 from ..memory.watched_parameters import is_stand_in, true_data, true_version
 from ..memory.weights import SavedBytes
@@ -139,6 +147,7 @@ class SavedTensors:
         hooks: tuple[Pack, Unpack] = self._pack, self._unpack
         if outer is not None:
             hooks = partial(self._pack_in_front, outer[0]), partial(self._unpack_in_front, name, outer[1])
+            hide_from_selective_checkpoints(hooks[0], outer)
         push_hooks(*hooks)
         DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
@@ -146,7 +155,10 @@ class SavedTensors:
     def pop() -> None:
         """Take our hooks out of force."""
         DISABLE_SAVED_TENSORS_HOOKS.remove()
+        pack, _ = top_hooks(False)
         pop_hooks()
+        if isinstance(pack, partial):
+            vars(pack).clear()  # what graphs refer to leads to no hooks that it does not need
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).

@@ -61,6 +61,12 @@ def outside_selective_checkpoints() -> Iterator[None]:
             _push_mode(mode)
 
 
+def hide_from_selective_checkpoints(pack: Any, outer: tuple[Any, Any]) -> None:
+    """Have a selective checkpoint see the user's hooks behind this pack hook of ours, as behind torch's own."""
+    pack._user_hooks = outer[0]._user_hooks if getattr(outer[0], "_checkpoint_internal", False) else outer
+    pack._checkpoint_internal = True
+
+
 # Not None while ``torch.jit.trace`` traces. Without it a graph would have stand-ins for its weights.
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import random
 import threading
 import types
@@ -678,6 +679,26 @@ def test_a_selective_checkpoint_counts_no_copies_of_weights(policy, casts, windo
 
     make = models.stack_of(models.Block, 6)
     check(make, training(under(casts, loss)), device, window=window, activations="recompute")
+
+
+@pytest.mark.filterwarnings("error:A saved_tensors_hooks context:FutureWarning")
+@pytest.mark.parametrize("outer", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_selective_checkpoint_that_respects_hooks_sees_those_of_the_user(outer, device):
+    if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters:
+        pytest.skip("torch 2.15")
+    options = {"respect_saved_tensors_hooks": True} if outer is not contextlib.nullcontext else {}
+
+    def saves(context, operator, *args, **kwargs):
+        save = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def loss(net, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saves)
+        with outer():
+            x = checkpoint(through_blocks, net, net.stem(x), use_reentrant=False, context_fn=contexts, **options)
+        return x.square().mean()
+
+    check(models.stack_of(models.Block), training(loss), device, activations="recompute")
 
 
 class Stage(nn.Module):
