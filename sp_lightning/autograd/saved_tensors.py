@@ -27,7 +27,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
-from ..compat.tensors import has_storage, negated_view, pop_hooks, push_hooks, storage_id, top_hooks
+from ..compat.tensors import (
+    has_storage,
+    hide_from_selective_checkpoints,
+    negated_view,
+    pop_hooks,
+    push_hooks,
+    storage_id,
+    top_hooks,
+)
 from ..errors import ExactnessError
 from ..memory.watched_parameters import is_stand_in, true_data, true_version
 from ..memory.weights import SavedBytes
@@ -139,6 +147,7 @@ class SavedTensors:
         hooks: tuple[Pack, Unpack] = self._pack, self._unpack
         if outer is not None:
             hooks = partial(self._pack_in_front, outer[0]), partial(self._unpack_in_front, name, outer[1])
+            hide_from_selective_checkpoints(hooks[0], outer)
         push_hooks(*hooks)
         DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
@@ -146,7 +155,10 @@ class SavedTensors:
     def pop() -> None:
         """Take our hooks out of force."""
         DISABLE_SAVED_TENSORS_HOOKS.remove()
+        pack, _ = top_hooks(False)
         pop_hooks()
+        if isinstance(pack, partial):
+            vars(pack).clear()  # what graphs refer to leads to no hooks that it does not need
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
         """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
@@ -221,7 +233,7 @@ class SavedTensors:
 def _disabled(error_message: str) -> Iterator[None]:
     """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
     hooks = top_hooks(False)
-    ours = hooks is not None and (_is_ours(hooks[0]) or _is_in_front(hooks[0]))
+    ours = hooks is not None and _is_ours(hooks[0])
     if ours:
         pop_hooks()
     try:
@@ -233,21 +245,22 @@ def _disabled(error_message: str) -> Iterator[None]:
 
 
 def is_checkpointed() -> bool:
-    """Whether a non-reentrant checkpoint of the user's sees what is saved now, in its first run or its second one."""
+    """Whether a non-reentrant checkpoint runs the code that runs now, for the first or second time."""
+    return getattr(pack_behind_ours(), "__module__", None) == checkpoint.__module__
+
+
+def _is_ours(pack: Pack) -> bool:
+    innermost = getattr(pack, "func", pack)  # ours may be a partial function
+    return isinstance(getattr(innermost, "__self__", None), SavedTensors)
+
+
+def pack_behind_ours() -> Pack | None:
+    """Return the pack hook that is in force, or to which ours passes everything on (Rule 2); None if there is none."""
     hooks = top_hooks(False)
-    if hooks is None:
-        return False
-    pack = hooks[0].args[0] if _is_in_front(hooks[0]) else hooks[0]  # Rule 2
-    return getattr(pack, "__module__", None) == checkpoint.__module__
-
-
-def _is_ours(pack: Any) -> bool:
-    return isinstance(getattr(pack, "__self__", None), SavedTensors)
-
-
-def _is_in_front(pack: Any) -> bool:
-    """Whether this is our hook in front of another one."""
-    return isinstance(pack, partial) and _is_ours(pack.func)
+    pack: Any = hooks and hooks[0]
+    while pack is not None and _is_ours(pack):
+        pack = pack.args[0] if isinstance(pack, partial) else None
+    return pack  # type: ignore[no-any-return]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

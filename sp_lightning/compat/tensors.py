@@ -5,9 +5,10 @@ Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that us
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # ---- dispatch: of functions in Python, of operators in C++, and of transforms
 
@@ -34,6 +36,36 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 outside_transforms = temporarily_clear_interpreter_stack
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+# Without these a selective checkpoint of the user's would count our copies of weights among the operators of the code
+# that it runs: where the second run finds other weights on the device than the first, it would raise an error.
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint (``create_selective_checkpoint_contexts``) observes the operators that run now."""
+    return dispatch_mode_count() > 0 and isinstance(_get_current_dispatch_mode(), _SELECTIVE)
+
+
+@contextlib.contextmanager
+def outside_selective_checkpoints() -> Iterator[None]:
+    """Hide the operators in this context from selective checkpoints."""
+    modes = []
+    while in_selective_checkpoint():
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def hide_from_selective_checkpoints(pack: Any, outer: tuple[Any, Any]) -> None:
+    """Have a selective checkpoint see the user's hooks behind this pack hook of ours, as behind torch's own."""
+    pack._user_hooks = outer[0]._user_hooks if getattr(outer[0], "_checkpoint_internal", False) else outer
+    pack._checkpoint_internal = True
+
 
 # Not None while ``torch.jit.trace`` traces. Without it a graph would have stand-ins for its weights.
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state

@@ -32,8 +32,10 @@ from torch import Tensor, nn
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
+    in_selective_checkpoint,
     in_transform,
     never_dispatched,
+    outside_selective_checkpoints,
     outside_transforms,
     tensor_hooks,
     without_dispatch,
@@ -417,10 +419,21 @@ def _outside_transforms() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _outside_selective_checkpoints() -> Iterator[None]:
+    with without_function_modes(), outside_selective_checkpoints():
+        yield
+
+
 def quietly() -> AbstractContextManager[None]:
-    """Exempt our own work on weights, as a context, from reads by the user and from transforms (vmap, grad)."""
+    """Exempt our own work on weights, as a context, from reads by the user and from what observes the user's code.
+
+    These are transforms (vmap, grad) and selective checkpoints.
+    """
     if in_transform():
         return _outside_transforms()
+    if in_selective_checkpoint():
+        return _outside_selective_checkpoints()
     return without_function_modes()
 
 

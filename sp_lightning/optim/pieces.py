@@ -123,22 +123,21 @@ class ShadowStep:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0] is not optimizer:  # it was replaced already
-            firsts = getattr(args[0], "firsts", None)
-            if firsts is not None and self.first is not None:
-                firsts.append(functools.partial(self.first, adopts=True))
+            getattr(args[0], "shadow_steps", []).append(self)
             return None
         if torch.compiler.is_compiling():
             return None
         shadow = shadow_of(optimizer)
         shadow.called_with = args, kwargs
-        shadow.firsts = [] if self.first is None else [self.first]
+        shadow.shadow_steps = [self]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
-            for first in shadow.firsts:
-                shadow.param_groups = first(shadow, {})
+            for step in shadow.shadow_steps:
+                if step.first is not None:  # also where the closure made units anew, and these need a disk
+                    shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
             shadow.param_groups, shadow.state = self.regroup(shadow, {})
             return loss
 

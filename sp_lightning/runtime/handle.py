@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -108,6 +108,7 @@ class Handle:
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
+        self._budget = options.host_budget  # of host memory, where a disk is given: else what is free at first
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
 
@@ -398,8 +399,10 @@ class Handle:
             raise
         self.engine.phases.start()
         has_budget = self.options.disk is not None or self.options.host_budget  # not "0B": as little as can be had
-        kind = BudgetedFingerprint if has_budget and self._disk is None else ModuleFingerprint
-        self._fingerprint = kind(self.module)
+        if has_budget and self._disk is None:
+            self._fingerprint = BudgetedFingerprint(self.module, self._fits_budget)
+        else:
+            self._fingerprint = ModuleFingerprint(self.module)
 
     def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
@@ -433,8 +436,8 @@ class Handle:
 
     def _choose_files(self, units: list[Unit]) -> Choice | None:
         """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""
-        budget, dtype, disk = self.options.host_budget, self._compute_dtype, self.options.disk
-        if budget is None and disk is None:
+        dtype, disk = self._compute_dtype, self.options.disk
+        if self._budget is None and disk is None:
             return None
         from ..disk.weight_files import choose_files, usual_budget
 
@@ -442,11 +445,12 @@ class Handle:
             from ..disk.scratch_file import check_folder, check_room, make_room
 
             check_folder(disk)
-        may_cast = self._autocasts and self.options.may_cast and dtype is None
-        budget = usual_budget(units) if budget is None else budget
+        may_cast = self._may_cast
+        if self._budget is None:  # once: gradients and state, which take of what is free, are within it
+            self._budget = usual_budget(units)
         known = castable(self.module) if may_cast and disk is not None and not self._is_compiled else ()
         choice = choose_files(
-            units, self.device, budget, dtype, may_cast, self._only_inference, disk is not None, known
+            units, self.device, self._budget, dtype, may_cast, self._only_inference, disk is not None, known
         )
         if disk is not None and choice is not None and self._disk is None:
             from ..optim.state_on_disk import left_nbytes
@@ -456,6 +460,20 @@ class Handle:
                 spilled = [parameter for index in choice.placed.spilled for _, parameter in units[index].params]
                 check_room(disk, needed - left_nbytes(disk, spilled))
         return choice
+
+    @property
+    def _may_cast(self) -> bool:
+        """Whether weights may come to travel in autocast's type."""
+        return self._autocasts and self.options.may_cast and self._compute_dtype is None
+
+    def _fits_budget(self) -> bool:
+        """Whether all is in memory, and can stay there with what trains now."""
+        from ..disk.placement import choose
+
+        assert self._budget is not None
+        dtype, trains = self._compute_dtype, not self._only_inference
+        whole = choose(self._units, {}, self._budget, dtype, self._may_cast, trains).host
+        return self._files is None and whole.total <= self._budget
 
     def _open_files(self, choice: Choice, units: Sequence[Unit]) -> None:
         """Open the files that weights stay in, and make the one for the optimizer's state."""
@@ -616,14 +634,22 @@ class ModuleFingerprint:
 
 
 class BudgetedFingerprint(ModuleFingerprint):
-    """Notices, too, that parameters come to train, for which a budget of host memory may not suffice."""
+    """Notices, too, that parameters come to train for which a budget of host memory does not suffice."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, fits: Callable[[], bool]) -> None:
         super().__init__(module)
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._fits = fits
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
+        self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
 
     def has_changed(self, any_replaced: bool) -> bool:
-        return any(parameter.requires_grad for parameter in self._frozen) or super().has_changed(any_replaced)
+        if any(parameter.requires_grad for parameter in self._frozen):
+            if not self._fits():
+                return True
+            self._note_frozen()
+        return super().has_changed(any_replaced)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

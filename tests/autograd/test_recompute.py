@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import random
 import threading
 import types
@@ -13,7 +14,7 @@ from refusals import refusal
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import models
 import sp_lightning
@@ -679,6 +680,68 @@ def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, ree
     block = functools.partial(Normalised, reentrant if place == "in each unit" else None)
     make = models.stack_of(Scaled if place == "units behind a weight" else block)
     check(make, run, device, activations=activations, units=["Normalised"])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("casts", [None, torch.bfloat16])
+@pytest.mark.parametrize("policy", [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE])
+def test_a_selective_checkpoint_counts_no_copies_of_weights(policy, casts, window, device):
+    """In the second run other weights are on the device than in the first."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def choose(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in products else policy
+
+    def loss(net, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+        x = checkpoint(through_blocks, net, net.stem(x), use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+    make = models.stack_of(models.Block, 6)
+    check(make, training(under(casts, loss)), device, window=window, activations="recompute")
+
+
+@pytest.mark.filterwarnings("error:A saved_tensors_hooks context:FutureWarning")
+@pytest.mark.parametrize("outer", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_selective_checkpoint_that_respects_hooks_sees_those_of_the_user(outer, device):
+    if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters:
+        pytest.skip("torch 2.15")
+    options = {"respect_saved_tensors_hooks": True} if outer is not contextlib.nullcontext else {}
+
+    def saves(context, operator, *args, **kwargs):
+        save = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def loss(net, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saves)
+        with outer():
+            x = checkpoint(through_blocks, net, net.stem(x), use_reentrant=False, context_fn=contexts, **options)
+        return x.square().mean()
+
+    check(models.stack_of(models.Block), training(loss), device, activations="recompute")
+
+
+class Stage(nn.Module):
+    """Visits the resident root around its units, for a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.blocks = nn.Parameter(torch.ones(models.WIDTH)), nn.ModuleList([Normalised(), Normalised()])
+
+    def forward(self, x):
+        return through_blocks(self, x + self.position)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_the_users_around_a_module_that_owns_a_weight_beside_units(reentrant, device):
+    def run(net, device):
+        for x in inputs(device):
+            loss = CHECKPOINTED["each unit"](net, net.stem(x), reentrant).square().mean()
+            loss.backward()
+            runs = [block.runs for stage in net.blocks for block in stage.blocks]
+            yield loss, [p.grad for p in net.parameters()], list(net.buffers()), runs
+
+    check(models.stack_of(Stage, 2), run, device, activations="recompute", units=["Normalised"])
 
 
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])

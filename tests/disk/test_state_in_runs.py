@@ -778,14 +778,58 @@ def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(dev
     assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE), thawing(device))
 
 
+def test_what_a_run_has_made_itself_is_within_its_budget_when_weights_are_unfrozen(device, monkeypatch):
+    from sp_lightning.core.host import HostMemory
+
+    plain = thawing(device)
+    free = [4 * SIZE, SIZE]  # beside weights and the system's share: at first, and with gradients and state
+    monkeypatch.setattr(
+        "sp_lightning.disk.weight_files.host_memory",
+        lambda: HostMemory(4 << 20, (1 << 20) + free.pop(0), "machine", 4 << 20),
+    )
+    assert_same(thawing(device, disk=os.getcwd()), plain)
+
+
 def test_weights_that_are_unfrozen_and_outgrow_the_budget_without_a_disk(device):
     with pytest.raises(HostMemoryError, match=r"host_budget=.* cannot be met: .* optimizer 1\.23 MiB\)\. Give disk="):
         thawing(device, host_budget=6 * SIZE)
 
 
-def test_weights_that_are_unfrozen_within_the_budget_have_state_in_memory(device):
-    net, optimizer = thawing(device, host_budget=9 * SIZE)
-    assert_same((net, optimizer), thawing(device))
+def test_weights_that_are_unfrozen_within_the_budget_leave_the_units_as_they_are(device, monkeypatch):
+    """Parts that are frozen in turns would have all weights copied in every step."""
+    attached, attach = [], Handle._attach
+    monkeypatch.setattr(Handle, "_attach", lambda handle: (attached.append(handle), attach(handle)))
+    assert_same(thawing(device, host_budget=9 * SIZE), thawing(device))
+    assert len(attached) == len(set(attached)) == 2
+
+
+def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(device):
+    """As in a Trainer: the optimizer's step has begun when units are made anew."""
+    runs = []
+    for options in ({"disk": os.getcwd(), "host_budget": 6 * SIZE}, {}):
+        net = stack(200, 4)
+        net[2:].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def closure(net=net):
+            net.zero_grad()
+            loss = net(batch(device, 200)).square().mean()
+            loss.backward()
+            return loss
+
+        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+            optimizer.step(closure)
+            net.requires_grad_(True)
+            optimizer.step(closure)
+            if options:
+                thawed = [
+                    keys
+                    for p, keys in zip(net.parameters(), on_disk(handle, optimizer), strict=True)
+                    if id(p) in handle._disk.parameters
+                ]
+                assert thawed and all(keys == MOMENTS for keys in thawed)
+        runs.append((net, optimizer))
+    assert_same(*runs)
 
 
 # ---- other ways to run, and memory
