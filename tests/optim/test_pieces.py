@@ -2,12 +2,11 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import forks
 import pytest
 import torch
 from hypothesis import given
@@ -144,8 +143,8 @@ def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, option
 def with_threads(threads, call):
     """Call a function of this module in a process with so many threads."""
     code = f"import torch, test_pieces; torch.set_num_threads({threads}); test_pieces.{call}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+    done = forks.run(code)
+    assert done.returncode == 0, done.stderr
 
 
 def check_bits_with_threads(in_turn, most, flushes=False):
