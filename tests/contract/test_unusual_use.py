@@ -212,10 +212,11 @@ def written_unseen_and_replaced(p):
     replace_data(p)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize(
-    "change", [replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced]
+@parity.product(
+    autocast=[False, True],
+    activations=["keep", "offload"],
+    change=[replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced],
+    device=parity.DEVICES,
 )
 def test_data_that_is_replaced_between_forward_and_backward(device, change, activations, autocast):
     def run(net, device):
@@ -1088,9 +1089,12 @@ def forward_slope(net, x):
         return torch.autograd.forward_ad.unpack_dual(net(dual))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("training_too", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@parity.product(
+    transform=list(TRANSFORMS),
+    training_too=[False, True],
+    activations=["keep", "recompute", "offload"],
+    device=parity.DEVICES,
+)
 def test_function_transforms_over_a_streamed_module(device, transform, training_too, activations):
     def run(net, device):
         if not training_too:
@@ -1918,9 +1922,12 @@ def under_autocast(net, x):
         return contrasted(net, x)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("loss", [through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast])
+@parity.product(
+    window=[1, 3],
+    activations=["keep", "recompute"],
+    loss=[through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast],
+    device=parity.DEVICES,
+)
 def test_training_by_calls_of_parts(loss, activations, window, device):
     def run(net, device):
         yield from training(loss, steps=4)(net, device)

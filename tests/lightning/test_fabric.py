@@ -339,14 +339,16 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
+@parity.product(
+    precision=["bf16-mixed", "bf16-true", "16-true"],
+    loop=[plainly, with_everything_in_between, adversaries],
+    device=parity.DEVICES,
+)
 def test_under_other_precisions_too(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 

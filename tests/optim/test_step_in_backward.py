@@ -65,10 +65,10 @@ def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "name", ["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"]
+@parity.product(
+    optimizer=["sgd", "adamw"],
+    overlap=[True, False],
+    name=["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"],
 )
 def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
     options = {"window": 2, "optimizer_overlap": overlap}
