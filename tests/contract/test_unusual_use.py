@@ -351,9 +351,12 @@ class Renormed(Kinds):
             assert torch.equal(p.data, (old / (1 + old.norm())).clamp(-0.3, 0.3))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize("make", [models.stack_of(Noisy), Renormed])
+@parity.product(
+    autocast=[False, True],
+    activations=["keep", "offload"],
+    make=[models.stack_of(Noisy), Renormed],
+    device=parity.DEVICES,
+)
 def test_a_weight_whose_old_data_is_kept_while_it_has_other_data(device, make, activations, autocast):
     def loss(net, x):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -452,8 +455,7 @@ class JointMomentum(Momentum):
         self.target.requires_grad_(True)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", [Momentum, JointMomentum])
+@parity.product(precision=["32-true", "bf16-mixed"], kind=[Momentum, JointMomentum], device=parity.DEVICES)
 def test_a_target_whose_data_each_training_step_replaces(device, kind, precision):
     expected = fit(kind, None, device, precision=precision)
     for window in (1, 4):
@@ -1327,8 +1329,7 @@ HANDED = {
 }
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("handed", HANDED)
+@parity.product(activations=["keep", "recompute", "offload"], handed=list(HANDED), device=parity.DEVICES)
 def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed, activations):
     class Net(models.Stack):
         def run(self, x):
@@ -1704,9 +1705,9 @@ class Branches(models.Stack):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
-@pytest.mark.parametrize("slow", ["copies", "kernels"])
+@parity.product(
+    window=[1, 3], activations=["keep", "recompute", "offload", "recompute+offload"], slow=["copies", "kernels"]
+)
 def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
     import simgpu
 

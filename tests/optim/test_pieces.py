@@ -1,6 +1,7 @@
 """The host optimizer: the bits of torch's default loop, and nothing of it to be seen."""
 
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -68,17 +69,22 @@ def pieces_alone(monkeypatch):
     monkeypatch.setattr(native, "FEWEST", sys.maxsize)
 
 
+@functools.lru_cache(maxsize=8)  # the plain side's numbers are the other side's, and those of the next class
+def wild_numbers(seed, sizes, dtypes):
+    generator = torch.Generator().manual_seed(seed)
+    return [wild(generator, size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+
+
 def parameters(sizes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(wild(generator, size, dtype)) for size in sizes]
+    return [nn.Parameter(values.clone()) for values in wild_numbers(0, tuple(sizes), (dtype,) * len(sizes))]
 
 
 def train(optimizer, steps=4, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = wild(generator, param.numel(), param.dtype).view_as(param)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes, dtypes = (tuple(param.numel() for param in params), tuple(param.dtype for param in params))
+    for step in range(steps):
+        for param, values in zip(params, wild_numbers(100 * seed + step, sizes, dtypes), strict=True):
+            param.grad = values.clone().view_as(param)
         optimizer.step()
 
 

@@ -174,8 +174,7 @@ def test_where_nobody_looks_they_are(device):
     assert compare(device, Net)["stepped_ahead"] == 3 * 27
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("look", LOOKS)
+@parity.product(overlap=[True, False], look=list(LOOKS), device=parity.DEVICES)
 @refusal(
     "a hook in backward begins to read the optimizer's state when units were stepped already",
     errors.ExactnessError,

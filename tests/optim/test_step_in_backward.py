@@ -138,8 +138,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@parity.product(way=list(WAYS), precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
 def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
     case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
