@@ -9,11 +9,11 @@ import inspect
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import time
 import weakref
 
+import forks
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -681,20 +681,13 @@ fabric.save(sys.argv[1], {"net": net, "optimizer": optimizer, "strategy": type(f
 
 
 def by_the_command(folder, *options):
-    """Runs the script as ``fabric run`` does; gives the process."""
+    """Runs the script as ``fabric run`` does, in the test's own folder; gives the process."""
     pytest.importorskip("click")
     (folder / "script.py").write_text(SCRIPT)
     path = os.pathsep.join([str(pathlib.Path(sp_lightning.__file__).parents[1]), *filter(None, sys.path)])
     command = "from lightning.fabric.cli import _run; _run()"
     given = ["--accelerator=cpu", f"--main-port={free_port()}", *options, "script.py", "streamed.pt", "superpipeline"]
-    return subprocess.run(
-        [sys.executable, "-c", command, *given],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return forks.run(command, *given, env={**os.environ, "PYTHONPATH": path})
 
 
 def free_port():

@@ -365,9 +365,8 @@ def test_every_file_with_waits_or_events_has_its_waits_deleted_or_is_beside_the_
     says = re.compile(r"\.(wait|wait_event|wait_stream|synchronize|record_event)\(|\bEvent\(")
     package = ROOT / "sp_lightning"
     say = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if says.search(path.read_text())}
-    waits = [wait for of in ("steps", "ranks", "files") for wait in deletions.waits(package, of=of)]
-    assert say <= {wait.file for wait in waits} | deletions.BESIDE
-    assert deletions.FOR_FILES.keys() <= {wait.file for wait in waits}
+    wait = {wait.file for wait in deletions.all_waits(package)}
+    assert say | deletions.BESIDE | deletions.FOR_FILES.keys() <= wait
     assert all((ROOT / test).is_file() for tests in deletions.FOR_FILES.values() for test in tests)
 
 

@@ -18,6 +18,7 @@ import zlib
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 
 import parity
 import sp_lightning
@@ -50,6 +51,8 @@ def in_a_clone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setattr(sys, "argv", ["sp_lightning"])  # else LightningCLI warns that it was given two command lines
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    used = {name: given for name, given in LightningCLI.subcommands().items() if name in ("fit", "predict")}
+    monkeypatch.setattr(LightningCLI, "subcommands", lambda self: used)  # each has a parser, and making it takes long
 
 
 def fit(recipe, *arguments, steps=2, folder="run"):
