@@ -711,14 +711,14 @@ def test_a_budget_that_a_run_refuses_is_refused_by_the_plan(options, message):
 
 # A loss in chunks
 
-TOKENS = torch.ones(8, 64, dtype=torch.long)
+TOKENS, VOCABULARY = torch.ones(8, 64, dtype=torch.long), 2048
 TEXTS = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 def causal(kind="Llama", **config):
     """A function that makes a language model whose logits are most of what it has."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
     made = getattr(transformers, f"{kind}Config")(**sizes | heads | config)
     return lambda: getattr(transformers, f"{kind}ForCausalLM")(made)
@@ -747,7 +747,7 @@ def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kin
     assert offered(found) == [0] and not offered(chunked)
     assert found.changes[0].nbytes == pytest.approx(chunked.device_nbytes, rel=0.01)
     assert chunked.device_nbytes < found.device_nbytes / 2 and chunked.largest_batch > 2 * found.largest_batch
-    assert chunked.flops - found.flops == 2 * TOKENS.numel() * 4096 * 32  # the head's products once more
+    assert chunked.flops - found.flops == 2 * TOKENS.numel() * VOCABULARY * 32  # the head's products once more
     assert re.match(r"loss in chunks: .*MiB instead of .*MiB on the device, 1.\d\d times as long", found.first)
     assert not offered(planned(make, {name: tokens[:1, :8] for name, tokens in TEXTS.items()}))
 
@@ -796,7 +796,7 @@ def test_on_a_cpu_a_loss_in_chunks_has_the_buffers_of_the_cpu():
     make = causal(hidden_size=256)
     cuda, cpu = (planned(make, TEXTS, precision="bf16-mixed", device=name, loss="chunked") for name in ("cuda", "cpu"))
     terms = [sum(nbytes for name, nbytes in found.device_terms.items() if name != "reserve") for found in (cuda, cpu)]
-    assert terms[1] - terms[0] > 4096 * 256 * 4
+    assert terms[1] - terms[0] > VOCABULARY * 256 * 4
 
 
 def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
