@@ -406,12 +406,15 @@ def test_listed_numbers_agree_with_a_dry_run_of_the_model(of, activations, preci
     assert numbers.device_nbytes == pytest.approx(traced.device_nbytes, rel=0.1)
 
 
+GIVEN = {"machine": "rtx4090", "precision": "bf16-mixed", "activations": "recompute"}
+of_listed = functools.cache(functools.partial(planned, "llama3-8b", 2048, **GIVEN))
+
+
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16-true"}, {"optimizer": "SGD"}, {"wire_dtype": "as-is"}, {"precision": "32-true"}]
 )
 def test_listed_workloads_obey_their_options(options):
-    given = {"machine": "rtx4090", "precision": "bf16-mixed", "activations": "recompute"}
-    plain, other = (planned("llama3-8b", 2048, **given | more) for more in ({}, options))
+    plain, other = of_listed(), planned("llama3-8b", 2048, **GIVEN | options)
     assert (plain.host, plain.step_s) != (other.host, other.step_s)
 
 
@@ -581,14 +584,20 @@ CHANGES = {
 }
 
 
-@parity.product(what=list(CHANGES), accumulate=[1, 16], model=["llama3-8b", Stack])
-def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
+def where_the_host_is_small(model, accumulate, **change):
     batch = 2048 if isinstance(model, str) else torch.zeros(8, 256)
     given = {"window": 1, "transfer": 1, "precision": "bf16-mixed", "host_nbytes": 2**20, "activations": "recompute"}
-    given["accumulate"] = accumulate
-    found = planned(model, batch, **given)
+    return planned(model, batch, accumulate=accumulate, **given | change)
+
+
+unchanged = functools.cache(where_the_host_is_small)
+
+
+@parity.product(what=list(CHANGES), accumulate=[1, 16], model=["llama3-8b", Stack])
+def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
+    found = unchanged(model, accumulate)
     (change,) = [change for change in found.host_changes if change.what == what]
-    again = planned(model, batch, **given | CHANGES[what])
+    again = where_the_host_is_small(model, accumulate, **CHANGES[what])
     assert change.cost(found) == pytest.approx(again.batch_s / found.batch_s, rel=0.02)
     assert change.host_nbytes == pytest.approx(again.host.total, rel=0.01)
     assert change.nbytes == pytest.approx(again.device_nbytes, rel=0.01)
