@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read with torch; else threads spin while they wait, as others run
+
 import hypothesis
 import hypothesis.configuration
 import nullcuda

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError
 from sp_lightning.memory.gradient_store import GradientSlot, runs_to_widen, widened
@@ -109,8 +110,7 @@ def test_without_autocast_and_with_as_is_nothing_is_converted(device):
             assert not travelling(handle)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@parity.product(activations=["keep", "recompute", "offload"], accumulate=[1, 3], device=parity.DEVICES)
 def test_training_is_exact(device, activations, accumulate):
     check(layers, training(accumulate=accumulate), device, window=2, activations=activations)
 
@@ -268,14 +268,12 @@ def scoring(scores, accumulate=1, around=autocast):
     return run
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("name", CASTING)
+@parity.product(activations=["keep", "recompute"], name=list(CASTING), device=parity.DEVICES)
 def test_a_weight_that_other_code_only_casts_is_exact(device, name, activations):
     check(Scored, scoring([CASTING[name]] * 4, accumulate=2), device, activations=activations)
 
 
-@pytest.mark.parametrize("late", ["a norm", "both ways", *CASTING])
-@pytest.mark.parametrize("first", ["linear", "to"])
+@parity.product(late=["a norm", "both ways", *CASTING], first=["linear", "to"], device=parity.DEVICES)
 def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, first, late):
     scores = CASTING | {
         "a norm": lambda head, x: head(x) * head.weight.detach().norm(),
@@ -284,9 +282,7 @@ def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, fir
     check(Scored, scoring([*[CASTING[first]] * 3, scores[late], CASTING[first]]), device)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("name", CASTING)
+@parity.product(activations=["keep", "recompute"], order=[1, -1], name=list(CASTING), device=parity.DEVICES)
 def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step_on(device, name, order, activations):
     ways = [lambda head, x: head(x).float(), lambda head, x: CASTING[name](head, x).float()][::order]
 
@@ -419,8 +415,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("name", READS)
+@parity.product(activations=["keep", "recompute"], name=list(READS), device=parity.DEVICES)
 def test_a_late_read_is_exact(device, name, activations):
     if name == "in_another_type" and device.type == "cpu":
         pytest.skip("the CPU has no FP16 kernel for its backward") if not torch.backends.mkldnn.is_available() else None
@@ -547,15 +542,17 @@ def evaluated_between(net, x):
 LOSSES = [two_losses, penalised, penalised_alone, twice_backward, evaluated_between]
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@parity.product(window=[1, 4], loss=LOSSES, device=parity.DEVICES)
 def test_a_late_loss_of_another_kind_is_exact(device, loss, window):
     check(layers, training(loss=loss), device, window=window)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "recompute+offload"])
-@pytest.mark.parametrize("names", ["", "blocks.1"])
-@pytest.mark.parametrize("first", [0, LATE])
+@parity.product(
+    activations=["keep", "recompute", "recompute+offload"],
+    names=["", "blocks.1"],
+    first=[0, LATE],
+    device=parity.DEVICES,
+)
 def test_a_call_with_other_tensors_in_the_places_of_weights_uses_these(device, first, names, activations):
     def run(net, device):
         optimizer = sgd(net)
@@ -706,9 +703,12 @@ def write_a_neighbour(weight):
         weight.mul_(2 if weight.dim() == 1 else 1)
 
 
-@pytest.mark.parametrize("first", [0, LATE])
-@pytest.mark.parametrize("change", [write_in_place, write_unseen, replace, write_a_neighbour])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
+@parity.product(
+    first=[0, LATE],
+    change=[write_in_place, write_unseen, replace, write_a_neighbour],
+    activations=["keep", "offload"],
+    device=parity.DEVICES,
+)
 def test_a_weight_that_changes_between_forward_and_backward_is_exact(device, change, activations, first):
     def loss(net, x):
         value = squares(net, x)
@@ -745,8 +745,7 @@ def read_between(linear, x):
     return linear(linear(x) * linear.weight.sum()) - F.linear(x, linear.weight * 2)
 
 
-@pytest.mark.parametrize("other", [read_after, read_between])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@parity.product(other=[read_after, read_between], activations=["keep", "recompute", "offload"], device=parity.DEVICES)
 def test_a_weight_that_is_also_read_as_it_is_from_the_first_step_on_is_exact(device, other, activations):
     check(layers, training(other, first=0), device, window=2, activations=activations)
 

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.autograd import recompute
 from sp_lightning.errors import ExactnessError
@@ -266,8 +267,7 @@ class Configured(models.Block):
         return super().forward(x) * torch.full_like(x, 0.1 * factor)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
+@parity.product(shared=[False, True], change=list(CHANGES), device=parity.DEVICES)
 def test_a_config_that_a_block_changes_now_and_then_is_for_the_second_run_what_it_was(change, shared, device):
     def make():
         one = Config()
@@ -417,9 +417,12 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
             loss.backward()
 
 
-@pytest.mark.parametrize("rows", [2, 64])  # too few to wait on the host, and enough
-@pytest.mark.parametrize("changed", ["passed", "kept", "bias", "nothing"])
-@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@parity.product(
+    rows=[2, 64],  # too few to wait on the host, and enough
+    changed=["passed", "kept", "bias", "nothing"],
+    activations=["recompute", "recompute+offload"],
+    device=parity.DEVICES,
+)
 @refusal(
     '`activations="recompute"`, and one of these is changed in place between a unit\'s forward and its '
     "backward, where autograd saved none of it (`x += block(x)`): a weight of the unit, an argument, "
@@ -598,9 +601,12 @@ def under(dtype, loss):
     return cast
 
 
-@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "offload"])
-@pytest.mark.parametrize("casts", [None, torch.bfloat16])
-@pytest.mark.parametrize("reentrant", [False, True])
+@parity.product(
+    activations=["recompute", "recompute+offload", "offload"],
+    casts=[None, torch.bfloat16],
+    reentrant=[False, True],
+    device=parity.DEVICES,
+)
 def test_a_checkpoint_inside_a_unit_with_a_shared_weight(reentrant, casts, activations, device):
     check(models.stack_of(lambda: Folded(reentrant)), training(under(casts, squares)), device, activations=activations)
 

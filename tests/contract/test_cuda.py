@@ -9,11 +9,12 @@ import pathlib
 import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
-SLOW = pytest.mark.slow  # each of these takes a process, and seconds for its imports
+SLOW = pytest.mark.slow  # each of these takes a process
 
 
 @pytest.fixture
@@ -23,16 +24,17 @@ def run(null_cuda):
 
     def run(code, *arguments, **settings):
         env = null_cuda(**settings)
-        path = [env["PYTHONPATH"], str(ROOT), str(ROOT / "tests" / "rigs"), *filter(None, sys.path)]
-        command = [sys.executable, "-c", PREAMBLE + code, *arguments]
-        env["PYTHONPATH"] = os.pathsep.join(path)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(ROOT), *filter(None, sys.path)])
+        begins_with = {name: env[name] for name in BEGINS_WITH if name in env}
+        done = forks.run(PREAMBLE + code, *arguments, env=env, modules=MODULES, begins_with=begins_with)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
 
 
+BEGINS_WITH = ("LD_PRELOAD", "LD_LIBRARY_PATH", "NULLCUDA_KERNELS", "PYTHONPATH")
+MODULES = ("lightning", "transformers.models.llama.modeling_llama", "sp_lightning", "nullcuda")
 PREAMBLE = """
 import contextlib, functools, json, sys
 import torch
@@ -40,7 +42,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import nullcuda
 import sp_lightning
 
-nullcuda.counts()  # an error where it is not there
+nullcuda.read_settings()  # an error where it is not there
 assert not torch.cuda.is_initialized()
 
 def llama(hidden=256, layers=6, vocabulary=1024):

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 import traceback
 
+import forks
 import pytest
 import torch
 from refusals import refusal
@@ -25,7 +22,6 @@ import models
 import sp_lightning
 from sp_lightning.errors import UnsupportedError
 
-ROOT = pathlib.Path(__file__).parents[2]
 CASES = {}
 
 
@@ -355,19 +351,15 @@ def a_graph_without_hooks_whose_backward_comes_after_the_optimizers_step(device)
 # --- Running them
 
 
+CODE = "import faulthandler, sys; faulthandler.enable(); import test_kept_references as t; t.main(*sys.argv[1:])"
+
+
 @functools.cache
 def outcomes(device: str) -> dict[str, str]:
     """What became of each case: "passed", a traceback, or how the process ended."""
     found: dict[str, str] = {}
     while missing := [name for name in CASES if name not in found]:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "rigs"), *filter(None, sys.path)])
-        done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", __file__, device, *missing],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = forks.run(CODE, device, *missing)
         blocks = done.stdout.split("\0")[1:]
         found |= {name: outcome.strip() for name, outcome in (block.split("\n", 1) for block in blocks)}
         if len(blocks) < len(missing) or done.returncode:
@@ -400,7 +392,3 @@ def main(device: str, *names: str) -> None:
     # Autograd's thread of the device still drops what a backward held that failed, for which it may want the
     # interpreter: it has done so once it gets to another one.
     torch.ones((), device=place, requires_grad=True).backward()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError
 
@@ -465,9 +466,7 @@ def test_a_batch_on_the_host_moves_with_the_call(device):
 # --- Compiled code
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute+offload"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@parity.product(activations=["keep", "recompute+offload"], backend=["eager", "aot_eager"], when=["before", "after"])
 def test_compiled_blocks(backend, when, activations):
     def compiled(net):
         for block in net.blocks:
@@ -493,10 +492,11 @@ def test_a_compiled_model(backend):
 # --- Weights that the user writes between steps
 
 
-@pytest.mark.parametrize(
-    "write", ["data_clamp", "data_item", "in_place", "new_data", "load", "ema", "detached", "numpy"]
+@parity.product(
+    write=["data_clamp", "data_item", "in_place", "new_data", "load", "ema", "detached", "numpy"],
+    window=[1, 6],
+    device=parity.DEVICES,
 )
-@pytest.mark.parametrize("window", [1, 6])
 def test_writes_to_weights_between_steps_are_seen_at_the_next_visit(device, write, window):
     def between(net):
         for p in net.parameters():
@@ -1204,8 +1204,9 @@ def unnormed(net):
     return net
 
 
-@pytest.mark.parametrize("change", [parametrized, weight_normed, adapted, pruned])
-@pytest.mark.parametrize("when", ["before", "after", "between"])
+@parity.product(
+    change=[parametrized, weight_normed, adapted, pruned], when=["before", "after", "between"], device=parity.DEVICES
+)
 def test_parameters_that_appear_vanish_or_move(device, change, when):
     def run(net, device):
         if when == "between":

@@ -212,10 +212,11 @@ def written_unseen_and_replaced(p):
     replace_data(p)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize(
-    "change", [replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced]
+@parity.product(
+    autocast=[False, True],
+    activations=["keep", "offload"],
+    change=[replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced],
+    device=parity.DEVICES,
 )
 def test_data_that_is_replaced_between_forward_and_backward(device, change, activations, autocast):
     def run(net, device):
@@ -350,9 +351,12 @@ class Renormed(Kinds):
             assert torch.equal(p.data, (old / (1 + old.norm())).clamp(-0.3, 0.3))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize("make", [models.stack_of(Noisy), Renormed])
+@parity.product(
+    autocast=[False, True],
+    activations=["keep", "offload"],
+    make=[models.stack_of(Noisy), Renormed],
+    device=parity.DEVICES,
+)
 def test_a_weight_whose_old_data_is_kept_while_it_has_other_data(device, make, activations, autocast):
     def loss(net, x):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -451,8 +455,7 @@ class JointMomentum(Momentum):
         self.target.requires_grad_(True)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", [Momentum, JointMomentum])
+@parity.product(precision=["32-true", "bf16-mixed"], kind=[Momentum, JointMomentum], device=parity.DEVICES)
 def test_a_target_whose_data_each_training_step_replaces(device, kind, precision):
     expected = fit(kind, None, device, precision=precision)
     for window in (1, 4):
@@ -1088,9 +1091,12 @@ def forward_slope(net, x):
         return torch.autograd.forward_ad.unpack_dual(net(dual))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("training_too", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@parity.product(
+    transform=list(TRANSFORMS),
+    training_too=[False, True],
+    activations=["keep", "recompute", "offload"],
+    device=parity.DEVICES,
+)
 def test_function_transforms_over_a_streamed_module(device, transform, training_too, activations):
     def run(net, device):
         if not training_too:
@@ -1323,8 +1329,7 @@ HANDED = {
 }
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("handed", HANDED)
+@parity.product(activations=["keep", "recompute", "offload"], handed=list(HANDED), device=parity.DEVICES)
 def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed, activations):
     class Net(models.Stack):
         def run(self, x):
@@ -1801,9 +1806,9 @@ class Branches(models.Stack):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
-@pytest.mark.parametrize("slow", ["copies", "kernels"])
+@parity.product(
+    window=[1, 3], activations=["keep", "recompute", "offload", "recompute+offload"], slow=["copies", "kernels"]
+)
 def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
     import simgpu
 
@@ -2019,9 +2024,12 @@ def under_autocast(net, x):
         return contrasted(net, x)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("loss", [through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast])
+@parity.product(
+    window=[1, 3],
+    activations=["keep", "recompute"],
+    loss=[through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast],
+    device=parity.DEVICES,
+)
 def test_training_by_calls_of_parts(loss, activations, window, device):
     def run(net, device):
         yield from training(loss, steps=4)(net, device)

@@ -2,12 +2,13 @@
 
 Each cell trains, validates and predicts plainly with weights in memory, and then streaming with the frozen ones in
 files (in_files.py); the prediction leaves all weights in files that nothing wrote. The default run takes a cover of all
-pairs.
+pairs of settings over three nets, and each other net in some of these settings.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import in_files
@@ -55,16 +56,19 @@ def check(case: models.Case, accelerator: str, precision: str, optimizer: str, *
 
 
 def cells(cases: list[str]) -> Any:
-    rows = parity.pairwise(
-        case=cases,
-        accelerator=["simgpu", "cpu"],
-        precision=list(PRECISIONS)[:4],
-        window=list(WINDOWS),
-        activations=ACTIVATIONS[:3],
-        optimizer=["adamw", "sgd"],
-    )
+    settings = {
+        "accelerator": ["simgpu", "cpu"],
+        "precision": list(PRECISIONS)[:4],
+        "window": list(WINDOWS),
+        "activations": ACTIVATIONS[:3],
+        "optimizer": ["adamw", "sgd"],
+    }
+    few = ["mlp", "tied_embedding", "mixture_of_experts"]
+    rows = parity.pairwise(case=few, **settings)
     often = [tuple(row.values()) for row in rows]
-    every = [
+    often += [(case, *of[1:]) for case, of in zip((c for c in cases if c not in few), itertools.cycle(often))]
+    every = [tuple(row.values()) for row in parity.pairwise(case=cases, **settings)]
+    every += [
         (case, *rest, "adamw")
         for case in cases
         for rest in (

@@ -1,5 +1,6 @@
 """On the machine of most tests every rate is 1, so that units cost seconds; "link" has both directions on one wire."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -410,6 +411,7 @@ def test_the_unet_has_about_the_published_size():
 CASES = [(workload, machine) for workload in WORKLOADS.values() for machine in MACHINES.values()]
 
 
+@functools.cache  # several facts are stated of each
 def stepped(workload, machine, activations, margin, hidden_in_forward, into_forward, window=3):
     tokens = workload.tokens(machine, 3, activations == "recompute", hidden_in_forward, margin)
     units = workload.units(tokens)

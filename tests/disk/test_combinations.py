@@ -158,8 +158,7 @@ def test_features_together(cell):
     parity.compare(expected, run(parity.streaming_strategy(cell["accelerator"], **options)))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("optimizer", ["groups", "adafactor"])
+@parity.product(precision=["32-true", "bf16-mixed"], optimizer=["groups", "adafactor"], device=parity.DEVICES)
 def test_several_runs_of_one_module(precision, optimizer, device):
     """Fits, validations and predictions, of which one is plain: weights live on in one file after another."""
     case = models.case("mlp")

@@ -9,10 +9,10 @@ import functools
 import importlib
 import itertools
 import os
-import subprocess
 import sys
 import time
 
+import forks
 import in_files
 import lightning as L
 import pytest
@@ -201,7 +201,7 @@ def test_without_a_budget_nothing_of_this_is_loaded():
         "with sp_lightning.stream(net, 'cpu'):\n    net(torch.ones(3)).sum().backward()\n"
         "print([name for name in sys.modules if name.startswith('sp_lightning.disk')])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert forks.run(code).stdout == "[]\n"
 
 
 # ---- writes

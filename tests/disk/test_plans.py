@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import parity
 import sp_lightning
 from sp_lightning.core.machine import GIB, PROFILES
 from sp_lightning.core.schedule import Schedule
@@ -47,8 +48,7 @@ def planned(net, **options):
     return plan(net, torch.ones(4, 64), machine="rtx4090", device="cpu", units=UNITS, transfer=1, **options)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@parity.product(window=[1, 2, 5, 12], activations=["keep", "recompute"], device=parity.DEVICES)
 def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device, tmp_path):
     options = {"window": window, "activations": activations, "host_budget": "0B", "wire_dtype": "as-is"}
     net = model(tmp_path)
@@ -140,9 +140,7 @@ class Mixed(nn.Module):
         return self.frozen(x) * self.down.weight.square().mean()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("wider", [64, 4096])
-@pytest.mark.parametrize("window", [1, 2])
+@parity.product(kind=["AdamW", "SGD"], wider=[64, 4096], window=[1, 2], device=parity.DEVICES)
 def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(kind, wider, window, device, tmp_path):
     """A large weight that is not only cast is read from the disk for each of its ways up."""
     options = {"window": window, "host_budget": "0B", "disk": str(tmp_path), "units": ["Mixed"]}
@@ -193,6 +191,7 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     assert len(seen) > 2 or whole <= least.total
 
 
+SLOW = pytest.mark.slow
 NO_MASTERS = {"master_weights": False}
 
 
@@ -220,7 +219,10 @@ FLOORS = {  # seconds with both directions free and with one pipe; what is writt
 }
 
 
-@pytest.mark.parametrize("name, each", FLOORS)
+@pytest.mark.parametrize(
+    "name, each",
+    [cell if (cell[0] == "llama3-8b") == (cell[1] == 8) else pytest.param(*cell, marks=SLOW) for cell in FLOORS],
+)
 def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
     """With few tokens, on a drive whose directions are free of each other, and on one with one pipe."""
     free, shared, written, steps = FLOORS[name, each]

@@ -16,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 
+import forks
 import lightning as L
 import pytest
 import torch
@@ -328,16 +329,13 @@ def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, 
 
 
 def test_without_a_disk_nothing_of_this_is_loaded():
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch, sp_lightning\nfrom torch import nn\nnet = nn.Linear(3, 3)\n"
         "optimizer = torch.optim.AdamW(net.parameters())\n"
         "with sp_lightning.stream(net, 'cpu'):\n    net(torch.ones(3)).sum().backward()\n    optimizer.step()\n"
         "print([name for name in sys.modules if 'disk' in name and 'sp_lightning' in name])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert forks.run(code).stdout == "[]\n"
 
 
 def test_several_devices_are_refused():

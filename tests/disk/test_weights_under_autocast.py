@@ -87,8 +87,7 @@ def layers(net):
     return {f"{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Linear)}
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adafactor"])
-@pytest.mark.parametrize("large", [False, True])
+@parity.product(kind=["AdamW", "SGD", "RMSprop", "Adafactor"], large=[False, True], device=parity.DEVICES)
 def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(kind, large, device, monkeypatch):
     """A weight that is not only cast goes up from the file if it is large, and else with the wire copies."""
     for module in ("file_store", "weights"):
@@ -135,9 +134,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", list(EDITS))
-@pytest.mark.parametrize("when", [0, 1, 3])
-@pytest.mark.parametrize("name", ["1.cast", "2.read"])
+@parity.product(edit=list(EDITS), when=[0, 1, 3], name=["1.cast", "2.read"], device=parity.DEVICES)
 def test_what_user_code_writes_is_what_travels(edit, when, name, device):
     """Before the first pass, after it (all weights traveled as they are), and later."""
 

@@ -379,13 +379,13 @@ def finished_steps(accelerator):
 
 
 UP, DOWN = (UnitStore, "load"), (GradientReturn, "receive")
-COPIES = [(UP, 1), (UP, 8), (UP, 25), (UP, 29), (UP, 34), (UP, 37), (UP, 41), (DOWN, 1), (DOWN, 9), (DOWN, 12)]
+COPIES = {f"up {count}": (UP, count) for count in (1, 8, 25, 29, 34, 37, 41)}
+COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
-@BOTH
-@pytest.mark.parametrize("way, count", COPIES, ids=[f"{way[1]} {count}" for way, count in COPIES])
-@pytest.mark.parametrize("error", [Boom, torch.OutOfMemoryError])
-def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(way, count, error, accelerator, monkeypatch):
+@parity.product(copy=list(COPIES), error=[Boom, torch.OutOfMemoryError], accelerator=["cpu", "simgpu"])
+def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, accelerator, monkeypatch):
+    way, count = COPIES[copy]
     module, plain = seeded(), seeded()
     fail_once(monkeypatch, *way, count, error("no copy"))
     with pytest.raises(error, match="no copy"):

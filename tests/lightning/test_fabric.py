@@ -9,11 +9,11 @@ import inspect
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import time
 import weakref
 
+import forks
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -339,14 +339,16 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
+@parity.product(
+    precision=["bf16-mixed", "bf16-true", "16-true"],
+    loop=[plainly, with_everything_in_between, adversaries],
+    device=parity.DEVICES,
+)
 def test_under_other_precisions_too(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 
@@ -679,20 +681,13 @@ fabric.save(sys.argv[1], {"net": net, "optimizer": optimizer, "strategy": type(f
 
 
 def by_the_command(folder, *options):
-    """Runs the script as ``fabric run`` does; gives the process."""
+    """Runs the script as ``fabric run`` does, in the test's own folder; gives the process."""
     pytest.importorskip("click")
     (folder / "script.py").write_text(SCRIPT)
     path = os.pathsep.join([str(pathlib.Path(sp_lightning.__file__).parents[1]), *filter(None, sys.path)])
     command = "from lightning.fabric.cli import _run; _run()"
     given = ["--accelerator=cpu", f"--main-port={free_port()}", *options, "script.py", "streamed.pt", "superpipeline"]
-    return subprocess.run(
-        [sys.executable, "-c", command, *given],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return forks.run(command, *given, env={**os.environ, "PYTHONPATH": path})
 
 
 def free_port():

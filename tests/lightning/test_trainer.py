@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import re
 import unittest.mock
@@ -924,21 +925,16 @@ def compiled_blocks(module, backend):
     return module
 
 
-@pytest.mark.parametrize("compiled", [compiled_whole, compiled_blocks])
+OFTEN = [("eager", "keep", compiled_blocks), ("inductor", "recompute", compiled_whole)]
+
+
 @pytest.mark.parametrize(
-    "backend, activations",
+    "backend, activations, compiled",
     [
-        ("eager", "keep"),
-        ("inductor", "recompute"),
-        *(
-            pytest.param(backend, activations, marks=pytest.mark.slow)
-            for backend, activations in [
-                ("eager", "recompute"),
-                ("aot_eager", "keep"),
-                ("aot_eager", "recompute"),
-                ("inductor", "keep"),
-            ]
-        ),
+        pytest.param(*way, marks=pytest.mark.slow if way not in OFTEN else ())
+        for way in itertools.product(
+            ["eager", "aot_eager", "inductor"], ["keep", "recompute"], [compiled_whole, compiled_blocks]
+        )
     ],
 )
 def test_a_compiled_module_computes_what_it_does_plainly_with_its_blocks_compiled(backend, activations, compiled):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import forks
 import lightning as L
 import pytest
 import torch
@@ -393,25 +394,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def script(tmp_path):
-    """Starts a script in a session of its own that has compiled nothing yet; ends all of its processes."""
+    """Starts a script that has compiled nothing yet; ends all of its processes."""
     started = []
 
     def start(code):
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-        command = [sys.executable, "-c", code]
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        started.append(forks.Program(code, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}))
         return started[-1]
 
     yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    for program in started:
+        program.kill()
 
 
 def test_several_processes_share_one_build_also_if_they_fork_meanwhile(script, tmp_path):
-    processes = [script(FORK), script(FORK)]
-    ends = [end for process in processes for end in process.communicate(timeout=120)[0].split()]
+    programs = [script(FORK), script(FORK)]
+    ends = [end for program in programs for end in program.wait(120).stdout.split()]
     assert len(ends) > 5 and set(ends) == {"0"}
     assert [path.suffix for path in sorted((tmp_path / "sp_lightning").iterdir())] == [".lock", ".so"]
 
@@ -419,9 +416,9 @@ def test_several_processes_share_one_build_also_if_they_fork_meanwhile(script, t
 def test_a_build_is_not_kept_waiting_by_children_of_a_process_that_was_killed(script, tmp_path, monkeypatch):
     (tmp_path / "slow").write_text('sleep 1\nexec c++ "$@"')
     monkeypatch.setenv("CXX", f"sh {tmp_path / 'slow'}")
-    killed = script(FORK_AND_DIE)
-    assert killed.stdout.readline() == "forked\n" and killed.wait(60) == -signal.SIGKILL
-    script("from sp_lightning.optim import native; native.compiled()").communicate(timeout=50)
+    killed = script(FORK_AND_DIE).wait(60)
+    assert (killed.stdout, killed.returncode) == ("forked\n", -signal.SIGKILL)
+    assert script("from sp_lightning.optim import native; native.compiled()").wait(50).returncode == 0
 
 
 # ---- under real streaming

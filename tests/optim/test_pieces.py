@@ -1,13 +1,13 @@
 """The host optimizer: the bits of torch's default loop, and nothing of it to be seen."""
 
 import copy
+import functools
 import io
-import os
 import pickle
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import forks
 import pytest
 import torch
 from hypothesis import given
@@ -69,17 +69,22 @@ def pieces_alone(monkeypatch):
     monkeypatch.setattr(native, "FEWEST", sys.maxsize)
 
 
+@functools.lru_cache(maxsize=8)  # the plain side's numbers are the other side's, and those of the next class
+def wild_numbers(seed, sizes, dtypes):
+    generator = torch.Generator().manual_seed(seed)
+    return [wild(generator, size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+
+
 def parameters(sizes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(wild(generator, size, dtype)) for size in sizes]
+    return [nn.Parameter(values.clone()) for values in wild_numbers(0, tuple(sizes), (dtype,) * len(sizes))]
 
 
 def train(optimizer, steps=4, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = wild(generator, param.numel(), param.dtype).view_as(param)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes, dtypes = (tuple(param.numel() for param in params), tuple(param.dtype for param in params))
+    for step in range(steps):
+        for param, values in zip(params, wild_numbers(100 * seed + step, sizes, dtypes), strict=True):
+            param.grad = values.clone().view_as(param)
         optimizer.step()
 
 
@@ -144,8 +149,8 @@ def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, option
 def with_threads(threads, call):
     """Call a function of this module in a process with so many threads."""
     code = f"import torch, test_pieces; torch.set_num_threads({threads}); test_pieces.{call}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+    done = forks.run(code)
+    assert done.returncode == 0, done.stderr
 
 
 def check_bits_with_threads(in_turn, most, flushes=False):

@@ -143,15 +143,17 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", [adamw, momentum, rprop, with_a_scheduler, with_a_hook_on_its_state_dict])
-@pytest.mark.parametrize("look", ["a weight's", "state_dict"])
-@pytest.mark.parametrize("holds", [True, False])
+@parity.product(
+    make_optimizer=[adamw, momentum, rprop, with_a_scheduler, with_a_hook_on_its_state_dict],
+    look=["a weight's", "state_dict"],
+    holds=[True, False],
+    device=parity.DEVICES,
+)
 def test_a_hook_in_backward_sees_state_of_before_the_step(make_optimizer, look, holds, device):
     compare(device, lambda: Net(make_optimizer, LOOKS[look]), holds=holds)
 
 
-@pytest.mark.parametrize("where", ["leaf", "module", "function", "end"])
-@pytest.mark.parametrize("look", LOOKS)
+@parity.product(where=["leaf", "module", "function", "end"], look=list(LOOKS), device=parity.DEVICES)
 def test_so_does_whatever_else_runs_there(where, look, device):
     compare(device, lambda: Net(adamw, LOOKS[look], where))
 
@@ -172,8 +174,7 @@ def test_where_nobody_looks_they_are(device):
     assert compare(device, Net)["stepped_ahead"] == 3 * 27
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("look", LOOKS)
+@parity.product(overlap=[True, False], look=list(LOOKS), device=parity.DEVICES)
 @refusal(
     "a hook in backward begins to read the optimizer's state when units were stepped already",
     errors.ExactnessError,

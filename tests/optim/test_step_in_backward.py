@@ -65,10 +65,10 @@ def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "name", ["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"]
+@parity.product(
+    optimizer=["sgd", "adamw"],
+    overlap=[True, False],
+    name=["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"],
 )
 def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
     options = {"window": 2, "optimizer_overlap": overlap}
@@ -138,8 +138,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@parity.product(way=list(WAYS), precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
 def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
     case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)

@@ -83,8 +83,15 @@ def test_the_peak_does_not_grow_with_the_layers_caches(way):
     assert many <= few + 1024
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("prompt, answer", [(64, 4), (4, 44)])
+@pytest.mark.parametrize(
+    "prompt, answer, on_host",
+    [
+        (64, 4, False),
+        (4, 44, True),
+        pytest.param(64, 4, True, marks=pytest.mark.slow),
+        pytest.param(4, 44, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_simulated_batch_takes_the_memory_of_a_real_one(monkeypatch, prompt, answer, on_host):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import long_answers
@@ -135,7 +142,7 @@ def test_a_plan_has_room_for_more_rows_with_the_cache_on_the_host():
     assert there.host.gradients == there.host.optimizer == there.trained == 0
 
 
-@pytest.mark.parametrize("machine", ["rtx4090", "h100"])
+@pytest.mark.parametrize("machine", ["rtx4090", pytest.param("h100", marks=pytest.mark.slow)])
 def test_a_plan_takes_the_time_and_the_room_of_the_simulated_table(monkeypatch, machine):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import long_answers

@@ -1,10 +1,9 @@
 """Fabric with several devices is Fabric with DDP, to the last bit."""
 
 import os
-import subprocess
-import sys
 import time
 
+import forks
 import processes
 import pytest
 import ranked_fabric
@@ -66,22 +65,13 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("fails", [1, None])
-def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT.replace("FAILS", str(fails)))
+def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails):
     place = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
-    path = os.pathsep.join(filter(None, sys.path))
+    script = SCRIPT.replace("FAILS", str(fails))
     began = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=os.environ | place | {"LOCAL_RANK": str(rank), "PYTHONPATH": path},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert [rank.returncode != 0 for rank in ranks] == [fails is not None] * 2, said
+    ranks = [forks.Program(script, env=os.environ | place | {"LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ended = [rank.wait(200) for rank in ranks]
+    said = [rank.stderr for rank in ended]
+    assert [rank.returncode != 0 for rank in ended] == [fails is not None] * 2, said
     assert ("PeerError: rank 1 failed; its own error says why" in said[0]) == (fails is not None), said[0]
     assert time.monotonic() - began < 150

@@ -592,15 +592,23 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
+DEVICES = ["cpu", "simgpu"]  # as the fixture `device` takes them
+
+
 def product(**axes: Sequence[Any]) -> Any:
-    """Parametrize a test with a product of values: the default run takes what `pairwise` does, the rest is slow."""
+    """Parametrize a test with a product of values: the default run takes what `pairwise` does, the rest is slow.
+
+    The axis `device`, of `DEVICES`, is the fixture's.
+    """
     import pytest
 
     cover = [tuple(row.values()) for row in pairwise(**axes)]
-    rows = [
-        row if row in cover else pytest.param(*row, marks=pytest.mark.slow) for row in itertools.product(*axes.values())
-    ]
-    return pytest.mark.parametrize(list(axes), rows)
+    rows: list[Any] = []
+    for row in itertools.product(*axes.values()):
+        on_simgpu = dict(zip(axes, row, strict=True)).get("device") == "simgpu"
+        marks = [pytest.mark.simgpu] * on_simgpu + [pytest.mark.slow] * (row not in cover)
+        rows.append(pytest.param(*row, marks=marks) if marks else row)
+    return pytest.mark.parametrize(list(axes), rows, indirect=[name for name in axes if name == "device"])
 
 
 def pairs_with(missing: dict[Any, None], row: dict[int, int], axis: int, value: int) -> int:

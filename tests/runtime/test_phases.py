@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
+import parity
 import sp_lightning
 
 # --- Forwards inside of other phases
@@ -119,16 +120,13 @@ def stepping(loss):
     return run
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("how", [training, stepping])
-@pytest.mark.parametrize("case", LOSSES)
+@parity.product(window=[1, 3], how=[training, stepping], case=list(LOSSES), device=parity.DEVICES)
 def test_a_forward_inside_another_phase(device, case, how, window):
     make, loss = LOSSES[case]
     check(make, how(loss), device, window=window)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-@pytest.mark.parametrize("case", LOSSES)
+@parity.product(activations=["recompute", "offload"], case=list(LOSSES), device=parity.DEVICES)
 def test_a_forward_inside_another_phase_with_other_activations(device, case, activations):
     make, loss = LOSSES[case]
     check(make, training(loss), device, activations=activations)

@@ -47,6 +47,11 @@ def environment(numbers: bool = False, late: bool = False, **settings: int) -> d
     return found
 
 
+def read_settings() -> None:
+    """Read the environment's again: this process is a fork of one that began with others, and has asked for nothing."""
+    ctypes.CDLL(None).nullcuda_read_settings()
+
+
 class Counts(NamedTuple):
     """What this process, which has it, did so far."""
 

@@ -17,7 +17,7 @@ API Error cudaHostRegister(void* address, size_t nbytes, unsigned) {
   Lock guard(mutex);
   if (!nbytes) return refuse(cudaErrorInvalidValue);
   if (!is_free(address, nbytes)) return refuse(cudaErrorHostMemoryAlreadyRegistered);
-  if (nbytes > kLockableBytes - locked_bytes) return refuse(cudaErrorMemoryAllocation);
+  if (nbytes > settings.lockable_bytes - locked_bytes) return refuse(cudaErrorMemoryAllocation);
   pieces[(char*)address] = {nbytes, Kind::registered, (char*)address, touched()};
   locked_bytes += nbytes;
   return cudaSuccess;
@@ -35,7 +35,7 @@ API Error cudaHostUnregister(void* address) {
 
 API Error cudaMemGetInfo(size_t* free, size_t* total) {
   Lock guard(mutex);
-  *total = kDeviceBytes, *free = kDeviceBytes - device_bytes[touched()];
+  *total = settings.device_bytes, *free = settings.device_bytes - device_bytes[touched()];
   return cudaSuccess;
 }
 
@@ -77,10 +77,10 @@ API Error cudaMemset(void* address, int value, size_t n) { return fill(address, 
 
 // ---- the device
 
-API Error cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSuccess; }
+API Error cudaGetDeviceCount(int* count) { return *count = settings.devices, cudaSuccess; }
 API Error cudaGetDevice(int* device) { return *device = current, cudaSuccess; }
 API Error cudaSetDevice(int device) {
-  if (device < 0 || device >= kDevices) return refuse(cudaErrorInvalidDevice);
+  if (device < 0 || device >= settings.devices) return refuse(cudaErrorInvalidDevice);
   return current = device, cudaSuccess;
 }
 API Error cudaDriverGetVersion(int* version) { return *version = kVersion, cudaSuccess; }
@@ -90,7 +90,7 @@ API Error cudaGetDeviceProperties(cudaDeviceProp* is, int) {
   *is = {};
   std::strcpy(is->name, "Null CUDA");
   is->major = kCapability / 10, is->minor = kCapability % 10;
-  is->totalGlobalMem = kDeviceBytes;
+  is->totalGlobalMem = settings.device_bytes;
   is->sharedMemPerBlock = 48 << 10, is->sharedMemPerBlockOptin = is->sharedMemPerMultiprocessor = 160 << 10;
   is->regsPerBlock = is->regsPerMultiprocessor = 64 << 10;
   is->warpSize = 32, is->multiProcessorCount = 108;
@@ -156,7 +156,7 @@ API Error cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuc
 API Error cudaStreamCreateWithPriority(void** stream, unsigned, int) {
   made(stream);
   Lock guard(mutex);
-  streams.insert({*stream, Stream{touched(), kDevices + streams.size()}});
+  streams.insert({*stream, Stream{touched(), settings.devices + streams.size()}});
   return cudaSuccess;
 }
 API Error cudaStreamCreateWithFlags(void** stream, unsigned) { return cudaStreamCreateWithPriority(stream, 0, 0); }
@@ -392,11 +392,13 @@ API int ncclBroadcast(const void* from, void* to, size_t n, int type, int, void*
 
 // ---- what tests ask
 
+API void nullcuda_read_settings() { settings = Settings{}; }
+
 API void nullcuda_counts(long* out) {
   out[0] = counts.up, out[1] = counts.down, out[2] = counts.not_locked, out[3] = counts.kernels;
   Lock guard(mutex);
   out[4] = 0, out[5] = long(locked_bytes);
-  for (int device = 0; device < kDevices; ++device) out[4] += long(device_bytes[device]);
+  for (int device = 0; device < settings.devices; ++device) out[4] += long(device_bytes[device]);
 }
 
 API long nullcuda_touches(int device) { return touches[device]; }

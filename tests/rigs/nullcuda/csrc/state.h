@@ -41,11 +41,15 @@ size_t setting(const char* name, size_t otherwise) {
   return value ? std::strtoull(value, nullptr, 10) : otherwise;
 }
 
-const size_t kDeviceBytes = setting("NULLCUDA_BYTES", size_t{140} << 30);
-const size_t kLockableBytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
-const bool kLate = setting("NULLCUDA_LATE", 0);
+struct Settings {
+  size_t device_bytes = setting("NULLCUDA_BYTES", size_t{140} << 30);
+  size_t lockable_bytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
+  bool late = setting("NULLCUDA_LATE", 0);
+  int devices = int(setting("NULLCUDA_DEVICES", 1));
+} settings;
+
 const bool kNumbers = std::getenv("NULLCUDA_KERNELS");
-const int kDevices = int(setting("NULLCUDA_DEVICES", 1));
+constexpr int kMostDevices = 64;
 constexpr int kCapability = 80;
 
 thread_local Error last_error = cudaSuccess;
@@ -56,7 +60,7 @@ Error refuse(Error error) { return last_error = error; }
 // ---- devices (Rule 5)
 
 thread_local int current = 0;
-std::atomic<long> touches[64];
+std::atomic<long> touches[kMostDevices];
 
 int touched() { return ++touches[current], current; }
 
@@ -74,7 +78,7 @@ struct Piece {
 using Lock = std::lock_guard<std::recursive_mutex>;
 std::recursive_mutex mutex;  // of all that follows
 std::map<char*, Piece> pieces;
-size_t device_bytes[64], locked_bytes = 0;
+size_t device_bytes[kMostDevices], locked_bytes = 0;
 
 struct Counts {
   std::atomic<long> up{0}, down{0}, not_locked{0}, kernels{0};
@@ -133,7 +137,7 @@ std::set<void*> events;
 std::map<void*, Stream> streams;
 std::vector<Stream>& defaults = *[] {
   auto* made = new std::vector<Stream>;
-  for (int device = 0; device < kDevices; ++device) made->push_back({device, size_t(device)});
+  for (int device = 0; device < kMostDevices; ++device) made->push_back({device, size_t(device)});
   return made;
 }();
 order::Clock host_clock;
@@ -151,7 +155,7 @@ void run(Stream& stream, long until) {
 void queue(Stream& stream, Work work) {
   stream.waiting.push_back(std::move(work));
   ++stream.queued;
-  if (!kLate) run(stream, stream.queued);
+  if (!settings.late) run(stream, stream.queued);
 }
 
 Error look(Stream& stream, const char* name, const std::vector<order::Access>& accesses) {
@@ -210,7 +214,7 @@ Error take(void** address, size_t nbytes, Kind kind) {
   *address = nullptr;
   if (!nbytes) return cudaSuccess;
   size_t& used = kind == Kind::device ? device_bytes[touched()] : locked_bytes;
-  size_t most = kind == Kind::device ? kDeviceBytes : kLockableBytes;
+  size_t most = kind == Kind::device ? settings.device_bytes : settings.lockable_bytes;
   if (nbytes > most - used) return refuse(cudaErrorMemoryAllocation);
   void* bytes = map(nbytes, PROT_READ | PROT_WRITE);
   *address = kind == Kind::device ? map(nbytes, PROT_NONE) : bytes;  // Rule 2
@@ -253,7 +257,7 @@ Error copy(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind, void*
   if (piece_at(from)) accesses.push_back({(const char*)from, nbytes, false});
   if (piece_at(to)) accesses.push_back({(const char*)to, nbytes, true});
   if (Error race = look(*stream, up ? "a copy up" : down ? "a copy down" : "a copy", accesses)) return race;
-  const bool read_now = kLate && !piece_at(from), wait = !piece_at(to);
+  const bool read_now = settings.late && !piece_at(from), wait = !piece_at(to);
   char *target = (char*)bytes_at(to), *source = (char*)bytes_at(from);
   if (read_now) {
     std::vector<char> read(source, source + nbytes);
