@@ -87,6 +87,7 @@ class Schedule:
             self._places.setdefault(unit, []).append(index)
         self._current: int | None = None
         self._at = -1  # position of the last predicted visit; with `wrap` it keeps counting past the end
+        self._uses: dict[int, int] = {}  # the next use of units that were asked for, until it is reached
         self._forget_ahead()
 
     def resize(self, window: int, transfer: int) -> None:
@@ -128,7 +129,7 @@ class Schedule:
         if unit == self._current or not self._order:
             return False
         self._current = unit
-        predicted, position = self._at + 1, self._next_use(unit, self._at)
+        predicted, position = self._at + 1, self._use(unit)
         if position != NEVER:
             self._advance(position)
         return position != predicted
@@ -143,6 +144,13 @@ class Schedule:
         if later < len(places):
             return lap * len(self._order) + places[later]
         return (lap + 1) * len(self._order) + places[0] if self._wrap else NEVER
+
+    def _use(self, unit: int) -> int:
+        """Return the next position at which the unit is predicted, or NEVER."""
+        use = self._uses.get(unit, -1)
+        if use <= self._at:
+            use = self._uses[unit] = self._next_use(unit, self._at)
+        return use
 
     def _unit_at(self, position: int) -> int:
         return self._order[position % len(self._order)]
@@ -208,7 +216,7 @@ class Schedule:
                 if len(evict) == len(evictable):
                     break
                 victim = evictable[len(evict)]
-                victim_use = self._next_use(victim, self._at)
+                victim_use = self._use(victim)
                 if victim_use < position:
                     break
                 if len(load) >= due and not self._is_free(victim_use, position, unit, wanted):
@@ -235,7 +243,7 @@ class Schedule:
     def _evictable(self, unit: int, pinned: Container[int]) -> list[int]:
         """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
         idle = [other for other in self._resident if other != unit and other not in pinned]
-        return sorted(idle, key=lambda other: (-self._next_use(other, self._at), self._resident[other]))
+        return sorted(idle, key=lambda other: (-self._use(other), self._resident[other]))
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
