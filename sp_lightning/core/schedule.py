@@ -202,8 +202,9 @@ class Schedule:
         """Load the units that are due or free (Rules 3 and 4)."""
         if self._resident.keys() >= self._ahead_units:
             return [], []
-        wanted = [position for position in self._ahead if self._unit_at(position) != unit][: self._window - 1]
-        missing = [position for position in wanted if self._unit_at(position) not in self._resident]
+        order, length = self._order, len(self._order)
+        wanted = [position for position in self._ahead if order[position % length] != unit][: self._window - 1]
+        missing = [position for position in wanted if order[position % length] not in self._resident]
         if not missing:
             return [], []
         due = self._transfer if missing[0] == wanted[0] else 0
@@ -243,7 +244,9 @@ class Schedule:
     def _evictable(self, unit: int, pinned: Container[int]) -> list[int]:
         """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
         idle = [other for other in self._resident if other != unit and other not in pinned]
-        return sorted(idle, key=lambda other: (-self._use(other), self._resident[other]))
+        idle.sort(key=self._resident.__getitem__)
+        idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
+        return idle
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
