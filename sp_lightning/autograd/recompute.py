@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import storage_id
+from ..compat.tensors import storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
@@ -133,12 +133,14 @@ class Recompute:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    with without_function_modes():
+        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _changed(versions: list[tuple[Tensor, int]]) -> set[int]:
     """Return the ids of the tensors that were written in place since."""
-    return {id(tensor) for tensor, version in versions if tensor._version != version}
+    with without_function_modes():
+        return {id(tensor) for tensor, version in versions if tensor._version != version}
 
 
 class Written:
@@ -548,7 +550,9 @@ def _argument_clones(arguments: Any) -> dict[int, Tensor]:
 
     _mapped(arguments, look)
     tensors = passed | inside
-    storages = [storage_id(tensor.untyped_storage()) for tensor in tensors.values() if tensor.layout is torch.strided]
+    with without_function_modes():
+        strided = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
+        storages = [storage_id(tensor.untyped_storage()) for tensor in strided]
     return {
         key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for key, tensor in passed.items()

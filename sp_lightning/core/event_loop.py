@@ -12,7 +12,7 @@ MOST_TASKS = 1 << 40  # more than there are
 LaneName = Literal["disk in", "up", "compute", "down", "optimizer", "disk out"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """A piece of work for one lane."""
 
@@ -119,3 +119,4 @@ def _end(task: Task, lanes: dict[LaneName, InOrder], now: float) -> None:
         other.waits -= 1
         if not other.waits:
             lanes[other.lane].may_start(other)
+    task.then.clear()  # tasks that refer to each other would wait for the garbage collector

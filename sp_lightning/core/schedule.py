@@ -87,6 +87,7 @@ class Schedule:
             self._places.setdefault(unit, []).append(index)
         self._current: int | None = None
         self._at = -1  # position of the last predicted visit; with `wrap` it keeps counting past the end
+        self._uses: dict[int, int] = {}  # the next use of units that were asked for, until it is reached
         self._forget_ahead()
 
     def resize(self, window: int, transfer: int) -> None:
@@ -128,7 +129,7 @@ class Schedule:
         if unit == self._current or not self._order:
             return False
         self._current = unit
-        predicted, position = self._at + 1, self._next_use(unit, self._at)
+        predicted, position = self._at + 1, self._use(unit)
         if position != NEVER:
             self._advance(position)
         return position != predicted
@@ -143,6 +144,13 @@ class Schedule:
         if later < len(places):
             return lap * len(self._order) + places[later]
         return (lap + 1) * len(self._order) + places[0] if self._wrap else NEVER
+
+    def _use(self, unit: int) -> int:
+        """Return the next position at which the unit is predicted, or NEVER."""
+        use = self._uses.get(unit, -1)
+        if use <= self._at:
+            use = self._uses[unit] = self._next_use(unit, self._at)
+        return use
 
     def _unit_at(self, position: int) -> int:
         return self._order[position % len(self._order)]
@@ -194,8 +202,9 @@ class Schedule:
         """Load the units that are due or free (Rules 3 and 4)."""
         if self._resident.keys() >= self._ahead_units:
             return [], []
-        wanted = [position for position in self._ahead if self._unit_at(position) != unit][: self._window - 1]
-        missing = [position for position in wanted if self._unit_at(position) not in self._resident]
+        order, length = self._order, len(self._order)
+        wanted = [position for position in self._ahead if order[position % length] != unit][: self._window - 1]
+        missing = [position for position in wanted if order[position % length] not in self._resident]
         if not missing:
             return [], []
         due = self._transfer if missing[0] == wanted[0] else 0
@@ -208,7 +217,7 @@ class Schedule:
                 if len(evict) == len(evictable):
                     break
                 victim = evictable[len(evict)]
-                victim_use = self._next_use(victim, self._at)
+                victim_use = self._use(victim)
                 if victim_use < position:
                     break
                 if len(load) >= due and not self._is_free(victim_use, position, unit, wanted):
@@ -235,7 +244,9 @@ class Schedule:
     def _evictable(self, unit: int, pinned: Container[int]) -> list[int]:
         """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
         idle = [other for other in self._resident if other != unit and other not in pinned]
-        return sorted(idle, key=lambda other: (-self._next_use(other, self._at), self._resident[other]))
+        idle.sort(key=self._resident.__getitem__)
+        idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
+        return idle
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:

@@ -5,8 +5,9 @@ They follow the rules of the unit (unit_store.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ExactnessError
 from .device import Device
-from .layout import ALIGNMENT, Field, Layout
+from .layout import ALIGNMENT, Field, Layout, aligned
 from .watched_parameters import true_data, true_dtype, true_version
 
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
@@ -142,11 +143,12 @@ def fill_wire(
 
 def layout_with(fields: Sequence[Field], types: Sequence[torch.dtype]) -> Layout:
     """Lay out tensors like these fields, but of these types, one after the other."""
-
-    def described(field: Field, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(field.shape, field.stride, dtype=dtype, device="meta")
-
-    return Layout.of([(field.name, described(field, dtype)) for field, dtype in zip(fields, types, strict=True)])
+    placed, end = [], 0
+    for field, dtype in zip(fields, types, strict=True):
+        nbytes = math.prod(field.shape) * dtype.itemsize
+        placed.append(replace(field, dtype=dtype, offset=end, nbytes=nbytes))
+        end += aligned(nbytes)
+    return Layout(tuple(placed), end)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -213,39 +213,47 @@ def _overload(name: str) -> Any:
 
 def _below() -> Any:
     """Send operators called within this guard on to autograd."""
-    return key_excluded(key_set(dispatch_key(KEY)))
+    return key_excluded(_KEYS)
+
+
+_KEYS = key_set(dispatch_key(KEY))
 
 
 def _casts() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
-def _cast(values: Iterable[Any], dtype: torch.dtype) -> list[Any]:
-    def one(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [one(item) for item in value]
-        return value.to(dtype) if _is_eligible(value) and value.dtype is not dtype else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the tensors that autocast casts, single or in lists."""
+    if isinstance(value, Tensor):
+        return value if (now := value.dtype) is dtype or not _is_castable(now) else value.to(dtype)
+    return [_cast(item, dtype) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return [one(value) for value in values]
+
+def _is_castable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype is not torch.float64
 
 
 def _is_eligible(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype is not torch.float64
+    return isinstance(value, Tensor) and _is_castable(value.dtype)
+
+
+def _called(op: Any, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Call an operator with its arguments in this type."""
+    return op(*[_cast(value, dtype) for value in args], **{name: _cast(kwargs[name], dtype) for name in kwargs})
 
 
 def _lower(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         if _casts():
-            dtype = torch.get_autocast_dtype("cpu")
-            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
+            return _called(op, args, kwargs, torch.get_autocast_dtype("cpu"))
         return op(*args, **kwargs)
 
 
 def _fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     with _below():
         if _casts() and _target.target != "cpu":
-            dtype = torch.float32
-            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
+            return _called(op, args, kwargs, torch.float32)
         return op(*args, **kwargs)
 
 
@@ -254,7 +262,7 @@ def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
         types = {value.dtype for value in (*args, *kwargs.values()) if _is_eligible(value)}
         if _casts() and len(types) > 1:
             dtype = torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cpu")
-            return op(*_cast(args, dtype), **dict(zip(kwargs, _cast(kwargs.values(), dtype), strict=True)))
+            return _called(op, args, kwargs, dtype)
         return op(*args, **kwargs)
 
 
@@ -289,7 +297,7 @@ def _attention(
     with _below():
         if _casts():
             lower = torch.get_autocast_dtype("cpu")
-            query, key, value, attn_mask = _cast((query, key, value, attn_mask), lower)
+            query, key, value, attn_mask = (_cast(each, lower) for each in (query, key, value, attn_mask))
         kernel = _attention_kernel(query, key, value, attn_mask, dropout_p, enable_gqa)
         if kernel == "math":
             out = aten._scaled_dot_product_attention_math(

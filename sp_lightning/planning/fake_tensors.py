@@ -149,6 +149,43 @@ _LIKE = {
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided),
 }
 _ALIKE = (aten.ones, aten.zeros, aten.full, aten.ones_like, aten.zeros_like, aten.full_like)
+_INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+_SCALAR, _SELECT = aten._local_scalar_dense.default, aten.masked_select.default
+
+
+class _Traits(NamedTuple):
+    """What an operator does, by its schema."""
+
+    body: Callable[..., Any] | None  # the function in Python that it runs
+    is_view: bool  # does nothing else than to return another view of its first argument
+    is_fresh: bool  # everything that it returns is new
+    keeps_shapes: bool  # what it writes to stays where it is, with the shape that it has
+    sets: bool  # gives a tensor another storage
+    writes: tuple[int, ...] | None  # the places of the arguments that it writes to; None for one that writes to none
+    is_like: bool  # does not depend on values of its tensors
+    takes_indices: bool
+    floats: int  # elements of the largest float result whose values are worth computing
+
+    @classmethod
+    def of(cls, func: Any) -> _Traits:
+        schema, operator = schema_of(func), operator_of(func)
+        changes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+        aliases = not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+        named = any(argument.name == "device" for argument in schema.arguments)
+        return cls(
+            body=body_of(func),
+            is_view=func is aten.set_.source_Storage_storage_offset or (aliases and not named),
+            is_fresh=not schema.is_mutable and not any(v.alias_info for v in (*schema.arguments, *schema.returns)),
+            keeps_shapes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
+            sets=operator is aten.set_,
+            writes=tuple(i for i, change in enumerate(changes) if change) if schema.is_mutable else None,
+            is_like=operator in _LIKE,
+            takes_indices=func in _INDICES,
+            floats=KNOWN_CONSTANTS if operator in _ALIKE else KNOWN_FLOATS,
+        )
+
+
+_traits_of = functools.cache(_Traits.of)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -162,21 +199,23 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_function_modes():  # Rule 1 is for model code
-            return self._operate(func, args, dict(kwargs or {}))
+            return self._operate(func, _traits_of(func), args, kwargs or {})
 
-    def _operate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if _is_view(func) and args[0].is_meta:  # of a storage that was seen: nothing to observe or to learn
-            with contextlib.suppress(RuntimeError, NotImplementedError):
+    def _operate(self, func: Any, traits: _Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+        if traits.is_view and args[0].is_meta:  # of a storage that was seen: nothing to observe or to learn
+            try:
                 return func(*args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                pass
         if "device" in kwargs:
-            kwargs["device"] = META
+            kwargs = {**kwargs, "device": META}
         tensors = tensors_of(args, kwargs)
-        if any(not tensor.is_meta for tensor in tensors):
+        if not all(map(_GET_META, tensors)):
             args, kwargs = mapped(Tensor, self._without_data, args), mapped(Tensor, self._without_data, kwargs)
             tensors = tensors_of(args, kwargs)
-        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
+        if traits.takes_indices:
             args = (args[0], self._as_integers(args[1]), *args[2:])
-        out = self._run(func, args, kwargs, tensors)
+        out = self._run(func, traits, args, kwargs, tensors)
         if self._context.observe is not None:
             self._context.observe(func, args, kwargs, out)
         return out
@@ -184,56 +223,55 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _without_data(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta else self._known_values.adopt(tensor)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        if (body := body_of(func)) is not None:
+    def _run(self, func: Any, traits: _Traits, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if traits.body is not None:
             with self:  # its own operators are seen
-                return body(*args, **kwargs)
-        known = self._known(func, tensors)
-        if func is aten.masked_select.default and (mask := self._known_values.of(args[1])) is not None:
+                return traits.body(*args, **kwargs)
+        known = traits.is_like or all(map(self._known_values.knows, tensors))
+        if func is _SELECT and (mask := self._known_values.of(args[1])) is not None:
             return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
         try:
-            out = func(*args, **kwargs) if known else self._result(func, args, kwargs)
+            out = func(*args, **kwargs) if known else self._result(func, traits, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not known and self._context.building and func is aten._local_scalar_dense.default:
+            if not known and self._context.building and func is _SCALAR:
                 return 0
             if not known or not tensors:
                 raise _unknown(func, error) from error
             return self._decided(func, args, kwargs)
-        if operator_of(func) is aten.set_:  # the tensor has another storage now
+        if traits.sets:  # the tensor has another storage now
             return out
-        if schema_of(func).is_mutable:
-            self._write(func, args, kwargs, known)
+        if traits.writes is not None:
+            self._write(func, traits.writes, args, kwargs, known)
         elif known:
-            self._learn(func, args, kwargs, tensors, out)
+            self._learn(func, traits.floats, args, kwargs, tensors, out)
         return out
 
-    def _learn(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
-        floats = KNOWN_CONSTANTS if operator_of(func) in _ALIKE else KNOWN_FLOATS
+    def _learn(self, func: Any, floats: int, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         if any(self._is_new(tensor, tensors, floats) for tensor in tensors_of((out,))):
             values = func(*self._values(func, args), **self._values(func, kwargs))
             for tensor, value in zip(tensors_of((out,)), tensors_of((values,)), strict=True):
                 if self._is_new(tensor, tensors, floats):
                     self._known_values.learn(tensor, value, floats)
 
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result, from the specs of an earlier one where it consists of new tensors."""
-        if not _is_fresh(func):
+    def _result(self, func: Any, traits: _Traits, args: Any, kwargs: Any) -> Any:
+        """Return an operator's result, as an earlier call tells, where it is new tensors or the first argument."""
+        if not (traits.is_fresh or traits.keeps_shapes):
             return func(*args, **kwargs)
         try:
-            call = (func, _described(args), _described(tuple(kwargs.items())))
+            call = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
             found = self._remembered.get(call)
         except TypeError:  # an argument that cannot be a key
             return func(*args, **kwargs)
         if found is None:
             out = func(*args, **kwargs)
-            self._remembered[call] = _described(out) if _is_plain(out) else NotImplemented
+            if traits.is_fresh:
+                self._remembered[call] = _described(out)
+            else:
+                self._remembered[call] = FIRST if out is args[0] else NotImplemented
             return out
+        if found is FIRST:
+            return args[0]
         return func(*args, **kwargs) if found is NotImplemented else _made(found)
-
-    def _known(self, func: Any, tensors: list[Tensor]) -> bool:
-        if operator_of(func) in _LIKE:
-            return True
-        return all(map(self._known_values.knows, tensors))
 
     @staticmethod
     def _is_new(tensor: Tensor, inputs: list[Tensor], floats: int) -> bool:
@@ -241,14 +279,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         return storage_id(tensor.untyped_storage()) not in {storage_id(other.untyped_storage()) for other in inputs}
 
-    def _write(self, func: Any, args: Any, kwargs: Any, known: bool) -> None:
+    def _write(self, func: Any, places: tuple[int, ...], args: Any, kwargs: Any, known: bool) -> None:
         if known:
             func(*self._values(func, args), **self._values(func, kwargs))
             return
-        for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_of((value,)):
-                    self._known_values.forget(tensor)
+        for tensor in tensors_of([args[place] for place in places if place < len(args)]):
+            self._known_values.forget(tensor)
 
     def _decided(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose result needs values: a number, or tensors whose shapes depend on them."""
@@ -294,9 +330,21 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> lis
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             found += [item for item in value if isinstance(item, Tensor)]
     return found
+
+
+def _key(value: Any) -> Any:
+    """Describe arguments as a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return type(value), value  # 1, 1.0 and True are equal, but lead to different types
+
+
+FIRST = object()  # in the place of a description: the result is the first argument
 
 
 class _TensorSpec(NamedTuple):
@@ -305,40 +353,20 @@ class _TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-def _described(value: Any) -> Any:
-    """Describe arguments as a key, or results so that `_made` can make them again."""
-    if isinstance(value, Tensor):
-        return _TensorSpec(value.shape, value.stride(), value.dtype)
-    if isinstance(value, tuple | list):
-        return tuple(map(_described, value))
-    return type(value), value  # 1, 1.0 and True are equal, but lead to different types
+def _described(out: Any) -> Any:
+    """Describe new tensors so that `_made` can make them again; NotImplemented if it cannot."""
+    if isinstance(out, tuple):
+        specs = tuple(map(_described, out))
+        return NotImplemented if NotImplemented in specs else specs
+    plain = isinstance(out, Tensor) and out.is_meta
+    return _TensorSpec(out.shape, out.stride(), out.dtype) if plain else NotImplemented
 
 
 def _made(described: Any) -> Any:
-    if isinstance(described, _TensorSpec):
-        return torch.empty_strided(described.shape, described.stride, dtype=described.dtype, device=META)
+    if type(described) is _TensorSpec:
+        shape, stride, dtype = described
+        return torch.empty_strided(shape, stride, dtype=dtype, device=META)
     return tuple(map(_made, described))
-
-
-@functools.cache
-def _is_fresh(func: Any) -> bool:
-    """Whether everything that an operator returns is new."""
-    schema = schema_of(func)
-    return not schema.is_mutable and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Whether an operator does nothing else than to return another view of its first argument."""
-    if func is aten.set_.source_Storage_storage_offset:
-        return True
-    schema = schema_of(func)
-    aliases = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    return aliases and not schema.is_mutable and not any(argument.name == "device" for argument in schema.arguments)
-
-
-def _is_plain(out: Any) -> bool:
-    return all(isinstance(value, Tensor) and value.is_meta for value in (out if isinstance(out, tuple) else (out,)))
 
 
 def _unknown(func: Any, error: Exception) -> Exception:
@@ -354,6 +382,7 @@ _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _MOVES = {Tensor.cuda, Tensor.cpu}
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _LOSS = getattr(torch.nn.functional, "linear_cross_entropy", None)  # torch 2.15
+_SPECIAL = {*_ANSWERS, *_MOVES, *_READS, *_INDEXED, Tensor.to}
 
 
 class _Attributes(TorchFunctionMode):
@@ -364,22 +393,27 @@ class _Attributes(TorchFunctionMode):
         self._known_values = known_values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SPECIAL or kwargs:
+            return self._answer(func, args, kwargs or {})
+        return func(*args)
+
+    def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _ANSWERS:
             return _ANSWERS[func]
         if func in _MOVES:
             return args[0]
         if func in _READS:
             with without_function_modes(), without_dispatch_modes():
-                return func(self._read(args[0]), *args[1:], **(kwargs or {}))
-        if kwargs and kwargs.get("device") is not None:
+                return func(self._read(args[0]), *args[1:], **kwargs)
+        if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": HOST}
         if func in _INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
-        if func is _LOSS and kwargs and kwargs.get("options") is not None:
+        if func is _LOSS and kwargs.get("options") is not None:
             kwargs = {**kwargs, "options": fake_kernels.options_on_target(kwargs["options"], args[0].dtype)}
         if func is Tensor.to:
             args = (args[0], *(HOST if _is_device(value) else value for value in args[1:]))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> Tensor:
         values = self._known_values.of(tensor)

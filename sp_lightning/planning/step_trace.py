@@ -87,7 +87,8 @@ class StepTrace:
             return max(0.0, one + share * (two - one))
 
         def visit(one: Visit, two: Visit) -> Visit:
-            totals = [int(line(*pair)) for pair in zip(one.totals, two.totals, strict=True)]
+            pairs = zip(one.totals, two.totals, strict=True)
+            totals = [int(max(0.0, first + share * (second - first))) for first, second in pairs]
             return replace(
                 one,
                 flops=line(one.flops, two.flops),
@@ -145,18 +146,39 @@ class StepTrace:
         return [visit.later() for visit in self.visits]
 
     def _peak(self, sizes: Sequence[UnitBytes], visits: Sequence[Visit], window: int, transfer: int) -> dict[str, int]:
-        worst, most = -1, {}
-        schedule = Schedule([size.nbytes for size in sizes], window, transfer)
+        trained = tuple(unit.index for unit in self.units if unit.trainable)
+        visited = tuple((visit.unit, visit.in_use) for visit in visits)
+        resident = _resident_nbytes(tuple(size.nbytes for size in sizes), trained, visited, window, transfer)
+        beside = [visit.nbytes for visit in visits] * PASSES
+        worst = max(range(len(resident)), key=lambda place: resident[place] + beside[place])
         root = sum(size.nbytes for size in sizes if size.resident)
-        trained = [unit.index for unit in self.units if unit.trainable]
-        for number in range(PASSES):
-            schedule.invalidate(trained)
-            schedule.begin(self.order if number else ())
-            for visit in visits:
-                if visit.unit is not None:
-                    schedule.visit(visit.unit, visit.in_use)
-                weights = schedule.resident_nbytes
-                if weights + visit.nbytes > worst:
-                    worst = weights + visit.nbytes
-                    most = {WINDOW: weights, ROOT: root, **visit.terms}
-        return most
+        return {WINDOW: resident[worst], ROOT: root, **visits[worst % len(visits)].terms}
+
+
+@functools.lru_cache(maxsize=256)
+def _resident_nbytes(
+    nbytes: tuple[int, ...],
+    trained: tuple[int, ...],
+    visits: tuple[tuple[int | None, tuple[int, ...]], ...],
+    window: int,
+    transfer: int,
+) -> list[int]:
+    """Return the bytes of streamed weights on the device in each visit of the passes (Rule 1).
+
+    Args:
+        nbytes: Of each unit.
+        trained: Units that a step changes.
+        visits: The visited unit of each visit, and the units in use meanwhile.
+        window: Of the schedule, as is ``transfer``.
+    """
+    found = []
+    schedule = Schedule(nbytes, window, transfer)
+    order = [unit for unit, _ in visits if unit is not None]
+    for number in range(PASSES):
+        schedule.invalidate(trained)
+        schedule.begin(order if number else ())
+        for unit, in_use in visits:
+            if unit is not None:
+                schedule.visit(unit, in_use)
+            found.append(schedule.resident_nbytes)
+    return found
