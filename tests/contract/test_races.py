@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from side_by_side import blocks, check, inputs, sgd, squares, training
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import models
 import simgpu
@@ -420,6 +421,26 @@ def test_a_gradient_that_is_removed_in_the_middle_of_backward_stays_away():
         yield net.blocks[3].up.weight.grad
 
     check(blocks, run, DEVICE)
+
+
+class Gated(models.Block):
+    """Computes with the gradient that a weight of its own has so far."""
+
+    def forward(self, x):
+        so_far = self.up.weight.grad
+        return super().forward(x if so_far is None else x * (1 + so_far.sum()))
+
+
+def test_a_gradient_of_another_use_is_there_in_the_second_forward_of_a_checkpoint():
+    def run(net, device):
+        x = net.stem(next(inputs(device)))
+        for _ in range(2):  # in backward the gradient of the second use is on its way when the first one runs again
+            x = checkpoint(net.blocks[1], x, use_reentrant=True)
+        slow(d2h=SLOW_US)
+        x.square().mean().backward()
+        yield [p.grad for p in net.parameters()]
+
+    check(models.stack_of(Gated), run, DEVICE)
 
 
 def wide():
