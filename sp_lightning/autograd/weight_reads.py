@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..compat.dynamo import never_compiled
+from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.device import Device
@@ -158,6 +158,7 @@ def _dispatched(func: Any, types: Any) -> Any:
     return call
 
 
+@not_compiled_itself_hook
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
     """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
     applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not dispatches()

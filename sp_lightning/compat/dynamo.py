@@ -18,7 +18,7 @@ from torch._dynamo.exc import Unsupported as Unsupported  # an error of fullgrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SKIP = eval_frame._FrameAction.SKIP
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 
 
 def never_compiled(function: F) -> F:
@@ -32,6 +32,12 @@ def never_compiled_hook(function: F) -> F:
     For functions that no compiled frame calls: hooks that autograd calls for each tensor.
     """
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+    return function
+
+
+def not_compiled_itself_hook(function: F) -> F:
+    """Keep a function from being compiled, as ``not_compiled_itself`` does, but without a wrapper around each call."""
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
     return function
 
 
