@@ -382,18 +382,21 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def keep_from_hooks(parameter: Tensor) -> None:
     """Have a parameter's hooks called only where a gradient arrives: a node is about to pass on None (Rule 6)."""
-    arrival = None
-    if parameter.requires_grad and getattr(parameter, HOOKS_AFTER_ACCUMULATION, None):  # else they are not called
-        arrivals = (hook for hook in (tensor_hooks(parameter) or {}).values() if isinstance(hook, _Arrival))
-        arrival = next(arrivals, None)
+    after = _hooks_of(parameter)[1]
+    if after and parameter.requires_grad:  # else they are not called
+        arrival = next((hook for hook in _hooks_of(parameter)[0].values() if isinstance(hook, _Arrival)), None)
         if arrival is None:
             arrival = _Arrival()
             with without_dispatch():
                 Tensor.register_hook(parameter, arrival)  # type: ignore[no-untyped-call]
-    for hooks, noted_by in zip(_hooks_of(parameter), (None, arrival), strict=True):
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, (_WithGradient, _Arrival)):
-                hooks[key] = _WithGradient(hook, noted_by)
+        _wrap(after, arrival)
+    _wrap(_hooks_of(parameter)[0])
+
+
+def _wrap(hooks: dict[int, Any], arrival: _Arrival | None = None) -> None:
+    for key, hook in list(hooks.items()):
+        if not isinstance(hook, (_WithGradient, _Arrival)):
+            hooks[key] = _WithGradient(hook, arrival)
 
 
 def _hooks_of(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -1538,6 +1538,26 @@ def test_weights_are_read_in_second_forwards_that_autograd_grad_runs(hooks, mate
     check(models.stack_of(ReadInSecondForwards), run, device, units=["Linear"])
 
 
+def test_hooks_of_a_weight_that_was_frozen_meanwhile_are_called_only_where_a_gradient_arrives(device):
+    def run(net, device):
+        weight = net.blocks[0].experts[1].weight
+        weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0.5))
+        for trains in (False, True):  # nothing arrives at it in either
+            weight.requires_grad_(trains)
+            loss = squares(net, -torch.ones(2, models.FEATURES, device=device))
+            loss.backward()
+            yield loss, weight.grad
+
+    def make():
+        net = models.stack_of(Experts)()
+        net.blocks[0].experts[1].register_forward_hook(lambda *_: pytest.fail("the weight is used"))
+        nn.init.constant_(net.stem.weight, 1.0)
+        nn.init.zeros_(net.stem.bias)
+        return net
+
+    check(make, run, device)
+
+
 def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
