@@ -162,8 +162,8 @@ class Engine:
                 self.current_step.finish()
                 self.offload.finish()
                 self.window.settle()
-            if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
-                self._compare_calls()
+                if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
+                    self._compare_calls()
 
     def _compare_calls(self) -> None:
         """Warn, once, of units that the ``activations`` option does not reach: only parts of them are called."""
