@@ -154,7 +154,7 @@ _SCALAR, _SELECT = aten._local_scalar_dense.default, aten.masked_select.default
 
 
 class _Traits(NamedTuple):
-    """What an operator does, by its schema."""
+    """The traits of an operator, which its schema tells once."""
 
     body: Callable[..., Any] | None  # the function in Python that it runs
     is_view: bool  # does nothing else than to return another view of its first argument
@@ -205,7 +205,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if traits.is_view and args[0].is_meta:  # of a storage that was seen: nothing to observe or to learn
             try:
                 return func(*args, **kwargs)
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:  # a view of which the shape depends on values: they are looked up below
                 pass
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}

@@ -87,8 +87,7 @@ class StepTrace:
             return max(0.0, one + share * (two - one))
 
         def visit(one: Visit, two: Visit) -> Visit:
-            pairs = zip(one.totals, two.totals, strict=True)
-            totals = [int(max(0.0, first + share * (second - first))) for first, second in pairs]
+            totals = [int(line(*pair)) for pair in zip(one.totals, two.totals, strict=True)]
             return replace(
                 one,
                 flops=line(one.flops, two.flops),
