@@ -246,7 +246,7 @@ def _disabled(error_message: str) -> Iterator[None]:
 
 def is_checkpointed() -> bool:
     """Whether a non-reentrant checkpoint runs the code that runs now, for the first or second time."""
-    return getattr(pack_behind_ours(), "__module__", None) == checkpoint.__module__
+    return getattr(_pack_behind_ours(), "__module__", None) == checkpoint.__module__
 
 
 def _is_ours(pack: Pack) -> bool:
@@ -254,7 +254,7 @@ def _is_ours(pack: Pack) -> bool:
     return isinstance(getattr(innermost, "__self__", None), SavedTensors)
 
 
-def pack_behind_ours() -> Pack | None:
+def _pack_behind_ours() -> Pack | None:
     """Return the pack hook that is in force, or to which ours passes everything on (Rule 2); None if there is none."""
     hooks = top_hooks(False)
     pack: Any = hooks and hooks[0]

@@ -711,7 +711,7 @@ def test_a_selective_checkpoint_counts_no_copies_of_weights(policy, casts, windo
 @pytest.mark.parametrize("outer", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 def test_a_selective_checkpoint_that_respects_hooks_sees_those_of_the_user(outer, device):
     if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters:
-        pytest.skip("torch 2.15")
+        pytest.skip("torch has had this argument since 2.15")
     options = {"respect_saved_tensors_hooks": True} if outer is not contextlib.nullcontext else {}
 
     def saves(context, operator, *args, **kwargs):

@@ -394,7 +394,7 @@ def test_listed_numbers_agree_with_a_dry_run_of_the_model(of, activations, preci
     pytest.importorskip("transformers")
     name, listed, loss, rows = LISTED[of]
     if loss == "chunked" and not hasattr(nn, "LinearCrossEntropyOptions"):
-        pytest.skip("torch 2.15 computes it")
+        pytest.skip("torch has computed this loss since 2.15")
     shape = replace(SHAPES[name], layers=3)
     blocks = [part for part in WORKLOADS[listed].parts if part.name.startswith("block")]
     fewer = replace(WORKLOADS[listed], parts=tuple(p for p in WORKLOADS[listed].parts if p not in blocks[3:]))
