@@ -7,6 +7,7 @@
 1. A slow test belongs to the part with the longest of all paths in `PARTS` that begin its name: to one, and to no more.
 2. The change is what differs from the commit that last wrote the table, together with what is not committed.
 3. ``--record`` writes the table; commit it. Its seconds are of a machine with two cores and nothing else to do.
+4. A slower machine shows in the parts that it has run: one that no longer fits at that pace is left out, not begun.
 
 Tests are those of the current directory, and the table is this checkout's. The standard library is all it needs.
 """
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
 
 EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
-STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "runtime"))
+STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "gradients", "runtime"))
 PARITY = "tests/ranks/test_parity_with_ddp.py"
 IN_FILES = "tests/contract/test_weights_in_files.py::test_weights_that_stay_in_files_train"
 RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
@@ -48,6 +49,8 @@ PARTS = {
     "exact-settings": Part((f"{EXACTNESS}_in_every_setting",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
+    "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
+    "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
     "plans": Part(("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/core/")),
     "ranks-traits": Part((f"{PARITY}::test_two_ranks_are_ddp_for_every_trait",), RANKS),
     "ranks-families": Part((f"{PARITY}::test_two_ranks_train_families_as_ddp",), RANKS),
@@ -139,10 +142,16 @@ def choose(seconds: float, changed: Collection[str], rows: dict[str, Row]) -> tu
 def run(names: Iterable[str], seconds: float | None, record: bool) -> int:
     """Run parts one after the other, each to its first failure, all of them within so many seconds."""
     end, failed = time.monotonic() + seconds if seconds is not None else None, []
+    rows, expected, taken = read(), 0, 0
     for name in names:
         begin = time.monotonic()
+        pace = max(1.0, taken / expected) if expected else 1.0  # Rule 4
+        if end is not None and expected and begin + rows[name].seconds * SPARE * pace > end:
+            say(f"---- slow part {name}: left out, {end - begin:.0f} s are left on a machine {pace:.1f} times as slow")
+            continue
         status = run_tests(arguments(name), end and end - begin)
         took = round(time.monotonic() - begin)
+        expected, taken = expected + rows[name].seconds, taken + took
         failed += [name] if status else []
         say(f"---- slow part {name}: {status or 'ok'} after {took} s")
         if record and not status:
