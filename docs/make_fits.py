@@ -61,7 +61,7 @@ def needs(card: str, model: str) -> Iterator[Needs]:
     """Yield what each of `WAYS` takes."""
     given = {"machine": card, "activations": "recompute"}
     for precision, host in (("bf16-mixed", ROOMY), ("bf16-true", TIGHT)):
-        found = plan(MODELS[model], TOKENS, precision=precision, host_nbytes=host, **given)
+        found = plan(MODELS[model], TOKENS, precision=precision, host_memory=host, **given)
         yield Needs(found.device_nbytes, found.host.total, found.step_s)
     (change,) = [change for change in found.host_changes if change.what == ADAPTERS]
     yield Needs(change.nbytes, change.host_nbytes or 0, change.step_s)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import pathlib
 import re
+import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import check_picture
 
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
     from .fit_config import Run
 
 MEASURED_S = 10.0  # of the disk
-WIDTH = 120  # of tables that no terminal shows
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
-SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +79,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
     import json
 
-    from ..options import parse_bytes
     from ..planning import plan
+    from ..planning.forecast import WIDTH, text
 
     for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
         if getattr(args, name) is not None:
@@ -101,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         optimizer=None if in_place_of_fit(args) else args.optimizer,
         machine=args.machine,
         device_memory=args.device_memory,
-        host_nbytes=None if args.host_memory is None else parse_bytes(args.host_memory, "host_memory"),
+        host_memory=args.host_memory,
         host_headroom=args.host_headroom,
         cores=args.cores,
         link=args.link,
@@ -115,13 +112,14 @@ def main(args: argparse.Namespace) -> int:
         answer=run.answer,
         cache=run.cache,
         name=spec.name,
-        **run.options,
+        **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
     )
     speed = _speed_of(args, run, found)
     if args.json:
         print(json.dumps(found.to_dict() | {"run": speed}, indent=2))
     else:
-        _print(found, spec.note, speed, spec.tokens)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+        print(text(found, spec.note, speed, spec.tokens, width))
     if args.timeline:
         from ..observe.timeline import save, simulated
 
@@ -141,7 +139,7 @@ def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
     from ..observe.disk_speed import measure_disk
 
     found = measure_disk(disk, MEASURED_S)
-    return f"{found.read_bytes_per_s:.0f},{found.sustained_bytes_per_s:.0f},{max(0.5, found.duplex):.2f}"
+    return f"{found.read_bytes_per_s:.0f}B,{found.sustained_bytes_per_s:.0f}B,{max(0.5, found.duplex):.2f}"
 
 
 def in_place_of_fit(args: argparse.Namespace) -> bool:
@@ -220,17 +218,13 @@ def _check_run(args: argparse.Namespace) -> None:
 
 def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float]:
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
-    rows = plan.rows if plan.counted == "rows" else args.batch or 1
-    rows *= run.accumulate * run.devices
-    step_s = plan.answer_s if plan.answer else run.accumulate * plan.batch_s
-    speed: dict[str, float] = {"rows_per_s": rows / step_s}
-    if tokens := plan.answer or run.spec.tokens:
-        speed["tokens_per_s"] = rows * tokens / step_s
+    from ..planning.forecast import speed_of
+
+    rows = (plan.rows if plan.counted == "rows" else args.batch or 1) * run.accumulate * run.devices
     steps = run.steps if args.samples is None else -(-args.samples // rows) * (args.epochs or 1)
-    if steps is not None:
-        speed |= {"steps": steps, "hours": steps * step_s / 3600}
-        if args.price is not None:
-            speed["cost"] = speed["hours"] * args.price
+    speed = speed_of(plan, rows, run.spec.tokens, steps)
+    if steps is not None and args.price is not None:
+        speed["cost"] = speed["hours"] * args.price
     return speed
 
 
@@ -239,150 +233,3 @@ def _check_count(name: str, value: int) -> None:
 
     if value < 1:
         raise OptionError(argument=name, found=value, allowed="an int >= 1")
-
-
-def _print(plan: Plan, note: str, run: dict[str, float], tokens: int | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_heading(plan), markup=False, soft_wrap=True)
-    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
-        console.print()
-        console.print(table)
-    console.print()
-    for line in [*plan.notes, note] if note else plan.notes:
-        console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
-    if plan.wear:
-        console.print(f"Wear: {plan.wear}", markup=False, soft_wrap=True)
-    console.print(_speed(plan, run), markup=False, soft_wrap=True)
-    # What is in parentheses stays in its line.
-    change, *others = (_filled(said, plan, tokens) for said in re.split(r"; (?![^(]*\))", plan.first))
-    console.print(
-        f"Change first: {change}", *(f"- {other}" for other in others), sep="\n", markup=False, soft_wrap=True
-    )
-
-
-def _filled(said: str, plan: Plan, tokens: int | None) -> str:
-    """Fill the batch into a command that a change names (`HostRemedy.how`)."""
-    if tokens is None:
-        return said
-    rows = plan.rows if plan.counted == "rows" else plan.rows // tokens
-    return said.replace("block_size TOKENS", f"block_size {tokens}").replace("batch_size ROWS", f"batch_size {rows}")
-
-
-def _speed(plan: Plan, run: dict[str, float]) -> str:
-    from ..options import format_seconds
-
-    unit = "tokens" if "tokens_per_s" in run else "rows"
-    text = f"Speed{'' if plan.fits else ', if it fitted'}: {run[f'{unit}_per_s']:.3g} {unit} a second"
-    if "hours" in run:
-        long = run["hours"] >= 0.1
-        text += f"; {run['steps']} steps take "
-        text += f"{run['hours']:.3g} hours" if long else format_seconds(3600 * run["hours"])
-    return text + (f" and cost {run['cost']:.2f}" if "cost" in run else "")
-
-
-def _heading(plan: Plan) -> str:
-    from ..options import format_bytes as size
-
-    fits = "fits" if plan.fits else "DOES NOT FIT"
-    several = f"{plan.devices} x " if plan.devices > 1 else ""
-    each = " each" if plan.devices > 1 else ""
-    answers = f"answers of {plan.answer} tokens"
-    doing = answers if plan.answer else f"activations {plan.options.activations!r}"
-    return (
-        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
-        f"{plan.precision}, {doing}\n"
-        f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
-        f"{size(plan.device_nbytes)} of {size(plan.available)} on {'each' if each else 'the'} device, "
-        f"{size(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
-    )
-
-
-def _count(number: int) -> str:
-    power = next(power for power in (9, 6, 3, 0) if number >= 10**power or not power)
-    return f"{number / 10**power:.3g}e{power}" if power else str(number)
-
-
-def _table(title: str, *columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
-    return table
-
-
-def _bytes_table(plan: Plan) -> Any:
-    from dataclasses import asdict
-
-    from ..options import format_bytes as size
-
-    table = _table("Memory", "device", "", "host", "")
-    device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
-    host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
-    host.append(("total", plan.host.total))
-    if plan.on_disk:
-        host.append(("on disk", plan.on_disk))
-    for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
-        cells = (text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else size(nbytes)))
-        table.add_row(*cells)
-    return table
-
-
-def _clock(plan: Plan) -> tuple[str, Callable[[float], str]]:
-    """Return the time unit that suits the step, and a function that writes times in it."""
-    unit, per_s = ("s", 1.0) if plan.step_s >= 1 else ("ms", 1e3)
-    return unit, lambda seconds: f"{seconds * per_s:.4g}"
-
-
-def _time_table(plan: Plan) -> Any:
-    unit, time = _clock(plan)
-    table = _table("Time of a token for each row" if plan.answer else "Time of a step", "", unit)
-    if plan.answer:
-        table.add_row("reading the prompts, and the first token", time(plan.reading_s))
-    table.add_row("predicted", time(plan.step_s))
-    table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
-    if plan.disk_read_nbytes:
-        from ..options import format_bytes
-
-        table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))
-        if plan.disk_written_nbytes:
-            table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
-    table.add_row("compute", time(plan.simulation.compute_s))
-    for lane, seconds in plan.simulation.stall_s.items():
-        table.add_row(f"waiting: {lane}", time(seconds))
-    batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)
-    table.add_row("largest window that fits", str(plan.largest_window))
-    table.add_row("largest batch that fits", batch)
-    return table
-
-
-def _sweep_table(plan: Plan) -> Any:
-    from ..options import format_bytes as size
-
-    unit, time = _clock(plan)
-    table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
-    shown = [point for point in plan.sweep if point.transfer in (1, plan.transfer)]
-    step = max(1, -(-len(shown) // SHOWN))
-    for number, point in enumerate(shown):
-        chosen = (point.window, point.transfer) == (plan.window, plan.transfer)
-        if chosen or number % step == 0:
-            mark = "chosen" if chosen else "" if point.nbytes <= plan.available else "too large"
-            table.add_row(str(point.window), str(point.transfer), size(point.nbytes), time(point.step_s), mark)
-    return table
-
-
-def _changes_table(plan: Plan, run: dict[str, float]) -> Any:
-    from ..options import format_bytes as size
-
-    unit, time = _clock(plan)
-    hours = ["hours"] if "hours" in run else []  # of the whole run
-    table = _table("Possible changes", "", "device", "host", unit, "time per sample", *hours, "")
-    for change in (*plan.changes, *plan.host_changes):
-        host = "" if change.host_nbytes is None else size(change.host_nbytes)
-        mark = "" if plan.makes_room(change) else "too large"
-        cost = change.cost(plan)
-        long = [f"{cost * run['hours']:.3g}"] if hours else []
-        table.add_row(change.what, size(change.nbytes), host, time(change.step_s), f"{cost:.2f}x", *long, mark)
-    return table

@@ -25,6 +25,7 @@ of the pass.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from bisect import bisect_right, insort
 from collections.abc import Container, Iterable, Sequence
@@ -51,29 +52,16 @@ class Schedule:
     def __init__(self, nbytes: Sequence[int], window: int, transfer: int = 1) -> None:
         self._nbytes = tuple(nbytes)
         self._resident: dict[int, int] = {}  # unit -> when it was last visited or loaded; in order of loading
-        self._resident_nbytes = 0
-        self._clock = 0
-        self._window = window
-        self._transfer = transfer
+        self.resident_nbytes = 0  # of all of them
+        self._clock = itertools.count(1)
+        self.window = window
+        self.transfer = transfer
         self.begin()
-
-    @property
-    def window(self) -> int:
-        return self._window
-
-    @property
-    def transfer(self) -> int:
-        return self._transfer
 
     @property
     def resident(self) -> tuple[int, ...]:
         """The units on the device, in order of loading."""
         return tuple(self._resident)
-
-    @property
-    def resident_nbytes(self) -> int:
-        """The bytes of the units on the device."""
-        return self._resident_nbytes
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
         """Start a pass with these predicted visits; resident units stay.
@@ -92,8 +80,8 @@ class Schedule:
 
     def resize(self, window: int, transfer: int) -> None:
         """Change window and transfer; excess units are evicted at the next visit."""
-        self._window = window
-        self._transfer = transfer
+        self.window = window
+        self.transfer = transfer
         self._forget_ahead()
 
     def weigh(self, unit: int, nbytes: int) -> None:
@@ -119,7 +107,7 @@ class Schedule:
         surprise = self._arrive(unit)
         evict, load = self._demand(unit, pinned)
         ahead_evict, ahead_load = self._prefetch(unit, pinned)
-        self._resident[unit] = self._tick()
+        self._resident[unit] = next(self._clock)
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
     # Where we are in the order
@@ -178,7 +166,7 @@ class Schedule:
 
     def _look_ahead(self) -> None:
         end = self._at + 1 + len(self._order) if self._wrap else len(self._order)
-        while len(self._ahead) < self._window and self._scanned < end:
+        while len(self._ahead) < self.window and self._scanned < end:
             unit = self._unit_at(self._scanned)
             if unit not in self._ahead_units:
                 self._ahead_units.add(unit)
@@ -191,9 +179,9 @@ class Schedule:
         """Make the visited unit resident, and evict excess units (Rules 1 and 7)."""
         load = [] if unit in self._resident else [unit]
         evict: list[int] = []
-        if len(self._resident) + len(load) > self._window:
+        if len(self._resident) + len(load) > self.window:
             evictable = self._evictable(unit, pinned)
-            excess = len(evictable) + 1 - self._window
+            excess = len(evictable) + 1 - self.window
             evict = evictable[: max(excess, 0)]
         self._move(evict, load)
         return evict, load
@@ -203,13 +191,13 @@ class Schedule:
         if self._resident.keys() >= self._ahead_units:
             return [], []
         order, length = self._order, len(self._order)
-        wanted = [position for position in self._ahead if order[position % length] != unit][: self._window - 1]
+        wanted = [position for position in self._ahead if order[position % length] != unit][: self.window - 1]
         missing = [position for position in wanted if order[position % length] not in self._resident]
         if not missing:
             return [], []
-        due = self._transfer if missing[0] == wanted[0] else 0
+        due = self.transfer if missing[0] == wanted[0] else 0
         evictable = self._evictable(unit, pinned)
-        room = self._window - 1 - len(evictable)
+        room = self.window - 1 - len(evictable)
         evict: list[int] = []
         load: list[int] = []
         for position in missing:
@@ -224,7 +212,7 @@ class Schedule:
                     break
                 evict.append(victim)
             load.append(self._unit_at(position))
-        if not due and len(load) < self._transfer:
+        if not due and len(load) < self.transfer:
             return [], []
         self._move(evict, load)
         return evict, load
@@ -251,14 +239,10 @@ class Schedule:
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
             del self._resident[unit]
-            self._resident_nbytes -= self._nbytes[unit]
+            self.resident_nbytes -= self._nbytes[unit]
         for unit in load:
-            self._resident[unit] = self._tick()
-            self._resident_nbytes += self._nbytes[unit]
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+            self._resident[unit] = next(self._clock)
+            self.resident_nbytes += self._nbytes[unit]
 
 
 def sweep(n: int, recompute: bool = False) -> list[int]:

@@ -5,9 +5,9 @@
 2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer; and
    two more for a disk, which is read and written. A task starts as soon as everything it waits for has ended and its
    lane is free; lanes keep the order of issue.
-3. Up: after a unit was evicted, every later load waits for the compute issued before it (unit_store.py, Rule 3).
+3. Up: after a unit was evicted, every later load waits for the compute issued before it (device_copy.py, Rule 2).
 4. Compute: a visit waits for its unit's bytes. Packing a unit's gradients waits until the ones packed before are down
-   (gradients.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
+   (way_down.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
 5. The next step begins when the whole optimizer step is done. With ``steps_into_forward`` only a unit's load waits, for
    that unit's own step. The host then first steps the unit whose gradients arrived last, because forward needs it
    first, and turns to a more urgent unit between the pieces of another one.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core.machine import Machine
 from ..core.simulation import simulate
+from ..errors import OptionError
+from ..options import HOST_MEMORY
 from .forecast import Change, Plan, SweepPoint
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ def plan(
     answer: int | None = None,
     cache: str | None = None,
     name: str | None = None,
-    host_nbytes: int | str | None = None,
+    host_memory: int | str | None = None,
     host_headroom: int | str | None = None,
     cores: int | None = None,
     link: str | float | None = None,
@@ -41,6 +44,7 @@ def plan(
     devices: int = 1,
     own_gradients: bool = False,
     accumulate: int = 1,
+    host_nbytes: int | str | None = None,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training, or asking, this model with the strategy.
@@ -66,7 +70,9 @@ def plan(
         cache: With ``answer``: where keys and values of layers that are not in use wait, on the "device" (default) or
             on the "host", as with ``--model.cache host`` of the recipe for batch inference.
         name: The model's name in the plan.
-        host_nbytes: Bytes of host memory, such as "64GiB", if they differ from the machine's.
+        host_memory: Bytes of host memory, such as "64GiB", if they differ from the machine's. The values of the
+            strategy's option of this name ("auto", "pinned", "pageable") are taken as that option, which changes no
+            plan.
         host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
         cores: Physical cores for the optimizer, if they are few.
         copies: Copies of the weights beside the module on the host, such as an average that a callback has.
@@ -79,10 +85,19 @@ def plan(
         disk_speed: Bytes per second that the machine's disk reads and writes, such as "7GB,5GB"; by default those of a
             drive on four lanes of PCIe 4. A third number, from 0.5 to 1, is the share of that which each direction
             keeps while both run.
+        host_nbytes: The former name of ``host_memory``.
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
 
+    if host_nbytes is not None:
+        if host_memory not in (None, *HOST_MEMORY):
+            raise OptionError(argument="host_nbytes", found=host_nbytes, allowed="left out beside host_memory")
+        warnings.warn("plan(host_nbytes=...) is now plan(host_memory=...)", FutureWarning, stacklevel=2)
+    elif host_memory not in HOST_MEMORY:
+        host_nbytes, host_memory = host_memory, None
+    if host_memory is not None:
+        options["host_memory"] = host_memory
     return make_plan(
         module,
         batch,

@@ -5,7 +5,7 @@
 2. All units fit into the window and stay there, so that the trace serves every window. A recorder listens to the
    engine's phases and finds the visits.
 3. A gradient takes memory while autograd collects its unit's gradients, and again as part of the packed ones, until the
-   next unit's are packed (gradients.py, Rule 3).
+   next unit's are packed (way_down.py, Rule 3).
 4. The step is a run's first one, in which all weights travel as they are, and are cast on the device. What these casts
    take is counted apart, so that the trace also tells what later steps take. Another step is only begun: then the
    engine has decided which weights travel cast.
@@ -34,15 +34,15 @@ from ..autograd.gradient_nodes import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
+from ..core.host_bytes import aligned
 from ..core.telemetry import Lane, StepListener
 from ..errors import OptionError
+from ..gradients.way_down import GradientReturn
 from ..memory.device import Device
-from ..memory.layout import aligned
 from ..memory.unit_store import UnitStore
 from ..optim.pending_step import PendingStep
 from ..options import Options
 from ..runtime.engine import Engine
-from ..runtime.gradients import GradientReturn
 from ..runtime.handle import Handle
 from .fake_tensors import FakeTensors
 from .memory_tracker import MemoryTracker
@@ -101,7 +101,7 @@ def dry_run(
                 handle.open_scope("train")  # Rule 4
             stores = [unit.store for unit in engine.units]
             wires = [
-                [(aligned(store.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
+                [(aligned(store.on_device.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
                 for store in stores
             ]
             return StepTrace(

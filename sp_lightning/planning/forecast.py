@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core import remedies
 from ..core.machine import ENDURANCE, Machine
@@ -13,10 +15,12 @@ from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ..memory.host_bytes import HostBytes
+    from ..core.host_bytes import HostBytes
 
 SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
 MANY = 16  # batches to accumulate, that are named where a step of the optimizer takes most of the time
+WIDTH = 120  # of tables that no terminal shows
+SHOWN = 12  # most rows of the sweep in the table, beside the chosen one; --json has all
 
 
 @dataclass(frozen=True)
@@ -29,26 +33,48 @@ class SweepPoint:
     step_s: float
 
 
+class RunTimes(NamedTuple):
+    """The times of a run, in seconds."""
+
+    step_s: float
+    accumulating_s: float
+    reading_s: float
+
+    def batch_s(self, accumulate: int) -> float:
+        """Return the mean time of a batch, of which this many are accumulated."""
+        return mean_s(self.step_s, self.accumulating_s, accumulate)
+
+    def answer_s(self, tokens: int) -> float:
+        """Return the time of answers of so many tokens."""
+        return self.reading_s + (tokens - 1) * self.step_s
+
+
 @dataclass(frozen=True)
 class Change:
     """A change to the run, with the memory and the step time that it leads to."""
 
     what: str
     nbytes: int  # on the device then
-    step_s: float
+    step_s: float  # with enough memory, if that is too many
+    window: int
+    transfer: int
     samples: float = 1.0  # per step, as a multiple of the plan's
     host_nbytes: int | None = None  # on the host then; None: as planned
     bits: str = ""  # what it does to the numbers, if it frees host memory
     how: str = ""  # what to type for it
     accumulating_s: float | None = None  # as a plan's; None: not computed
+    many_s: float | None = None  # mean seconds of a batch, of which `MANY` are accumulated; None: not computed
 
     def batch_s(self, accumulate: int) -> float:
         """Return the mean time of a batch, of which this many are accumulated."""
         return mean_s(self.step_s, self.accumulating_s or 0.0, accumulate)
 
-    def cost(self, plan: Plan, accumulate: int | None = None) -> float:
-        """Return the time per sample, as a multiple of the plan's; with as many batches a step, or this many."""
-        return self.batch_s(accumulate or plan.accumulate) / self.samples / plan.batch_s
+    def cost(self, plan: Plan) -> float:
+        """Return the time per sample, as a multiple of the plan's.
+
+        Where the plan does not fit, its time is that which it would have with enough memory.
+        """
+        return self.batch_s(plan.accumulate) / self.samples / plan.with_memory.batch_s(plan.accumulate)
 
     def describe(self, plan: Plan) -> str:
         """Describe the change for a message, with its memory and its cost."""
@@ -56,8 +82,9 @@ class Change:
         if self.host_nbytes is not None:
             nbytes = f"{format_bytes(self.host_nbytes)} on the host"
         cost = f"{self.cost(plan):.2f} times as long per sample"
-        if plan.accumulate == 1 and self.accumulating_s is not None and self.cost(plan) > SLOW:
-            cost += f", or {self.cost(plan, MANY):.2f} times with accumulate_grad_batches={MANY}"
+        if self.many_s is not None and self.cost(plan) > SLOW:
+            many = self.many_s / self.samples / plan.with_memory.batch_s(plan.accumulate)
+            cost += f", or {many:.2f} times with accumulate_grad_batches={MANY}"
         said = "; ".join(filter(None, (f"{nbytes}, {format_seconds(self.step_s)} a step, {cost}", self.bits)))
         return f"{self.what} ({said})" + (f": {self.how}" if self.how else "")
 
@@ -82,7 +109,8 @@ class Plan:
     available: int  # bytes on the device
     simulation: Simulation
     largest_window: int  # that fits; 0 if none does
-    largest_batch: int | None  # rows that fit with this window; None if unknown
+    largest_batch: int | None  # rows that fit; None if unknown
+    with_memory: RunTimes  # of the window that would be chosen with enough device memory: this one's, if it fits
     sweep: tuple[SweepPoint, ...]
     changes: tuple[Change, ...]  # those that fit first, cheapest first; before them a loss in chunks (`first`)
     host_changes: tuple[Change, ...] = ()  # that free host memory, if the host has too little
@@ -266,6 +294,11 @@ class Plan:
             return f"nothing that was tried is faster; {why}"
         return f"{best.what}: {best.cost(self):.2f} times as long per sample, as {why}"
 
+    def __str__(self) -> str:
+        """Return what the command prints."""
+
+        return text(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         options = asdict(self.options)
@@ -299,3 +332,183 @@ def mean_s(step_s: float, accumulating_s: float, accumulate: int) -> float:
 
 def _listed(terms: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)
+
+
+# ---- a plan as text: what the command prints, and ``print(plan)``
+
+
+def speed_of(
+    plan: Plan, rows: int | None = None, tokens: int | None = None, steps: int | None = None
+) -> dict[str, float]:
+    """Compute the speed and, for a number of steps, the length of the whole run.
+
+    Args:
+        plan: The plan.
+        rows: Rows in a step of the optimizer, of all devices; by default the plan's, which may be tokens.
+        tokens: Tokens in a row, if it is text.
+        steps: Steps of the optimizer, or batches of prompts.
+    """
+    count = plan.rows * plan.accumulate * plan.devices if rows is None else rows
+    times = plan.with_memory
+    step_s = times.answer_s(plan.answer) if plan.answer else plan.accumulate * times.batch_s(plan.accumulate)
+    if rows is None and plan.counted == "tokens":
+        return {"tokens_per_s": count / step_s}
+    speed: dict[str, float] = {"rows_per_s": count / step_s}
+    if tokens := plan.answer or tokens:
+        speed["tokens_per_s"] = count * tokens / step_s
+    if steps is not None:
+        speed |= {"steps": steps, "hours": steps * step_s / 3600}
+    return speed
+
+
+def text(
+    plan: Plan, note: str = "", run: Mapping[str, float] | None = None, tokens: int | None = None, width: int = WIDTH
+) -> str:
+    """Return all that is known of a run, in tables and sentences.
+
+    Args:
+        plan: The plan.
+        note: What was not measured.
+        run: Speed and length, as `speed_of` computes them.
+        tokens: Tokens in a row, to fill into commands.
+        width: Columns of the tables.
+    """
+    from rich.console import Console
+
+    run = speed_of(plan) if run is None else run
+    console = Console(highlight=False, width=width, color_system=None, force_terminal=False)
+    with console.capture() as printed:
+        _print(console, plan, note, run, tokens)
+    return printed.get().rstrip("\n")
+
+
+def _print(console: Any, plan: Plan, note: str, run: Mapping[str, float], tokens: int | None) -> None:
+    console.print(_heading(plan), markup=False, soft_wrap=True)
+    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
+        console.print()
+        console.print(table)
+    console.print()
+    for line in [*plan.notes, note] if note else plan.notes:
+        console.print(f"Not measured: {line}" if line == note else f"Note: {line}", markup=False, soft_wrap=True)
+    if plan.wear:
+        console.print(f"Wear: {plan.wear}", markup=False, soft_wrap=True)
+    console.print(_speed(plan, run), markup=False, soft_wrap=True)
+    # What is in parentheses stays in its line.
+    change, *others = (_filled(said, plan, tokens) for said in re.split(r"; (?![^(]*\))", plan.first))
+    console.print(
+        f"Change first: {change}", *(f"- {other}" for other in others), sep="\n", markup=False, soft_wrap=True
+    )
+
+
+def _filled(said: str, plan: Plan, tokens: int | None) -> str:
+    """Fill the batch into a command that a change names (`HostRemedy.how`)."""
+    if tokens is None:
+        return said
+    rows = plan.rows if plan.counted == "rows" else plan.rows // tokens
+    return said.replace("block_size TOKENS", f"block_size {tokens}").replace("batch_size ROWS", f"batch_size {rows}")
+
+
+def _speed(plan: Plan, run: Mapping[str, float]) -> str:
+    unit = "tokens" if "tokens_per_s" in run else "rows"
+    text = f"Speed{'' if plan.fits else ', if it fitted'}: {run[f'{unit}_per_s']:.3g} {unit} a second"
+    if "hours" in run:
+        long = run["hours"] >= 0.1
+        text += f"; {run['steps']} steps take "
+        text += f"{run['hours']:.3g} hours" if long else format_seconds(3600 * run["hours"])
+    return text + (f" and cost {run['cost']:.2f}" if "cost" in run else "")
+
+
+def _heading(plan: Plan) -> str:
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    several = f"{plan.devices} x " if plan.devices > 1 else ""
+    each = " each" if plan.devices > 1 else ""
+    answers = f"answers of {plan.answer} tokens"
+    doing = answers if plan.answer else f"activations {plan.options.activations!r}"
+    return (
+        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
+        f"{plan.precision}, {doing}\n"
+        f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
+        f"{format_bytes(plan.device_nbytes)} of {format_bytes(plan.available)} on {'each' if each else 'the'} device, "
+        f"{format_bytes(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
+    )
+
+
+def _count(number: int) -> str:
+    power = next(power for power in (9, 6, 3, 0) if number >= 10**power or not power)
+    return f"{number / 10**power:.3g}e{power}" if power else str(number)
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+    return table
+
+
+def _bytes_table(plan: Plan) -> Any:
+    table = _table("Memory", "device", "", "host", "")
+    device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
+    host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
+    host.append(("total", plan.host.total))
+    if plan.on_disk:
+        host.append(("on disk", plan.on_disk))
+    for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
+        cells = (
+            text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else format_bytes(nbytes))
+        )
+        table.add_row(*cells)
+    return table
+
+
+def _clock(plan: Plan) -> tuple[str, Callable[[float], str]]:
+    """Return the time unit that suits the step, and a function that writes times in it."""
+    unit, per_s = ("s", 1.0) if plan.step_s >= 1 else ("ms", 1e3)
+    return unit, lambda seconds: f"{seconds * per_s:.4g}"
+
+
+def _time_table(plan: Plan) -> Any:
+    unit, time = _clock(plan)
+    table = _table("Time of a token for each row" if plan.answer else "Time of a step", "", unit)
+    if plan.answer:
+        table.add_row("reading the prompts, and the first token", time(plan.reading_s))
+    table.add_row("predicted", time(plan.step_s))
+    table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
+    if plan.disk_read_nbytes:
+        table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))
+        if plan.disk_written_nbytes:
+            table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
+    table.add_row("compute", time(plan.simulation.compute_s))
+    for lane, seconds in plan.simulation.stall_s.items():
+        table.add_row(f"waiting: {lane}", time(seconds))
+    batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)
+    table.add_row("largest window that fits", str(plan.largest_window))
+    table.add_row("largest batch that fits", batch)
+    return table
+
+
+def _sweep_table(plan: Plan) -> Any:
+    unit, time = _clock(plan)
+    table = _table("Windows and transfers", "window", "transfer", "device", unit, "")
+    shown = [point for point in plan.sweep if point.transfer in (1, plan.transfer)]
+    step = max(1, -(-len(shown) // SHOWN))
+    for number, point in enumerate(shown):
+        chosen = (point.window, point.transfer) == (plan.window, plan.transfer)
+        if chosen or number % step == 0:
+            mark = "chosen" if chosen else "" if point.nbytes <= plan.available else "too large"
+            table.add_row(str(point.window), str(point.transfer), format_bytes(point.nbytes), time(point.step_s), mark)
+    return table
+
+
+def _changes_table(plan: Plan, run: Mapping[str, float]) -> Any:
+    unit, time = _clock(plan)
+    hours = ["hours"] if "hours" in run else []  # of the whole run
+    table = _table("Possible changes", "", "device", "host", unit, "time per sample", *hours, "")
+    for change in (*plan.changes, *plan.host_changes):
+        host = "" if change.host_nbytes is None else format_bytes(change.host_nbytes)
+        mark = "" if plan.makes_room(change) else "too large"
+        cost = change.cost(plan)
+        long = [f"{cost * run['hours']:.3g}"] if hours else []
+        table.add_row(change.what, format_bytes(change.nbytes), host, time(change.step_s), f"{cost:.2f}x", *long, mark)
+    return table

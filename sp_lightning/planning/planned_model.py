@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from ..autograd.saved_tensors import tensors_in
 from ..compat.kernels import has_chunked_loss
 from ..compat.tensors import storage_id, without_dispatch_modes, without_function_modes
+from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit, UnitCost
@@ -45,7 +46,6 @@ from ..disk import state_ring
 from ..disk.direct_ring import BUFFERS, PIECE
 from ..disk.placement import Budgeted, UnitPlacement, choose, may_move, within
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..memory.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..options import Options, format_bytes
 from .dry_run import Answers, RealTensors, Runner, dry_run, generating
@@ -177,6 +177,8 @@ class TracedModel(PlannedModel):
         except SuperpipelineError:
             self.notes.append("a batch of twice the rows could not be measured, so the largest batch is unknown")
             return None
+        if not one.is_like(two):  # the first step of a process may make what later ones find
+            one = self._traces[options, 1] = self._find_trace(options, 1)
         return (one, two) if one.is_like(two) else None
 
     def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:

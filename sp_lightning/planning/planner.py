@@ -4,8 +4,10 @@
    and its visits go through the runtime's own schedule, for bytes (`StepTrace.peak`) and for time (simulation.py).
 2. The device's context, and what its allocator wastes, are a reserve that is assumed, not measured (`RESERVE`).
 3. Bytes and time are linear in a batch's rows: straight lines through two traces, of the batch and of twice its rows.
-4. Of the windows and transfers that fit, the smallest of the fastest is chosen. A memory budget limits the window as it
-   does in a run (window_choice.py, Rule 1), with the same errors.
+4. Of the windows and transfers that fit, the smallest of the fastest is chosen: for the run, and anew for each change
+   to it, so that a change takes what a plan with it says. Where none fits, bytes are those of the smallest one, and
+   times those of the one that would be chosen with enough memory. A memory budget limits the window as it does in a
+   run (window_choice.py, Rule 1), with the same errors.
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
    ranks together (host_bytes.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does not
    step beside backward or beside the next forward there.
@@ -14,7 +16,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -23,21 +27,21 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
+from ..core.host_bytes import HostBytes
 from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
-from ..core.simulation import Simulation, UnitCost, simulate
+from ..core.simulation import Simulation, UnitCost, floor, simulate
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..memory.device import find
-from ..memory.host_bytes import HostBytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options, is_int, parse_bytes
 from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
 from .dry_run import Answers, Runner
-from .forecast import SLOW, Change, Plan, SweepPoint, mean_s
+from .forecast import MANY, SLOW, Change, Plan, RunTimes, SweepPoint, mean_s
 from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel, states_of
 from .workloads import WORKLOADS, Workload, listed
 
@@ -96,7 +100,7 @@ def make_plan(
     if device_memory is not None:
         profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
     if host_nbytes is not None:
-        profile = replace(profile, host_nbytes=_nbytes(host_nbytes, "host_nbytes"))
+        profile = replace(profile, host_nbytes=_nbytes(host_nbytes, "host_memory"))
     if cores is not None:
         profile = with_cores(profile, cores)
     if link is not None:
@@ -158,7 +162,8 @@ def _no_collections() -> Iterator[None]:
 def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
     nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
     if not is_int(nbytes) or nbytes < least:
-        raise OptionError(argument=argument, found=given, allowed=f"bytes, at least {least}")
+        allowed = f'bytes, at least {least}: an int, or text with a unit such as "10GiB"'
+        raise OptionError(argument=argument, found=given, allowed=allowed)
     return nbytes
 
 
@@ -271,6 +276,7 @@ class _Planner:
         self.available = machine.device_nbytes
         self.headroom = left
         self.host_available = min(machine.host_nbytes - left, options.host_budget or machine.host_nbytes)
+        self.run = _Sizes(self, options, self.needs, self.machine)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer)
@@ -294,13 +300,10 @@ class _Planner:
         return replace(self.profile, optimizer_bytes_per_parameter=scaled)
 
     def plan(self) -> Plan:
-        count = self._most_units()
-        sweep = self._sweep(count)
-        chosen = self._chosen(sweep)
-        terms = self._terms(self.needs, chosen.window, chosen.transfer)
-        simulation = self._simulated(self.needs, chosen.window, chosen.transfer)
-        accumulating_s = self._accumulating_s(self.needs, chosen.window, chosen.transfer)
-        largest_batch = self._largest_batch(chosen)
+        chosen, paced = self.run.sizes()
+        terms = self.terms(self.needs, *chosen)
+        sweep = self.run.sweep()
+        largest_batch = self._largest_batch()
         parameters, reading = sum(cost.parameters for cost in self.needs.costs), self.needs.reading
         return Plan(
             model=self.source.name,
@@ -317,119 +320,74 @@ class _Planner:
             device_terms=terms,
             host=self._host(self.source, self.options, self.needs),
             available=self.available,
-            simulation=simulation,
-            largest_window=self._largest_window(count),
+            simulation=self.run.simulated(chosen),
+            largest_window=self.run.largest_window(),
             largest_batch=largest_batch,
             sweep=tuple(sweep),
             changes=tuple(self._changes(chosen, largest_batch)),
-            host_changes=tuple(self._host_changes(chosen)),
+            host_changes=tuple(self._host_changes(self.run.batch_s(paced))),
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
             devices=self.ranks.size,
-            accumulating_s=accumulating_s,
+            accumulating_s=self.run.accumulating_s(chosen),
             accumulate=self.accumulate,
             answer=self.source.answers.tokens if self.source.answers else 0,
-            reading_s=self._simulated(reading, chosen.window, chosen.transfer).step_s if reading else 0.0,
+            reading_s=self._reading_s(reading, chosen),
+            with_memory=RunTimes(*self.run.times(paced), self._reading_s(reading, paced)),
             on_disk=self.needs.on_disk,
         )
 
-    def _most_units(self) -> int:
-        """Return the largest window to try: all units or, with a memory budget, the window that a run begins with."""
-        if self.options.memory_budget is None:
-            return max(1, len(self.needs.streamed))
-        streamed = [size for size in self.needs.sizes if not size.resident]
-        root = sum(size.nbytes for size in self.needs.sizes if size.resident)
-        return first_window(self.options, streamed, root, on_host=False)
+    def _reading_s(self, reading: Requirements | None, sizes: Pair) -> float:
+        return 0.0 if reading is None else _Sizes(self, self.options, reading, self.machine).simulated(sizes).step_s
 
     def _parameters(self) -> int:
         trace = self.needs.trace
         return sum(cost.parameters for cost in self.needs.costs) if trace is None else trace.parameters
 
-    def _terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
+    def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
+        """Return the bytes on the device, by term, with what is reserved."""
         terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
         fixed, share = RESERVE.get(self.target, (0, 0.0))
         reserve = fixed + int(share * sum(terms.values()))
         return terms | ({RESERVED: reserve} if reserve else {})
 
-    def _nbytes(self, needs: Requirements, window: int, transfer: int = 1) -> int:
-        return sum(self._terms(needs, window, transfer).values())
-
-    def _simulated(self, needs: Requirements, window: int, transfer: int, machine: Machine | None = None) -> Simulation:
+    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
+        """Simulate a step with these needs."""
         overlap = self.options.optimizer_overlap and self.ranks.size == 1
         return simulate(
             needs.costs,
-            Schedule([cost.up_nbytes for cost in needs.costs], window, transfer),
-            machine or self.machine,
+            Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
+            machine,
             optimizer_overlap=overlap,
             steps_into_forward=overlap,
             works=needs.works,
             ranks=self.ranks.size,
         )
 
-    def _accumulating_s(self, needs: Requirements, window: int, transfer: int) -> float:
-        """Return the time of a batch whose gradients are only added to those before it."""
-        # As much memory is read and written as by an optimizer without state; state that is on a disk stays there.
-        costs = [replace(cost, state_read_nbytes=0, state_written_nbytes=0) for cost in needs.costs]
-        return self._simulated(replace(needs, costs=costs), window, transfer, self._stepping(0, "")).step_s
+    def floor_s(self, needs: Requirements, window: int, machine: Machine) -> float:
+        """Return the lower bound of the time of a step with these needs."""
+        return floor(needs.costs, window, machine, False, self.ranks.size).seconds
 
-    def _sweep(self, count: int) -> list[SweepPoint]:
-        windows = {min(window, count) for window in (*WINDOWS, count)} | self._given("window", count)
-        transfers = self._given("transfer", count) or set(TRANSFERS)
-        pairs = {(window, min(transfer, window)) for window in windows for transfer in transfers}
-        sizes = {pair: self._nbytes(self.needs, *pair) for pair in sorted(pairs)}
-        most = max(NEAR * self.available, 1.2 * min(sizes.values()))
-        wanted = self._given("window", count)
-        return [
-            SweepPoint(*pair, nbytes, self._simulated(self.needs, *pair).step_s)
-            for pair, nbytes in sizes.items()
-            if nbytes <= most or pair[0] in wanted
-        ]
+    @property
+    def accumulating(self) -> Machine:
+        """The machine where gradients are only added to those of earlier batches.
 
-    def _given(self, name: Literal["window", "transfer"], count: int) -> set[int]:
-        value = getattr(self.options, name)
-        return set() if value == "auto" else {min(value, count)}
-
-    def _chosen(self, sweep: list[SweepPoint]) -> SweepPoint:
-        """Choose the smallest of the fastest points that fit, or the smallest of all if none fits."""
-        if self.options.window != "auto":
-            given = self._given("window", max(1, len(self.needs.streamed)))
-            sweep = [point for point in sweep if point.window in given]
-        fitting = [point for point in sweep if point.nbytes <= self.available]
-        if not fitting:
-            return min(sweep, key=lambda point: point.nbytes)
-        times = {point: self._batch_s(point) for point in fitting}
-        alike = [point for point in fitting if times[point] <= EQUAL * min(times.values())]
-        return min(alike, key=lambda point: (point.nbytes, times[point]))
-
-    def _batch_s(self, point: SweepPoint) -> float:
-        """Return the mean time of a batch of the run, at this window and transfer."""
-        if self.accumulate == 1:
-            return point.step_s
-        return mean_s(point.step_s, self._accumulating_s(self.needs, point.window, point.transfer), self.accumulate)
-
-    def _largest_window(self, count: int) -> int:
-        fits = 0
-        low, high = 1, count
-        while low <= high:
-            middle = (low + high) // 2
-            if self._nbytes(self.needs, middle) <= self.available:
-                fits, low = middle, middle + 1
-            else:
-                high = middle - 1
-        return fits
+        As much memory is read and written as by an optimizer without state.
+        """
+        return self._stepping(0, "")
 
     # ---- other batches (Rule 3)
 
     def _with_rows(self, rows: int, source: PlannedModel | None = None) -> Requirements | None:
         return (source or self.source).with_rows(rows, self.options, self.machine)
 
-    def _largest_batch(self, chosen: SweepPoint, source: PlannedModel | None = None) -> int | None:
+    def _largest_batch(self, source: PlannedModel | None = None) -> int | None:
         def fits(rows: int) -> bool:
             needs = self._with_rows(rows, source)
             if needs is None or self._host_is_short(self.options, needs, source or self.source):
                 return False
-            return self._nbytes(needs, chosen.window, chosen.transfer) <= self.available
+            return _Sizes(self, self.options, needs, self.machine).least <= self.available
 
         if self._with_rows(1, source) is None:
             return None
@@ -448,12 +406,12 @@ class _Planner:
 
     # ---- changes
 
-    def _changes(self, chosen: SweepPoint, largest_batch: int | None) -> list[Change]:
+    def _changes(self, chosen: Pair, largest_batch: int | None) -> list[Change]:
         changes = list(self._other_windows(chosen))
-        changes += self._other_batches(chosen, largest_batch)
-        changes += self._other_policies(chosen) if self.source.answers is None else self._other_cache(chosen)
-        if chosen.nbytes > self.available:
-            rescues = self._rescues(chosen)
+        changes += self._other_batches(largest_batch)
+        changes += self._other_policies() if self.source.answers is None else self._other_cache()
+        if self.run.nbytes(chosen) > self.available:
+            rescues = self._rescues()
             while sum(change.nbytes <= self.available for change in changes) < ENOUGH:
                 change = next(rescues, None)
                 if change is None:
@@ -468,9 +426,9 @@ class _Planner:
             return sorted([*first, *changes], key=cost)
         return first + sorted(changes, key=cost)
 
-    def _loss_in_chunks(self, chosen: SweepPoint) -> Iterator[Change]:
+    def _loss_in_chunks(self, chosen: Pair) -> Iterator[Change]:
         """Yield the loss in chunks where logits are the largest term: larger than any that is left without them."""
-        given = sum(self.needs.peak(chosen.window, chosen.transfer).values())
+        given = sum(self.needs.peak(*chosen).values())
         source = self.source.in_chunks() if COPIES * self.source.logits_nbytes > given else None
         if source is None:
             return
@@ -478,59 +436,62 @@ class _Planner:
             needs = source.needs(self.options, self.machine)
         except SuperpipelineError:
             return  # the model cannot run that way
-        terms = needs.peak(chosen.window, chosen.transfer).values()
+        terms = needs.peak(*chosen).values()
         if given - sum(terms) > max(terms):
-            yield self._change(remedies.LOSS_IN_CHUNKS.what, needs, chosen)
+            yield self._change(remedies.LOSS_IN_CHUNKS.what, needs)
 
-    def _other_windows(self, chosen: SweepPoint) -> Iterable[Change]:
+    def _other_windows(self, chosen: Pair) -> Iterable[Change]:
         if chosen.window > 1:
-            window = self._largest_window(chosen.window - 1) or 1
-            yield self._change(remedies.window(window).what, self.needs, replace(chosen, window=window, transfer=1))
+            window, transfer = self.run.largest_window(chosen.window - 1) or 1, self.options.transfer
+            remedy = remedies.window(window)
+            transfer = transfer if transfer == "auto" else min(transfer, window)
+            options = replace(self.options, **remedy.options, transfer=transfer)
+            yield self._change(remedy.what, self.needs, options)
 
-    def _other_batches(self, chosen: SweepPoint, largest: int | None) -> Iterable[Change]:
+    def _other_batches(self, largest: int | None) -> Iterable[Change]:
         given = self.source.rows
         fewer = given // 2 if largest is None or largest >= given else largest
         for rows in {2 * given, fewer} - {0}:
             needs = self._with_rows(rows)
             if needs is not None and not self._host_is_short(self.options, needs, self.source):
-                change = self._change(f"a batch of {rows} {self.source.counted}", needs, chosen)
+                change = self._change(f"a batch of {rows} {self.source.counted}", needs)
                 yield replace(change, samples=rows / given)
 
-    def _other_cache(self, chosen: SweepPoint) -> Iterable[Change]:
+    def _other_cache(self) -> Iterable[Change]:
         """Yield the other place where keys and values can wait, with this batch and the largest that then fits."""
         assert isinstance(self.source, TracedModel) and self.source.answers is not None
         tokens, cache = self.source.answers.tokens, self.source.answers.cache
         place = "device" if cache == "host" else "host"
         what, source = remedies.CACHE[place].what, self.source.with_answers(Answers(tokens, place))
         try:
-            batches = [self.source.rows, self._largest_batch(chosen, source) or 0]
+            batches = [self.source.rows, self._largest_batch(source) or 0]
         except SuperpipelineError:
             return  # the cache cannot wait there
         for rows in dict.fromkeys(filter(None, batches)):
             needs = self._with_rows(rows, source)
             if needs is not None and not self._host_is_short(self.options, needs, source):
                 named = what if rows == self.source.rows else f"{what} and a batch of {rows} rows"
-                yield replace(self._change(named, needs, chosen), samples=rows / self.source.rows)
+                yield replace(self._change(named, needs), samples=rows / self.source.rows)
 
-    def _other_policies(self, chosen: SweepPoint) -> Iterable[Change]:
+    def _other_policies(self) -> Iterable[Change]:
         """Yield the policy to try next: one that leaves less on the device or, for "offload", recomputes instead."""
         for remedy in remedies.activations(self.options.activations):
-            yield from self._changed(remedy, chosen)
+            yield from self._changed(remedy)
 
-    def _rescues(self, chosen: SweepPoint) -> Iterator[Change]:
+    def _rescues(self) -> Iterator[Change]:
         """Yield further changes that free device memory, one at a time: each takes another dry run."""
         trains, keeps = self.source.answers is None, self.options.activations == "keep"
         further = remedies.activations("recompute") if trains and keeps else []
         classes = finer_classes(self.needs.trace.units) if self.needs.trace is not None else []
         for remedy in (*further, *remedies.smaller_units(classes)):
-            yield from self._changed(remedy, chosen)
+            yield from self._changed(remedy)
         # Under autocast most weights travel in half precision already: not worth a dry run.
         worth = self.precision == "32-true" or isinstance(self.source, ListedModel)
         half = self.source.in_half() if worth else None
         for remedy in remedies.half_precision(half is not None):
-            yield from self._changed(remedy, chosen, half)
+            yield from self._changed(remedy, half)
 
-    def _changed(self, remedy: Remedy, chosen: SweepPoint, source: PlannedModel | None = None) -> Iterator[Change]:
+    def _changed(self, remedy: Remedy, source: PlannedModel | None = None) -> Iterator[Change]:
         if isinstance(self.source, ListedModel) and remedy.options.get("activations") not in ("keep", "recompute"):
             return
         source, changed = source or self.source, replace(self.options, **remedy.options)
@@ -540,9 +501,9 @@ class _Planner:
             return  # the model cannot run that way
         if self._host_is_short(changed, needs, source):
             return
-        yield self._change(remedy.what, needs, chosen)
+        yield self._change(remedy.what, needs, changed)
 
-    def _host_changes(self, chosen: SweepPoint) -> Iterator[Change]:
+    def _host_changes(self, batch_s: float) -> Iterator[Change]:
         """Yield changes that free host memory, if the host has too little: last those that train few weights."""
         host = self._host(self.source, self.options, self.needs)
         if host.total <= self.host_available or self.source.answers is not None:
@@ -555,12 +516,12 @@ class _Planner:
             activations=self.options.activations,
             optimizer=self.optimizer,
         ):
-            change = self._host_change(remedy, chosen, (half or self.source) if remedy.half else self.source)
+            change = self._host_change(remedy, (half or self.source) if remedy.half else self.source)
             if change is not None and (change.host_nbytes or 0) < host.total:
-                found.append((remedy.adapters, change.batch_s(self.accumulate) > SLOW * self._batch_s(chosen), change))
+                found.append((remedy.adapters, change.batch_s(self.accumulate) > SLOW * batch_s, change))
         yield from (change for *_, change in sorted(found, key=lambda item: item[:2]))
 
-    def _host_change(self, remedy: HostRemedy, chosen: SweepPoint, source: PlannedModel) -> Change | None:
+    def _host_change(self, remedy: HostRemedy, source: PlannedModel) -> Change | None:
         """Return the change that a remedy leads to; with recomputation if it does not fit on the device otherwise."""
         changed = replace(self.options, **remedy.options)
         if remedy.half:
@@ -577,13 +538,12 @@ class _Planner:
             except SuperpipelineError:
                 continue  # the model cannot run that way
             needs = _frozen(needs, remedies.ADAPTED, remedy.base_bits) if remedy.adapters else needs
-            found, nbytes = (tried, needs, bool(options)), self._nbytes(needs, chosen.window, chosen.transfer)
-        return None if found is None else self._of_host(remedy, chosen, source, *found)
+            found, nbytes = (tried, needs, bool(options)), _Sizes(self, tried, needs, self.machine).least
+        return None if found is None else self._of_host(remedy, source, *found)
 
     def _of_host(
         self,
         remedy: HostRemedy,
-        chosen: SweepPoint,
         source: PlannedModel,
         options: Options,
         needs: Requirements,
@@ -607,7 +567,7 @@ class _Planner:
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
         host_nbytes = self._of_ranks(host, needs, optimizer).total
         change = self._change(
-            what, needs, chosen, self._stepping(states, optimizer), steps=remedy.optimizer is not None
+            what, needs, options, self._stepping(states, optimizer), steps=remedy.optimizer is not None
         )
         return replace(change, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
 
@@ -615,15 +575,166 @@ class _Planner:
         self,
         what: str,
         needs: Requirements,
-        point: SweepPoint,
+        options: Options | None = None,
         machine: Machine | None = None,
-        steps: bool = False,  # whether it is one of the optimizer, of which accumulation says more
+        steps: bool = False,  # whether it changes the optimizer's step: that of an accumulated batch is told too
     ) -> Change:
-        """Return the change to these needs at a window and transfer: with the bytes and times that they lead to."""
-        sizes = point.window, point.transfer
-        accumulating_s = self._accumulating_s(needs, *sizes) if steps or self.accumulate > 1 else None
-        step_s = self._simulated(needs, *sizes, machine).step_s
-        return Change(what, self._nbytes(needs, *sizes), step_s, accumulating_s=accumulating_s)
+        """Return the change to these needs and options: with the bytes and times that they lead to (Rule 4)."""
+        run = _Sizes(self, options or self.options, needs, machine or self.machine)
+        sizes, paced = run.sizes()
+        accumulating_s = run.accumulating_s(paced) if self.accumulate > 1 else None
+        step_s, many_s = run.simulated(paced).step_s, None
+        if steps and self.accumulate == 1:
+            many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
+            many_s = many.batch_s(many.sizes()[1])
+        return Change(what, run.nbytes(sizes), step_s, *sizes, accumulating_s=accumulating_s, many_s=many_s)
+
+
+class Pair(NamedTuple):
+    """A window and a transfer."""
+
+    window: int
+    transfer: int
+
+
+class _Sizes:
+    """The windows and transfers of a run, with the bytes and times that they lead to, each computed once (Rule 4)."""
+
+    def __init__(
+        self,
+        planner: _Planner,
+        options: Options,
+        needs: Requirements,
+        machine: Machine,
+        accumulate: int | None = None,  # batches, if not the planner's
+    ) -> None:
+        self._planner = planner
+        self._options = options
+        self._needs = needs
+        self._machine = machine
+        self._nbytes: dict[Pair, int] = {}
+        self._simulated: dict[Pair, Simulation] = {}
+        self._accumulating_s: dict[Pair, float] = {}
+        self._accumulate = planner.accumulate if accumulate is None else accumulate
+
+    @functools.cached_property
+    def most(self) -> int:
+        """The largest window to try: all units or, with a memory budget, the window that a run begins with."""
+        if self._options.memory_budget is None:
+            return max(1, len(self._needs.streamed))
+        streamed = [size for size in self._needs.sizes if not size.resident]
+        root = sum(size.nbytes for size in self._needs.sizes if size.resident)
+        return first_window(self._options, streamed, root, on_host=False)
+
+    @functools.cached_property
+    def smallest(self) -> Pair:
+        """The sizes with the fewest bytes that the options allow."""
+        return min(self._allowed, key=lambda pair: (self.nbytes(pair), pair))
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes that the run takes on the device."""
+        return self.nbytes(self.smallest)
+
+    @functools.cached_property
+    def _allowed(self) -> list[Pair]:
+        """All sizes that the options allow, those that are tried."""
+        windows = self._given("window") or {min(window, self.most) for window in (*WINDOWS, self.most)}
+        return self._pairs(windows)
+
+    def _pairs(self, windows: Iterable[int]) -> list[Pair]:
+        transfers = self._given("transfer") or set(TRANSFERS)
+        return sorted({Pair(window, min(transfer, window)) for window in windows for transfer in transfers})
+
+    def _given(self, name: Literal["window", "transfer"]) -> set[int]:
+        value = getattr(self._options, name)
+        return set() if value == "auto" else {min(value, self.most)}
+
+    def nbytes(self, sizes: Pair) -> int:
+        if sizes not in self._nbytes:
+            self._nbytes[sizes] = sum(self._planner.terms(self._needs, *sizes).values())
+        return self._nbytes[sizes]
+
+    def simulated(self, sizes: Pair) -> Simulation:
+        if sizes not in self._simulated:
+            self._simulated[sizes] = self._planner.simulated(self._needs, sizes, self._machine)
+        return self._simulated[sizes]
+
+    @functools.cached_property
+    def _adding(self) -> Requirements:
+        """The needs of a batch whose gradients are only added to those before it: state on a disk stays there."""
+        costs = [replace(cost, state_read_nbytes=0, state_written_nbytes=0) for cost in self._needs.costs]
+        return replace(self._needs, costs=costs)
+
+    def accumulating_s(self, sizes: Pair) -> float:
+        """Return the time of a batch whose gradients are only added to those before it."""
+        if sizes not in self._accumulating_s:
+            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating)
+            self._accumulating_s[sizes] = found.step_s
+        return self._accumulating_s[sizes]
+
+    def times(self, sizes: Pair) -> tuple[float, float]:
+        """Return the times of a batch after which the optimizer steps, and of one after which it does not."""
+        return self.simulated(sizes).step_s, self.accumulating_s(sizes)
+
+    def batch_s(self, sizes: Pair) -> float:
+        """Return the mean time of a batch of the run."""
+        count, step_s = self._accumulate, self.simulated(sizes).step_s
+        return step_s if count == 1 else mean_s(step_s, self.accumulating_s(sizes), count)
+
+    def sizes(self) -> tuple[Pair, Pair]:
+        """Return the sizes whose bytes count, and those whose times count: the same ones, if any fit."""
+        fitting = [pair for pair in self._allowed if self.nbytes(pair) <= self._planner.available]
+        chosen = self._fastest(fitting or self._allowed)
+        return chosen if fitting else self.smallest, chosen
+
+    def _fastest(self, fitting: list[Pair]) -> Pair:
+        """Choose the smallest of the fastest sizes.
+
+        A larger window is taken to be no slower. What is as fast as the lower bound is not compared with others.
+        """
+        largest = max(pair.window for pair in fitting)
+        enough = EQUAL * self._floor_s(largest)
+        compared = False
+        for _, alike in itertools.groupby(sorted(fitting, key=self.nbytes), self.nbytes):
+            best = min(alike, key=self.batch_s)
+            if self.batch_s(best) > enough and not compared:
+                enough = EQUAL * min(self.batch_s(pair) for pair in fitting if pair.window == largest)
+                compared = True
+            if self.batch_s(best) <= enough:
+                return best
+        return min(fitting, key=self.batch_s)
+
+    def _floor_s(self, window: int) -> float:
+        planner, count = self._planner, self._accumulate
+        step_s = planner.floor_s(self._needs, window, self._machine)
+        if count == 1:
+            return step_s
+        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating), count)
+
+    def sweep(self) -> list[SweepPoint]:
+        """List the sizes to show: those that fit or nearly do, and what was given."""
+        wanted = self._given("window")
+        windows = {min(window, self.most) for window in (*WINDOWS, self.most)} | wanted
+        pairs = self._pairs(windows)
+        most = max(NEAR * self._planner.available, 1.2 * min(map(self.nbytes, pairs)))
+        return [
+            SweepPoint(*pair, self.nbytes(pair), self.simulated(pair).step_s)
+            for pair in pairs
+            if self.nbytes(pair) <= most or pair.window in wanted
+        ]
+
+    def largest_window(self, most: int | None = None) -> int:
+        """Return the largest window that fits, of at most so many units; 0 if none does."""
+        fits = 0
+        low, high = 1, self.most if most is None else most
+        while low <= high:
+            middle = (low + high) // 2
+            if self.nbytes(Pair(middle, 1)) <= self._planner.available:
+                fits, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return fits
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

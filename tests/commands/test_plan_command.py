@@ -392,7 +392,7 @@ def test_a_student_reads_what_fits_and_how_long_it_takes(capsys):
     run(*given, status=1)
     said = capsys.readouterr().out
     (row,) = [line for line in said.splitlines() if line.startswith("adapters on a frozen bf16 base")]
-    assert re.search(r" \d\.\d\d GiB +1\d\.\d\d GiB +[\d.]+ +0\.\d\dx +1\d\.\d *$", row), row
+    assert re.search(r" \d\.\d\d GiB +1\d\.\d\d GiB +[\d.]+ +0\.\d\dx +\d\.\d+ *$", row), row
     assert re.search(r"time per sample +hours", said) and "…" not in said
     assert "\nSpeed, if it fitted: " in said
 
@@ -458,6 +458,14 @@ def test_the_readme_shows_what_is_printed(capsys):
     run(*command.split())
     printed = "\n".join(capsys.readouterr().out.splitlines()[:2])
     assert f"```text\n{printed}\n```" in README.read_text()
+
+
+@pytest.mark.slow
+def test_the_readmes_examples_fit():
+    examples = re.findall(r"`python -m sp_lightning plan (--model [^`]*)`", README.read_text())
+    assert examples
+    for example in examples:
+        run(*example.split())
 
 
 def test_a_workload_is_planned_for_its_tokens(capsys):
@@ -529,7 +537,13 @@ def test_a_file_that_can_not_be_written_ends_with_a_sentence(tmp_path, capsys):
         (("--machine", "abacus"), "machine must be 'here', a machine.Machine, or one of 'rtx3060'"),
         (("--batch", 0), "batch must be an int >= 1, got 0"),
         (("--seq", -1), "seq must be an int >= 1, got -1"),
-        (("--device-memory", "big"), "device_memory must be bytes such as"),
+        (("--device-memory", "big"), "device_memory must be a size with its unit, such as"),
+        (("--host-memory", "64"), "host_memory must be a size with its unit, such as"),
+        (("--host-headroom", "4"), "host_headroom must be a size with its unit"),
+        (("--memory-budget", "10"), "memory_budget must be a size with its unit"),
+        (("--host-budget", "10"), "host_budget must be a size with its unit"),
+        (("--link", "12"), "link must be a PCIe generation and its lanes"),
+        (("--disk-speed", "7,5"), "disk_speed must be bytes per second"),
         (("--window", "wide"), "window must be an int >= 1 or 'auto'"),
         (("--activations", "drop"), "activations must be one of 'keep'"),
         (("--cheese", "1"), "plan does not know --cheese 1"),

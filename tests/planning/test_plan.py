@@ -229,9 +229,22 @@ def test_batches_fit_up_to_a_largest():
     assert fit.device_nbytes <= found.available < too_large.device_nbytes
 
 
+def test_a_step_that_makes_what_later_ones_find_leaves_the_largest_batch_known():
+    made = []
+
+    class Lazy(Stack):
+        def forward(self, x):
+            if not made:  # as a library does that keeps it for all models
+                x = x + torch.ones_like(x)
+                made.append(True)
+            return super().forward(x)
+
+    assert planned(Lazy).largest_batch == planned().largest_batch
+
+
 def test_a_batch_whose_offloaded_activations_the_host_has_no_room_for_does_not_fit():
     roomy, tight = (
-        planned(batch=torch.zeros(64, 256), activations="offload", host_nbytes=n * 2**20, host_headroom=0)
+        planned(batch=torch.zeros(64, 256), activations="offload", host_memory=n * 2**20, host_headroom=0)
         for n in (10_000, 64)
     )
     spare, per_row = 64 * 2**20 - tight.host.total, tight.host.activations // 64
@@ -265,6 +278,15 @@ def test_a_plan_is_plain_values():
     found = json.loads(json.dumps(planned().to_dict()))
     assert found["device_nbytes"] == sum(found["device_terms"].values())
     assert {"step_s", "floor_s", "binds", "first", "largest_batch", "sweep", "changes"} <= found.keys()
+
+
+def test_a_printed_plan_is_the_text_of_the_command(capsys):
+    from sp_lightning.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["plan", *"--model llama-8b --batch 2 --machine h100".split()])
+    found = plan("llama-8b", 2 * 2048, machine="h100", precision="bf16-mixed", name="llama-8b")
+    assert capsys.readouterr().out == f"{found}\n" and "Memory" in str(found)
 
 
 def test_names_of_the_package():
@@ -523,7 +545,16 @@ def test_a_system_s_share_of_the_host_is_no_room_and_can_be_set():
     assert not planned(machine=tight).fits
     assert planned(machine=tight, host_headroom=0).fits
     assert not planned(machine=tight, host_headroom=1).fits
-    assert planned(machine=tight, host_nbytes=2 * host).fits
+    assert planned(machine=tight, host_memory=2 * host).fits
+
+
+def test_host_memory_is_a_size_as_on_the_command_line():
+    assert planned(host_memory="48GiB").machine.host_nbytes == 48 * 2**30
+    assert planned(host_memory=48 * 2**30).machine.host_nbytes == 48 * 2**30
+    with pytest.warns(FutureWarning, match=r"host_nbytes=\.\.\.\) is now plan\(host_memory="):
+        assert planned(host_nbytes="48GiB").machine.host_nbytes == 48 * 2**30
+    asked = planned(host_memory="pageable")  # the strategy's option
+    assert asked.options.host_memory == "pageable" and asked.machine.host_nbytes == MACHINE.host_nbytes
 
 
 def test_copies_of_the_weights_are_counted():
@@ -567,7 +598,7 @@ FIRST = [
 
 @pytest.mark.parametrize("machine, model, precision, host, first", FIRST)
 def test_where_the_host_binds_what_fits_is_offered_in_this_order(machine, model, precision, host, first):
-    found = planned(model, 2048, machine, precision=precision, activations="recompute", host_nbytes=host)
+    found = planned(model, 2048, machine, precision=precision, activations="recompute", host_memory=host)
     assert not found.fits_host
     assert found.first.startswith(f"what would fit: {first} (")
     assert "larger device" not in found.first
@@ -586,7 +617,7 @@ CHANGES = {
 
 def where_the_host_is_small(model, accumulate, **change):
     batch = 2048 if isinstance(model, str) else torch.zeros(8, 256)
-    given = {"window": 1, "transfer": 1, "precision": "bf16-mixed", "host_nbytes": 2**20, "activations": "recompute"}
+    given = {"window": 1, "transfer": 1, "precision": "bf16-mixed", "host_memory": 2**20, "activations": "recompute"}
     return planned(model, batch, accumulate=accumulate, **given | change)
 
 
@@ -602,6 +633,38 @@ def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
     assert change.host_nbytes == pytest.approx(again.host.total, rel=0.01)
     assert change.nbytes == pytest.approx(again.device_nbytes, rel=0.01)
     assert change.step_s == pytest.approx(again.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model, batch, machine, options, more",
+    [
+        ("llama-8b", 700, "rtx4060", {}, 4),  # the device has room for another window with some of these
+        ("vit-h", 2048, "rtx4060", {"accumulate": 4}, 1),
+        pytest.param("llama-8b", 4096, "rtx4060", {"activations": "recompute"}, 4, marks=slow),  # the device is small
+        pytest.param(
+            Stack, 4096, replace(MACHINE, device_nbytes=100 * 2**20, host_nbytes=40 * 2**20), {}, 3, marks=slow
+        ),
+    ],
+)
+def test_a_change_has_the_window_that_a_plan_with_it_chooses(model, batch, machine, options, more):
+    def with_change(**change):
+        given = torch.zeros(batch, 256) if model is Stack else batch
+        return planned(model, given, machine, **{"precision": "bf16-mixed", **options, **change})
+
+    offered = CHANGES | {"activations='recompute'": {"activations": "recompute"}}
+    found, compared = with_change(), 0
+    for change in (*found.changes, *found.host_changes):
+        if change.what in offered:
+            again, compared = with_change(**offered[change.what]), compared + 1
+            assert (change.nbytes, change.step_s) == (again.device_nbytes, again.with_memory.step_s)
+            assert (change.window, change.transfer) == (again.window, again.transfer)
+    assert compared >= more
+
+
+def test_a_run_without_room_is_as_fast_as_it_were_with_room():
+    tight, roomy = (planned("llama-8b", 700, "rtx4060", device_memory=size) for size in ("8GiB", "1TiB"))
+    assert not tight.fits and tight.window < roomy.window and tight.step_s > roomy.step_s
+    assert tight.with_memory == roomy.with_memory and roomy.with_memory.step_s == roomy.step_s
 
 
 def test_a_slow_step_of_the_optimizer_is_offered_with_accumulation():
@@ -766,14 +829,12 @@ def test_a_loss_in_chunks_is_offered_first_of_a_workload():
     """As of Llama 3 8B: 35.3 GiB, of which 23.5 are logits, 12 bytes each."""
     options = {"machine": "a100", "activations": "recompute", "precision": "bf16-mixed"}
     found, chunked = (planned("llama3-8b", 16384, loss=loss, **options) for loss in ("full", "chunked"))
-    sizes = {"window": found.window, "transfer": found.transfer}
-    same = planned("llama3-8b", 16384, loss="chunked", **options, **sizes)
-    assert offered(found) == [0] and found.changes[0].nbytes == same.device_nbytes
+    assert offered(found) == [0] and found.changes[0].nbytes == chunked.device_nbytes
     assert found.device_nbytes / GIB == pytest.approx(35.3, rel=0.01)
     assert chunked.device_nbytes < 16.5 * GIB and chunked.step_s < 1.03 * found.step_s
     assert chunked.largest_batch > 2 * found.largest_batch
     short = planned("llama3-8b", 16384, **options, device_memory="20GiB")
-    assert short.changes[0].what == "loss in chunks" and "what would fit: loss in chunks (15.42 GiB" in short.first
+    assert short.changes[0].what == "loss in chunks" and "what would fit: loss in chunks (16.02 GiB" in short.first
     assert offered(planned("llama3-8b", 16384, **options, device_memory="12GiB")) != [0]  # it would not fit
     assert not offered(planned("llama3-8b", 512, **options))
 
@@ -824,7 +885,7 @@ def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
         ({"optimizer": "AdamX"}, "optimizer must be one of Adam, AdamW, .* got 'AdamX'"),
         ({"windows": 2}, "an option must be one of window, .* got 'windows'"),
         ({"window": 0}, "window must be an int >= 1 or 'auto', got 0"),
-        ({"device_memory": "much"}, "device_memory must be bytes such as .*, got 'much'"),
+        ({"device_memory": "much"}, "device_memory must be a size with its unit, .*, got 'much'"),
         ({"loss": "half"}, "loss must be 'full', 'chunked' or a function, got 'half'"),
         ({"module": "vit-h", "batch": 9, "loss": "chunked"}, "loss must be 'full': .*, got 'chunked'"),
         ({"module": "llama9"}, "module must be a module, or one of llama3-8b, .* got 'llama9'"),
@@ -837,8 +898,8 @@ def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
         ({"module": "sdxl", "batch": 1, "loss": print}, "loss must be None for a workload, whose numbers are listed"),
         ({"module": "sdxl", "batch": 1, "optimizer": "AdamX"}, "optimizer must be one of Adam, .* got 'AdamX'"),
         ({"module": "sdxl", "batch": 1, "master_weights": True}, "precision must be 'bf16-true' or '16-true' with"),
-        ({"host_nbytes": "much"}, "host_nbytes must be bytes such as .*, got 'much'"),
-        ({"host_headroom": -1}, "host_headroom must be bytes, at least 0, got -1"),
+        ({"host_memory": "much"}, "host_memory must be a size with its unit, .*, got 'much'"),
+        ({"host_headroom": -1}, "host_headroom must be bytes, at least 0: .*, got -1"),
         ({"copies": -1}, "copies must be an int >= 0, got -1"),
     ],
 )
