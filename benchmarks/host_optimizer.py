@@ -23,7 +23,7 @@ import time
 
 import torch
 
-from sp_lightning.memory.gradient_store import widened
+from sp_lightning.gradients.slab import widened
 from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native, pieces
 

@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 import simgpu.lightning
+from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.lightning.strategy import SuperpipelineStrategy
 from sp_lightning.memory.unit_store import UnitStore
-from sp_lightning.runtime.gradients import GradientReturn
 
 MS = 1000  # microseconds
 UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10

@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
 
     import sp_lightning
     from sp_lightning.core import malloc
-    from sp_lightning.memory.host_bytes import UnitHostBytes, host_bytes
+    from sp_lightning.core.host_bytes import UnitHostBytes, host_bytes
     from sp_lightning.ranks.exchange import AHEAD
 
     (size,) = options.ranks

@@ -1,9 +1,10 @@
 """Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
 
 Importing this package registers the strategies with Lightning, and with ``pytorch_lightning`` if that was imported
-before, and does nothing else.
+before and is of a version that they work with, and does nothing else.
 """
 
+import logging
 import sys
 
 from .lightning.callback import SuperpipelineCallback
@@ -27,4 +28,7 @@ __all__ = [
 
 register()
 if "pytorch_lightning" in sys.modules:  # the same Lightning under another name
-    from . import pytorch_lightning as pytorch_lightning
+    try:
+        from . import pytorch_lightning as pytorch_lightning
+    except ImportError as error:  # some other library imports it: no error for users of `lightning`
+        logging.getLogger(__name__).info("not registered with pytorch_lightning: %s", error)

@@ -80,6 +80,10 @@ class SourceFileError(SuperpipelineError, RuntimeError):
     """A file that weights are read from is not the file that it was when they were loaded."""
 
 
+class TornStepError(SuperpipelineError, RuntimeError):
+    """Weights and optimizer state are those of no step, because a step failed half done: load a checkpoint."""
+
+
 class UnsupportedError(SuperpipelineError, RuntimeError):
     """A device or a feature is not supported; the message says what to do instead."""
 

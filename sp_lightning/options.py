@@ -5,9 +5,10 @@ Values come from Python, from YAML and from a command line: text that means a nu
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -55,6 +56,14 @@ class Options:
         """Whether weights or state may be in files."""
         return self.host_budget is not None or self.disk is not None
 
+    def check_devices(self, count: int) -> None:
+        """Raise OptionError if so many devices are more than an option is built for."""
+        if count == 1 or not self.uses_files:
+            return
+        given = f"host_budget='{format_bytes(self.host_budget or 0)}'" if self.disk is None else f"disk={self.disk!r}"
+        allowed = f"1 with {given}: weights and state in files are built for one device so far"
+        raise OptionError(argument="devices", found=count, allowed=allowed)
+
     @classmethod
     def parse(cls, **given: Any) -> Options:
         """Make options from values by name; an unknown name is refused like a wrong value."""
@@ -91,28 +100,34 @@ class Options:
 
 
 def parse_bytes(text: str, argument: str = "a size") -> int:
-    """Parse text such as "10GiB" (powers of 1024), "10 GB" (powers of 1000) or "1024" into bytes."""
+    """Parse text such as "10GiB" (powers of 1024) or "10 GB" (powers of 1000) into bytes; only "0" needs no unit."""
     match = _SIZE.fullmatch(text)
-    factor = _FACTORS.get((match[2] or "B").lower()) if match else None
+    factor = _FACTORS.get(match[2].lower() or ("" if Decimal(match[1]) else "b")) if match else None
     if match is None or factor is None:
-        raise OptionError(argument=argument, found=text, allowed='bytes such as 1073741824, "10GiB" or "10 GB"')
+        allowed = 'a size with its unit, such as "10GiB", "10 GB" or "1024B"'
+        raise OptionError(argument=argument, found=text, allowed=allowed)
     return int(Decimal(match[1]) * factor)
 
 
-def format_bytes(nbytes: int) -> str:
-    """Format bytes for a reader: "1.31 GiB"."""
+def format_bytes(nbytes: int, up: bool = False) -> str:
+    """Format bytes for a reader: "1.31 GiB"; rounded up if the text is to be enough for them, copied into an option."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
-    value, power = nbytes / 1024, 1
-    while round(abs(value), 2) >= 1024 and power < len(_BINARY) - 1:
-        value, power = value / 1024, power + 1
+    value, power = _rounded(nbytes / 1024, up), 1
+    while abs(value) >= 1024 and power < len(_BINARY) - 1:
+        power += 1
+        value = _rounded(nbytes / 1024**power, up)
     return f"{value:.2f} {_BINARY[power]}"
 
 
-def format_both(one: int, other: int) -> tuple[str, str]:
-    """Format two sizes so that a reader sees which is larger: in plain bytes if they would look alike."""
-    texts = format_bytes(one), format_bytes(other)
-    return texts if one == other or texts[0] != texts[1] else (f"{one} B", f"{other} B")
+def _rounded(value: float, up: bool) -> float:
+    return math.ceil(value * 100) / 100 if up else round(value, 2)
+
+
+def format_both(needed: int, there: int) -> tuple[str, str]:
+    """Format what is needed, rounded up, and what there is: in plain bytes if the two would look alike."""
+    texts = format_bytes(needed, up=True), format_bytes(there)
+    return texts if needed == there or texts[0] != texts[1] else (f"{needed} B", f"{there} B")
 
 
 def format_seconds(seconds: float) -> str:
@@ -146,7 +161,7 @@ def _budget(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int 
     nbytes = parse_bytes(value, argument) if isinstance(value, str) else value
     if isinstance(nbytes, int) and is_int(nbytes) and nbytes >= (bound == "> 0"):
         return nbytes
-    allowed = f'None or bytes {bound}, an int or text such as "10GiB" or "10 GB"'
+    allowed = f'None or bytes {bound}, an int or text with a unit such as "10GiB" or "10 GB"'
     raise OptionError(argument=argument, found=value, allowed=allowed)
 
 
@@ -159,16 +174,16 @@ def _folder(argument: str, value: object) -> str | None:
 
 
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return "auto"
     # A class is callable too, but a call would build a module instead of finding some.
     if callable(value) and not isinstance(value, type):
         finder: UnitFinder = value
         return finder
     names = (value,) if isinstance(value, str) else value
-    if isinstance(names, (list, tuple)) and names and all(isinstance(name, str) and name.strip() for name in names):
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
         return tuple(name.strip() for name in names)
-    allowed = "'auto', a list of class names or a callable(module) -> list of modules"
+    allowed = "'auto', a sequence of class names or a callable(module) -> list of modules"
     raise OptionError(argument="units", found=value, allowed=allowed)
 
 

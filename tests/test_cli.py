@@ -154,3 +154,9 @@ def test_the_strategys_arguments_are_given_without_its_name(toy, capsys):
 def test_another_strategy_can_be_named(toy, capsys):
     main(["fit", *toy("\n      strategy: auto\n")])
     assert "fit with SingleDeviceStrategy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
+def test_a_size_without_a_unit_is_refused(name, toy):
+    with pytest.raises(ValueError, match=f"{name} must be a size with its unit, .* got '64'"):
+        main(["fit", *toy(""), f"--trainer.strategy.{name}=64"])

@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import re
 
@@ -79,7 +80,7 @@ def test_one_count_alone_goes_with_auto(given):
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), (1, 1), ("1024", 1024), ("10GiB", 10 * 2**30), ("10 GB", 10**10), ("512MiB", 2**29)],
+    [(None, None), (1, 1), ("1024B", 1024), ("10GiB", 10 * 2**30), ("10 GB", 10**10), ("512MiB", 2**29)],
 )
 def test_a_memory_budget_is_bytes(value, expected):
     assert Options.parse(memory_budget=value).memory_budget == expected
@@ -113,7 +114,7 @@ def test_a_disk_that_is_no_path_is_refused(value):
 
 
 def test_a_budget_that_is_no_size_is_refused():
-    refused("memory_budget must be bytes such as .*, got '10 gigs'", memory_budget="10 gigs")
+    refused("memory_budget must be a size with its unit, .*, got '10 gigs'", memory_budget="10 gigs")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def test_a_budget_that_is_no_size_is_refused():
         (" Block ", ("Block",)),
         (["Block", "Head"], ("Block", "Head")),
         (("Block",), ("Block",)),
+        (collections.UserList(["Block", "Head"]), ("Block", "Head")),  # as a config's list is
         (find_blocks, find_blocks),
     ],
 )
@@ -131,9 +133,17 @@ def test_units_are_auto_or_class_names_or_a_callable(value, expected):
     assert Options.parse(units=value).units == expected
 
 
-@pytest.mark.parametrize("value", ["", " ", [], (), [""], ["Block", 3], [nn.Linear], nn.Linear, 3, None, {"Block"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *["", " ", [], (), [""], ["Block", 3], [nn.Linear], nn.Linear, 3, None, {"Block"}, {"Block": 1}, b"Block"],
+        (name for name in ["Block"]),
+    ],
+)
 def test_any_other_units_are_refused(value):
-    refused("units must be 'auto', a list of class names or a callable.*, got " + re.escape(repr(value)), units=value)
+    refused(
+        "units must be 'auto', a sequence of class names or a callable.*, got " + re.escape(repr(value)), units=value
+    )
 
 
 @pytest.mark.parametrize("value", ["keep", "recompute", "offload"])
@@ -186,10 +196,11 @@ def test_text_means_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1G", "1 2 GiB", "1e3", "1,5GiB", ".5GiB", "nan"])
+@pytest.mark.parametrize("text", ["", "64", "1.5", "GiB", "-1GiB", "1G", "1 2 GiB", "1e3", "1,5GiB", ".5GiB", "nan"])
 def test_text_that_means_no_bytes_is_refused(text):
     with pytest.raises(
-        OptionError, match=re.escape(f'a size must be bytes such as 1073741824, "10GiB" or "10 GB", got {text!r}')
+        OptionError,
+        match=re.escape(f'size must be a size with its unit, such as "10GiB", "10 GB" or "1024B", got {text!r}'),
     ):
         parse_bytes(text)
 
@@ -214,7 +225,13 @@ def test_what_is_written_for_a_reader_can_be_read_again():
     assert parse_bytes(format_bytes(3 * 2**29)) == 3 * 2**29
 
 
+@pytest.mark.parametrize("nbytes", [1025, 679_500_000, 2**20 - 1, 2**30 - 1, 2**30, 2**30 + 1, 3 * 2**40 + 12345])
+def test_bytes_that_are_rounded_up_are_enough_and_hardly_more(nbytes):
+    assert nbytes <= parse_bytes(format_bytes(nbytes, up=True)) <= nbytes * 1.01
+
+
 def test_two_sizes_that_round_to_the_same_are_told_apart():
-    assert format_both(3 * 2**20 + 1, 3 * 2**20) == ("3145729 B", "3145728 B")
+    assert format_both(3 * 2**20 + 1, 3 * 2**20) == ("3.01 MiB", "3.00 MiB")
+    assert format_both(3 * 2**20 - 1, 3 * 2**20 - 2) == ("3145727 B", "3145726 B")
     assert format_both(2**30, 2**31) == ("1.00 GiB", "2.00 GiB")
     assert format_both(2**30, 2**30) == ("1.00 GiB", "1.00 GiB")

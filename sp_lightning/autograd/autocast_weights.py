@@ -50,7 +50,7 @@ from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transf
 from ..memory.partition import slots
 from ..memory.watched_parameters import HostParameter, quietly, true_version
 from .backward_pass import in_backward
-from .stand_ins import StreamedUnit
+from .stand_ins import InPlaceOfForward, StreamedUnit
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NAME = "weight"
@@ -65,8 +65,11 @@ class GuardedEntry(Protocol):
     """The entry in front of a module's forward (runtime/entries.py)."""
 
     module: nn.Module
-    forward: Callable[..., Any]
     hidden: bool
+    guard: Callable[..., Any] | None  # is called instead of the forward
+
+    @property
+    def forward(self) -> Callable[..., Any]: ...
 
 
 class Read(NamedTuple):
@@ -118,9 +121,9 @@ class CastBytes:
         store = self.unit.store
         with torch.inference_mode(False), torch.no_grad():
             if self.current:
-                return store.device.cast(store.device_view(self._index), self._host.dtype)
+                return store.device.cast(store.on_device.view(self._index), self._host.dtype)
             store.counters.bytes_up += self._host.nbytes
-            return self._host.to(store.storage.device, copy=True)
+            return self._host.to(store.on_device.storage.device, copy=True)
 
 
 class SavedCast(NamedTuple):
@@ -138,7 +141,7 @@ class SavedCast(NamedTuple):
         return empty.set_(cast.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class CastCandidate:
+class CastCandidate(InPlaceOfForward):
     """One weight that may travel in autocast's type: the uses that were counted, and its guard during visits (Rule 2).
 
     The guard stands in the places of the module's parameters and of its forward.
@@ -161,7 +164,7 @@ class CastCandidate:
         self.on = False  # whether the guard is in place
         self._entry = entry
         self._hides_entry = hides_entry  # whether the entry is out of the way during visits
-        self._forward = entry.forward
+        self._forward = entry.forward  # which reads the weight once; that of another class may not
         self._parameters: dict[str, Any] = self.module._parameters
         self._guard = GuardedParameters(self._parameters, self.give_up)
         self._on_change = on_change  # the weight may have to travel in another type from now on
@@ -179,7 +182,7 @@ class CastCandidate:
             return
         self.on = True
         self.module.__dict__["_parameters"] = self._guard
-        self._entry.forward = self  # for a call of the module that begins the visit
+        self._entry.guard = self  # for a call of the module that begins the visit
         if self._hides_entry:
             self.module.__dict__["forward"] = self  # and for those within one
 
@@ -189,7 +192,7 @@ class CastCandidate:
             self.on = False
             if self.module.__dict__["_parameters"] is self._guard:
                 self.module.__dict__["_parameters"] = self._parameters
-            self._entry.forward = self._forward
+            self._entry.guard = None
             if self.module.__dict__.get("forward") is self:
                 del self.module.__dict__["forward"]
 
@@ -197,7 +200,7 @@ class CastCandidate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weight = self._use(args, kwargs)
         if weight is None:
-            return self._forward(*args, **kwargs)
+            return self._entry.forward(*args, **kwargs)
         places = self.module.__dict__
         places["_parameters"] = {**self._parameters, NAME: weight}
         try:
@@ -209,7 +212,7 @@ class CastCandidate:
                 self._cast = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
+        return copy.deepcopy(self._entry.forward, memo)
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")
@@ -217,7 +220,8 @@ class CastCandidate:
     def _use(self, args: Any, kwargs: Any) -> Tensor | None:
         """Count a call of the module's forward; return the weight for it, or None to have its read noticed (Rule 2)."""
         stand_ins, dtype = self.unit.stand_ins, None
-        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and stand_ins.bound and not self.given_up:
+        plain = not kwargs and len(args) == 1 and type(args[0]) is Tensor and self._entry.forward is self._forward
+        if plain and stand_ins.bound and not self.given_up:
             now = self._parameters.get(NAME)
             if now is stand_ins.outputs[self.index] or now is self.unit.store.params[self.index]:
                 dtype = self._cast_to()

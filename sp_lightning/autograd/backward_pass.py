@@ -27,6 +27,7 @@ from typing import Protocol
 
 from ..compat.tensors import at_end_of_backward, current_node, graph_task
 from ..errors import ExactnessError
+from ..memory.access import Access
 from ..memory.unit_store import UnitStore
 from .stand_ins import StreamedUnit
 
@@ -60,10 +61,10 @@ class StepBesideBackward(Protocol):
 
 
 class BackwardPass:
-    """A backward, from the first unit that it needs to its end; a failed one counts as running until a reset."""
+    """A backward, from the first unit that it needs to its end, or to a reset if it failed."""
 
-    def __init__(self) -> None:
-        self.running = False
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._in_scope = False  # whether it began inside a scope
         self._task = -1  # autograd's number of the outermost backward
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
@@ -74,7 +75,7 @@ class BackwardPass:
 
     def begin(self, at_end: Callable[[], None], in_scope: bool) -> None:
         """Begin a backward, which needs its first unit, inside a scope or not (Rule 3)."""
-        self.running = True
+        self._access.gradients.add(self)
         self._in_scope = in_scope
         self._task = graph_task()
         self._inside.clear()
@@ -84,8 +85,12 @@ class BackwardPass:
 
     def end(self) -> None:
         """End a backward that raised no error, and record which units it did not come back to (Rule 1)."""
-        self.running = False
+        self.interrupt()
         self._never_revisited |= self._complete
+
+    def interrupt(self) -> None:
+        """End a backward that may have raised an error. Safe twice."""
+        self._access.gradients.discard(self)
 
     def completed(self, unit: StreamedUnit) -> bool:
         """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1 to 3)."""

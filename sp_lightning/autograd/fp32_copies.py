@@ -7,11 +7,13 @@
    of one visit. Others would have to be summed with them before they reach ``.grad``, and are an error instead.
 3. A full-precision copy does not follow its host parameter: keeping it until the weight has changed is an error. So is
    a hook on it, which the gradients of earlier uses would bypass. What is written to it goes down to the host when the
-   visit ends; a forward that writes to it cannot run again.
+   visit ends, and what is written to a view of it later before the host's bytes are read (weight_reads.py, Rule 8); a
+   forward that writes to it cannot run again.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -38,6 +40,16 @@ class FullPrecisionStandIn(DeviceParameter):
         raise ExactnessError(f"retain_grad() was called on a weight inside its unit: {AS_IS}")
 
 
+@dataclass(slots=True)
+class _OldCopy:
+    """The copy of a visit that has ended, which other code may still refer to."""
+
+    index: int
+    data: Tensor
+    version: int  # when it was equal to the host's bytes
+    data_exposed: list[bool]  # [True] once a view of it was made without gradients
+
+
 class FullPrecisionCopies:
     """The full-precision copies of one unit's weights that travel in autocast's type."""
 
@@ -47,7 +59,7 @@ class FullPrecisionCopies:
         self.enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones
         self._written: set[int] = set()  # those of them that model code wrote
         self.copies: dict[int, FullPrecisionStandIn] = {}  # of this visit
-        self._old_copies: list[tuple[int, Tensor]] = []  # of earlier visits
+        self.old_copies: list[_OldCopy] = []  # of earlier visits
         self._sources: dict[tuple[int, int], Any] = {}  # by task and weight: the receiver of its gradient
         self.gradients_split = False  # whether a copy's gradient came by itself in this backward
 
@@ -56,7 +68,7 @@ class FullPrecisionCopies:
         if index in self.copies:
             return self.copies[index]
         store, parameter = self._store, self._store.params[index]
-        device = store.storage.device
+        device = store.on_device.storage.device
         with torch.inference_mode(False), torch.no_grad():
             views = [torch.empty(0, device=device, dtype=field.dtype) for field in store.host_layout.fields]
             views[index] = true_data(parameter).to(device, copy=True)
@@ -96,9 +108,21 @@ class FullPrecisionCopies:
             data = tensor.detach()
             if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
                 check_not_recorded(tensor, self._store.names[index])
-                self._store.write_back(index, data)
-                self._written.add(index)
-            self._old_copies.append((index, data))
+                self._write_back(index, data)
+            tensor.data_exposed[0] = False
+            self.old_copies.append(_OldCopy(index, data, true_version(data), tensor.data_exposed))
+
+    def collect_writes(self) -> None:
+        """Write back what code wrote to views of copies of earlier visits (Rule 3)."""
+        for copy in self.old_copies:
+            exposed, version = copy.data_exposed[0], true_version(copy.data)
+            if (exposed or version != copy.version) and not self._equals_host(copy.index, copy.data):
+                self._write_back(copy.index, copy.data)
+            copy.version, copy.data_exposed[0] = version, False
+
+    def _write_back(self, index: int, data: Tensor) -> None:
+        self._store.write_back(index, data)
+        self._written.add(index)
 
     def check_rewritten(self, index: int) -> None:
         """Raise if a forward that wrote to a copy of this weight is about to run again (Rule 3)."""
@@ -115,13 +139,14 @@ class FullPrecisionCopies:
 
         True: some are referenced elsewhere, and have to be checked again.
         """
-        for index, tensor in self._old_copies:
-            if shares_storage(tensor) and not self._equals_host(index, tensor):
+        self.collect_writes()
+        for copy in self.old_copies:
+            if shares_storage(copy.data) and not self._equals_host(copy.index, copy.data):
                 raise ExactnessError(
-                    f"a reference to {self._store.names[index]} was kept after its unit's forward: {AS_IS}"
+                    f"a reference to {self._store.names[copy.index]} was kept after its unit's forward: {AS_IS}"
                 )
-        self._old_copies = [(index, tensor) for index, tensor in self._old_copies if shares_storage(tensor)]
-        return bool(self._old_copies)
+        self.old_copies = [copy for copy in self.old_copies if shares_storage(copy.data)]
+        return bool(self.old_copies)
 
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))

@@ -72,13 +72,13 @@ class CastUses:
     """The gradients of a unit's weights in autocast's type, by their uses in a graph (Rule 4)."""
 
     def __init__(self) -> None:
-        self._arrived: dict[int, dict[int, list[Tensor]]] = {}  # by the number of autograd's task, then by weight
+        self.arrived: dict[int, dict[int, list[Tensor]]] = {}  # by the number of autograd's task, then by weight
         self.left_to_autograd: set[int] = set()  # weights of casts on the device that are read in another way as well
 
     def arrive(self, index: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the unit's node gets none from there."""
         if grads[0] is not None:
-            self._arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
+            self.arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
         return (None,)
 
     def arrive_at_cast(self, index: int, grads: Gradients) -> Gradients | None:
@@ -87,11 +87,11 @@ class CastUses:
 
     def sums(self) -> dict[int, Tensor]:
         """Return and forget the sums of gradients that arrived in the running task of autograd, by weight."""
-        return {index: _sum(arrived) for index, arrived in self._arrived.pop(graph_task(), {}).items()}
+        return {index: _sum(arrived) for index, arrived in self.arrived.pop(graph_task(), {}).items()}
 
     def clear(self) -> None:
         """Drop gradients of tasks that ended before they reached the unit's node."""
-        self._arrived.clear()
+        self.arrived.clear()
 
 
 def _sum(arrived: list[Tensor]) -> Tensor:

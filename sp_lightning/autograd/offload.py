@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import is_zero_tensor, storage_id
+from ..core.host_bytes import ALIGNMENT, aligned
 from ..core.telemetry import Counters
 from ..memory.device import Device
-from ..memory.layout import ALIGNMENT, Field, aligned
+from ..memory.layout import Field
 
 
 @dataclass(eq=False)

@@ -5,12 +5,13 @@ it, so that the second run equals the first and leaves no trace:
 
 1. What forward may change besides its outputs is restored for the second run as it was before the first, and put back
    afterwards: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or that were
-   passed (a cache, say), hooks, Python's and NumPy's random states, weights that the unit writes itself, and what is in
-   the places of parameters for the time of a call (`torch.func.functional_call`). So are torch's defaults, which
-   contexts set around a forward: type and device of new tensors, and the choices of kernels. An object that knows
-   modules outside of the unit, such as a trainer, does not belong to the unit and is left alone. What cannot be copied
-   is copied in parts, as far as these can be; an iterator that cannot be copied is an error. A copy of plain values,
-   such as a model's config, is used again as long as neither it nor the original has changed.
+   passed (a cache, say), attributes in Python of tensors that are kept or passed (weights, too), hooks, Python's and
+   NumPy's random states, weights that the unit writes itself, and what is in the places of parameters for the time of a
+   call (`torch.func.functional_call`). So are the modules' classes and own forwards, which of their weights train, and
+   torch's defaults, which contexts set around a forward: type and device of new tensors, and the choices of kernels. An
+   object that knows modules outside of the unit, such as a trainer, does not belong to the unit and is left alone. What
+   cannot be copied is copied in parts, as far as these can be; an iterator that cannot be copied is an error. A copy of
+   plain values, such as a model's config, is used again as long as neither it nor the original has changed.
 2. Tensors are not copied, except buffers, weights that were written, and tensors that are passed to a unit of which it
    is not known yet that it leaves them alone: forward may change them in place (a dropout that comes first). If it did,
    the copy is kept. A change in place is an error if no copy can stand for the tensor, if the unit did not make such
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
-from ..compat.modules import HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
+from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
@@ -50,7 +51,8 @@ from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
-from .saved_tensors import SHARED, reachable, tensors_in
+from .saved_tensors import SHARED, mark_own_checkpoint, reachable, tensors_in
+from .stand_ins import InPlaceOfForward
 
 Call = Callable[..., Any]
 _COPIED_BY_ITSELF = {
@@ -62,7 +64,7 @@ _COPIED_BY_ITSELF = {
     "__getnewargs_ex__",
 }
 # Attributes of a module that forward does not change, or that are restored in another way.
-_FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT}  # in whose places entries are
 # Types whose objects cannot change.
 _CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.
@@ -106,8 +108,14 @@ class Recompute:
             again, again_kwargs = first.pop() if first else before.arguments()
             return call(*again, **again_kwargs)
 
+        @contextlib.contextmanager
+        def first_run() -> Iterator[None]:
+            mark_own_checkpoint()
+            with self._written.recording(before.weights):
+                yield
+
         def contexts() -> tuple[Any, Any]:
-            return self._written.recording(before.weights), before
+            return first_run(), before
 
         output = checkpoint(forward, self._anchor, use_reentrant=False, context_fn=contexts)
         changed = _changed(passed)
@@ -168,7 +176,7 @@ class Written:
 class _ForwardState:
     """A copy of all that a unit's forward may change, other than its arguments and weights (Rule 1)."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], tensors: Iterable[Tensor]) -> None:
         numpy = sys.modules.get("numpy")
         self._random = random.getstate(), numpy and numpy.random.get_state()
         self.device, self._dtype, self._kernels = (
@@ -176,18 +184,24 @@ class _ForwardState:
             torch.get_default_dtype(),
             kernel_choices(),
         )
-        self.attributes = [(m, {name: v for name, v in vars(m).items() if name not in _FIXED}) for m in modules]
+        self.attributes: list[tuple[Any, dict[str, Any]]] = [
+            (m, {name: v for name, v in vars(m).items() if name not in _FIXED}) for m in modules
+        ]
+        self.note_attributes(tensors)
+        self._code = [(module, type(module), vars(module).get("forward")) for module in modules]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-        places = [m._parameters for m in modules if type(m._parameters) is dict]  # else a guard's: autocast_weights.py
-        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = [(place, dict(place)) for place in places]
-        weights = {id(p): p for place in places for p in map(_host, place.values()) if p is not None}.values()
+        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = [(p, dict(p)) for p in _places(modules)]
         with quietly():
             self._hooks = [
                 (owner, name, dict(getattr(owner, name) or ()))
-                for owners, names in ((modules, HOOKS_OF_MODULE), (weights, HOOKS_OF_WEIGHT))
+                for owners, names in ((modules, HOOKS_OF_MODULE), (_weights(modules), HOOKS_OF_WEIGHT))
                 for owner in owners
                 for name in names
             ]
+
+    def note_attributes(self, tensors: Iterable[Tensor]) -> None:
+        """Take the attributes that tensors have in Python, too."""
+        self.attributes += [(tensor, dict(vars(tensor))) for tensor in tensors if not _consists_of_tensors(tensor)]
 
     @property
     def values(self) -> list[Any]:
@@ -208,10 +222,17 @@ class _ForwardState:
             return known.copy
 
         made = copy.copy(self)
-        made.attributes = [(module, {name: copied(v) for name, v in then.items()}) for module, then in self.attributes]
+        made.attributes = [(owner, {name: copied(v) for name, v in then.items()}) for owner, then in self.attributes]
+
+        def clone(buffer: Tensor | None) -> Tensor | None:
+            if buffer is not None:
+                attributes, buffer = vars(buffer), buffer.detach().clone()
+                if attributes and not _consists_of_tensors(buffer):
+                    vars(buffer).update({name: copied(v) for name, v in attributes.items()})
+            return buffer
+
         made._buffers = [
-            (place, {name: value if value is None else value.detach().clone() for name, value in buffers.items()})
-            for place, buffers in self._buffers
+            (place, {name: clone(value) for name, value in buffers.items()}) for place, buffers in self._buffers
         ]
         made._parameters = [(p, {name: _host(value) for name, value in then.items()}) for p, then in self._parameters]
         return made
@@ -224,8 +245,15 @@ class _ForwardState:
             sys.modules["numpy"].random.set_state(numpy)
         torch.set_default_dtype(self._dtype)
         choose_kernels(self._kernels)
-        for module, values in self.attributes:
-            own = vars(module)
+        for module, kind, forward in self._code:
+            if type(module) is not kind:
+                module.__class__ = kind
+            if _own_forward(vars(module).get("forward")) is not _own_forward(forward):
+                vars(module)["forward"] = forward
+                if forward is None:
+                    del vars(module)["forward"]
+        for owner, values in self.attributes:
+            own = vars(owner)
             for name in own.keys() - _FIXED - values.keys():
                 del own[name]
             own.update(values)
@@ -345,15 +373,20 @@ class _ForwardSnapshot:
         self._name = name
         self._written = written
         self._modules = list(root.modules())
-        now = _ForwardState(self._modules)
+        weights = _weights(self._modules)
+        self._trained = [(weight, weight.requires_grad) for weight in weights if isinstance(weight, nn.Parameter)]
+        now = _ForwardState(self._modules, weights)
         plain = copies.of(name, now)
         values = [value for _, then in now.attributes for value in then.values() if id(value) not in plain]
         self._foreign = _foreign(values, self._modules)
         reached = reachable([value for value in values if id(value) not in self._foreign])
         attributes = [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
         self.kept = _versions(attributes)  # tensors that modules keep as attributes, or in them
+        now.note_attributes(attributes)
+        self._tensors = [*weights, *attributes]
         memo = {**self._foreign}
         self._arguments = _copied((args, kwargs), memo)
+        self._marks = [_copies(vars(tensor), memo) for tensor in _passed(self._arguments)]  # their attributes
         self._before = now.copied(memo, plain)
         self._plain = list(plain.values())
         self.weights: dict[Any, Tensor] = {}
@@ -413,6 +446,13 @@ class _ForwardSnapshot:
                 return clones.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
 
             arguments = _mapped(arguments, cloned)
+        for tensor, marks in zip(_passed(arguments), self._marks, strict=True):
+            attributes = vars(tensor)
+            if marks or attributes:
+                self._now[-1].callback(attributes.update, dict(attributes))
+                self._now[-1].callback(attributes.clear)
+                attributes.clear()
+                attributes.update(_copies(marks, self._memo))
         return _copied(arguments, self._memo)
 
     def _fetched(self, value: Any) -> Any:
@@ -424,12 +464,13 @@ class _ForwardSnapshot:
         return self._offload.unpack(value).requires_grad_()
 
     def __enter__(self) -> None:
+        mark_own_checkpoint()
         with quietly():
             changed = bool(_changed(self._relied_on)) or list(map(Tensor.data_ptr, self._weights)) != self._addresses
         by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
         if changed or any(self._cast[key].before is not None for key in by_others):
             self._refuse()
-        now, before = contextlib.ExitStack(), _ForwardState(self._modules)
+        now, before = contextlib.ExitStack(), _ForwardState(self._modules, self._tensors)
         self._now = [now]
         now.callback(before.restore)
         now.callback(setattr, self._written, "restored", self._written.restored)
@@ -438,6 +479,10 @@ class _ForwardSnapshot:
         for plain in self._plain:
             now.callback(plain.give_back, taken[id(plain.copy)])
         self._before.copied(self._memo, taken).restore()
+        for weight, trained in self._trained:
+            if weight.requires_grad != trained:
+                now.callback(weight.requires_grad_, weight.requires_grad)
+                weight.requires_grad_(trained)
         self._written.restored = self.weights
         if self._before.device != before.device:
             now.enter_context(self._before.device)
@@ -451,6 +496,22 @@ class _ForwardSnapshot:
 def _host(parameter: Any) -> Any:
     """Return what is in a parameter's place outside of visits."""
     return parameter.host if isinstance(parameter, DeviceParameter) else parameter
+
+
+def _places(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """Return the places of modules' parameters, but for those where a guard is (autocast_weights.py)."""
+    return [module._parameters for module in modules if type(module._parameters) is dict]
+
+
+def _weights(modules: list[nn.Module]) -> list[Any]:
+    """Return what is in these places outside of visits, once each."""
+    found = (_host(parameter) for place in _places(modules) for parameter in place.values() if parameter is not None)
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _own_forward(found: Any) -> Any:
+    """Return the forward that a module has beside its class's, whatever of ours is in its place."""
+    return found.own if isinstance(found, InPlaceOfForward) else found
 
 
 def _foreign(values: list[Any], modules: list[nn.Module]) -> dict[int, Any]:
@@ -535,6 +596,23 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def _passed(arguments: Any) -> list[Tensor]:
+    """List the tensors in tuples, lists and dicts, in their order, but for weights."""
+    found: list[Tensor] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not _consists_of_tensors(value):
+            found.append(value)
+
+    _mapped(arguments, look)
+    return found
+
+
+def _consists_of_tensors(tensor: Tensor) -> bool:
+    """Whether a tensor's attributes in Python are its values."""
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def _argument_clones(arguments: Any) -> dict[int, Tensor]:

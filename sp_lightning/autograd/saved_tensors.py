@@ -10,7 +10,8 @@
 4. Under autocast a plain run saves a cast copy, which does not change when the weight is written. Nor do the saved
    bytes of a weight that travelled as that copy, or was cast on the device (autocast_weights.py, Rule 6).
 5. Code that disables saved-tensor hooks (``torch.func`` does) would be refused where ours are in force: ours are taken
-   out meanwhile. What autograd saves then refers to the weights themselves, and keeps their units on the device.
+   out meanwhile, and those of a checkpoint of ours with them. What autograd saves then stays where it is, in both runs
+   of a forward alike; it refers to the weights themselves, and keeps their units on the device.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from .stand_ins import StreamedUnit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+OWN_CHECKPOINT = "is_superpipelines"  # an attribute of its hook that packs
 SHARED = (Tensor, torch.nn.Module, ModuleType)  # what a copy of an object has in common with it
 
 
@@ -73,9 +75,9 @@ class SavedWeight(NamedTuple):
         if is_stand_in(tensor):
             index = store.index_of[id(tensor.host)]
             if store.weights[index].parted:
-                place = store.device_view(index)
+                place = store.on_device.view(index)
         else:
-            index = store.index_at(int(tensor.storage_offset()) * tensor.itemsize)
+            index = store.on_device.index_at(int(tensor.storage_offset()) * tensor.itemsize)
         return cls(
             unit,
             index,
@@ -95,12 +97,12 @@ class SavedWeight(NamedTuple):
     def tensor(self) -> Tensor:
         """Return the tensor as a view of the unit's buffer, which must be resident, or of the weight's old bytes."""
         store, first = self.unit.store, self.offset
-        storage = store.storage
+        storage = store.on_device.storage
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
             store.weights[self.weight].saved_again = True
         if self.bytes is not None and self.bytes.before is not None:
             storage = store.bytes_before(self.weight, self.bytes.before)
-            first -= store.layout.fields[self.weight].offset // self.dtype.itemsize
+            first -= store.on_device.layout.fields[self.weight].offset // self.dtype.itemsize
         tensor = true_data(self.unit.stand_ins.outputs[self.weight])  # takes less time than an empty one
         if tensor.dtype is not self.dtype:
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -161,7 +163,7 @@ class SavedTensors:
             vars(pack).clear()  # what graphs refer to leads to no hooks that it does not need
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
-        """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 10).
+        """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 3).
 
         A sparse tensor, which has no storage, belongs to none.
         """
@@ -226,22 +228,31 @@ class SavedTensors:
         try:
             return outer_unpack(packed)
         except CheckpointError as error:
-            raise ExactnessError(f"{name} ran again in backward, and not as it did in forward: {error}") from error
+            found = str(error).partition("Tip:")[0].strip()  # torch's tips are for those who call a checkpoint
+            raise ExactnessError(
+                f"{name} ran again in backward, and not as it did in forward: {found}\nIt depends on something outside "
+                "of it that has changed (a counter, a cache); use activations='keep' or 'offload'"
+            ) from error
 
 
 @contextlib.contextmanager
 def _disabled(error_message: str) -> Iterator[None]:
     """Disable saved-tensor hooks where ours are in force (Rule 5); other hooks still refuse."""
-    hooks = top_hooks(False)
-    ours = hooks is not None and _is_ours(hooks[0])
-    if ours:
+    ours = []
+    while (hooks := top_hooks(False)) is not None and (_is_ours(hooks[0]) or hasattr(hooks[0], OWN_CHECKPOINT)):
+        ours.append(hooks)
         pop_hooks()
     try:
         with DISABLE_SAVED_TENSORS_HOOKS.original(error_message):
             yield
     finally:
-        if ours:
+        for hooks in reversed(ours):
             push_hooks(*hooks)
+
+
+def mark_own_checkpoint() -> None:
+    """Mark the hooks in force, which are a checkpoint's, as those of ours (Rule 5)."""
+    setattr(top_hooks(False)[0], OWN_CHECKPOINT, True)
 
 
 def is_checkpointed() -> bool:

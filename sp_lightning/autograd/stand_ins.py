@@ -7,7 +7,7 @@
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's. An in-place write that autograd recorded is
    an error, as for a plain leaf.
-5. A stand-in that is referenced elsewhere keeps its unit resident (unit_store.py, Rule 5).
+5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
 """
@@ -20,15 +20,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat.references import references
 from ..compat.tensors import set_versions
+from ..core.host_bytes import UnitHostBytes, aligned
 from ..core.window_choice import UnitBytes
 from ..errors import ExactnessError
-from ..memory.host_bytes import UnitHostBytes
-from ..memory.layout import aligned
-from ..memory.partition import Slot, Unit
+from ..memory.partition import Slot, Unit, exchange
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import stand_in, true_data, true_version
 from ..memory.weights import same_bytes
@@ -45,6 +44,40 @@ class Hidden(Protocol):
     def hide(self) -> None: ...
 
     def show(self) -> None: ...
+
+
+class InPlaceOfForward:
+    """Something of ours in the place of a module's forward, or of another of its methods."""
+
+    module: nn.Module
+    method = "forward"
+    own: Any = None  # what the module itself has there, if anything
+
+    def restore(self) -> None:
+        """Put back what the module itself has there."""
+        if self.own is None:
+            del self.module.__dict__[self.method]
+        else:
+            self.module.__dict__[self.method] = self.own
+
+
+class HiddenInVisits(InPlaceOfForward):
+    """An entry that leaves its place to the module's own forward while its only unit is bound."""
+
+    hidden = False
+
+    def hide(self) -> None:
+        """Leave the place, unless other code has taken it."""
+        if self.module.__dict__.get("forward") is self:
+            self.hidden = True
+            self.restore()
+
+    def show(self) -> None:
+        """Take the place again, unless other code has taken it."""
+        if self.hidden:
+            self.hidden = False
+            if self.module.__dict__.get("forward") is self.own:
+                self.module.__dict__["forward"] = self
 
 
 class StandIns:
@@ -83,7 +116,7 @@ class StandIns:
         assert not self.bound
         self.uses = CastUses()
         receive = self._receiver(self.uses)
-        views = [*map(self.store.device_view, range(len(trainable)))]
+        views = [*map(self.store.on_device.view, range(len(trainable)))]
         self.outputs = [  # the only reference to them: references are counted below
             stand_in(output, parameter, self.data_exposed)
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
@@ -92,7 +125,8 @@ class StandIns:
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
-        self.store.own_aliases, self._own_references = self.store.aliases(), self._references()
+        self.store.on_device.own_aliases = self.store.on_device.aliases()
+        self._own_references = sum(map(sum, references(self.outputs)))  # from Python and from C++
         return changed
 
     def _receiver(self, uses: CastUses) -> Receive:
@@ -100,6 +134,8 @@ class StandIns:
         hidden = frozenset(self.store.autocast)
 
         def receive(node: Any, grads: Gradients) -> Gradients:
+            if not uses.arrived:
+                return self.receive(node, grads)
             merged = list(grads)
             for index, total in uses.sums().items():
                 if index in hidden:
@@ -116,11 +152,9 @@ class StandIns:
         if self.bound:
             return
         params, outputs, autocast = self.store.params, self.outputs, self.store.autocast
-        for index, slot in self.slots:
-            if index not in autocast:
-                self._bound_slots += slot.replace(params[index], outputs[index])
-            elif index in self.full_precision.enabled and slot.get() is params[index]:
-                slot.set(self.full_precision.tensor(index))
+        self._bound_slots += exchange(self.slots, params, outputs, but=autocast)
+        for index in sorted(self.full_precision.enabled):
+            self._show_full_precision(index)
         for entry in self.hidden:
             entry.hide()
         self.bound = True
@@ -132,12 +166,11 @@ class StandIns:
         if self.data_exposed[0]:
             self.store.rejoin(self.outputs)
         params, outputs = self.store.params, self.outputs
-        for index, slot in self.slots:
-            if not slot.replace(outputs[index], params[index]) and index in self.full_precision.copies:
-                slot.replace(self.full_precision.copies[index], params[index])
+        exchange(self.slots, outputs, params)
         for entry in reversed(self.hidden):
             entry.show()
-        if self.full_precision.copies:
+        if copies := self.full_precision.copies:
+            exchange([(index, slot) for index, slot in self.slots if index in copies], copies, params)
             self.full_precision.end_visit()
         self._bound_slots = 0
         self.bound = False
@@ -148,9 +181,14 @@ class StandIns:
             return
         self.full_precision.enabled.add(index)
         if self.bound:
-            for at, slot in self.slots:
-                if at == index and slot.get() is self.store.params[index]:
-                    slot.set(self.full_precision.tensor(index))
+            self._show_full_precision(index)
+
+    def _show_full_precision(self, index: int) -> None:
+        """Put a weight's full-precision copy, which is made if it is wanted, into the slots that have the weight."""
+        parameter = self.store.params[index]
+        for at, slot in self.slots:
+            if at == index and slot.get() is parameter:
+                slot.set(self.full_precision.tensor(index))
 
     def stand_in(self, index: int) -> Tensor:
         """Return the device tensor that model code may see in a parameter's place."""
@@ -175,6 +213,7 @@ class StandIns:
         neither module nor engine would ever be freed.
         """
         self.outputs = []
+        self._versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = ()
         self.hidden = []
 
@@ -188,6 +227,9 @@ class StandIns:
         ``replayed``: weights that a recomputation wrote again. The host has their bytes since the first run.
         A write that is refused is undone: the device's bytes and the stand-ins are made anew.
         """
+        old_copies = self.full_precision.old_copies
+        if not (self.data_exposed[0] or replayed or old_copies or self.versions() != self._versions):
+            return
         try:
             self._collect_writes(replayed)
         except Exception:
@@ -201,9 +243,9 @@ class StandIns:
             self.store.rejoin(self.outputs)
         for index in replayed:
             self._replay(index)
+        if self.full_precision.old_copies:
+            self.full_precision.collect_writes()
         versions = self.versions()
-        if versions == self._versions and not self.data_exposed[0]:
-            return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             if now != before:
                 check_not_recorded(self.outputs[index], self.store.names[index])
@@ -226,14 +268,15 @@ class StandIns:
 
     def _replay(self, index: int) -> None:
         """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
-        self.store.device_view(index).copy_(true_data(self.store.params[index]))
+        self.store.on_device.view(index).copy_(true_data(self.store.params[index]))
         set_versions((self.outputs[index],), (self._versions[index],))
 
     def in_use(self) -> bool:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""
         if not self.outputs:
             return False
-        return self.store.has_views() or self._references() > self._own_references + self._bound_slots
+        held = sum(map(sum, references(self.outputs))) > self._own_references + self._bound_slots
+        return held or self.store.on_device.has_views()
 
     def check_replaced(self) -> None:
         """Raise if a weight's data was replaced while other code refers to views of the unit's device bytes.
@@ -251,14 +294,14 @@ class StandIns:
 
     def has_views(self) -> bool:
         """Whether tensors other than the stand-ins lie over the device bytes and are referenced elsewhere."""
-        return bool(self.outputs) and self.store.has_views()
+        return bool(self.outputs) and self.store.on_device.has_views()
 
-    def _references(self) -> int:
-        """Count the references to the stand-ins themselves, from Python and from C++."""
-        return sum(map(sum, references(self.outputs)))
+    def may_be_written(self) -> bool:
+        """Whether code may write to device bytes of the unit outside of its visits."""
+        return self.has_views() or bool(self.full_precision.old_copies)
 
     def _write_back_if_differs(self, index: int) -> None:
-        now = self.store.device_view(index).cpu()
+        now = self.store.on_device.view(index).cpu()
         if not same_bytes(now, true_data(self.store.params[index]).to(now.dtype)):
             self.store.write_back(index)
 
@@ -285,11 +328,11 @@ class StreamedUnit:
 
     def sizes(self) -> UnitBytes:
         """Return the unit's byte counts, from which sizes are chosen."""
-        fields = zip(self.store.layout.fields, self.store.host_layout.fields, self.store.params, strict=True)
+        fields = zip(self.store.on_device.layout.fields, self.store.host_layout.fields, self.store.params, strict=True)
         trained = [(field, host, p.numel()) for field, host, p in fields if p.requires_grad]
         return UnitBytes(
             self.name,
-            self.store.nbytes,
+            self.store.on_device.nbytes,
             gradient_nbytes=sum(field.nbytes for field, *_ in trained),
             resident=self.unit.resident,
             trained=sum(numel for *_, numel in trained),

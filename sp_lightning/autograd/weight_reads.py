@@ -19,8 +19,15 @@
 7. Host parameters take part in torch's function dispatch only while reads are watched; nothing else ever does. A
    function mode would see the same reads, but torch's evaluation fast paths check whether a mode is active and then run
    other kernels.
-8. A function may also have arguments of other classes that take part in it: a subclass of tensors, a tensor that a file
+8. What a borrowed weight's function returns may be a view of the stand-in, which code writes later, outside of any
+   visit. Such a write shows in the stand-in's version, or, below a view's own ``.data``, in its bytes, which are
+   compared after a view was made without gradients. It goes down before anything reads or writes the bytes on the host,
+   such as an optimizer's step, and before the unit is evicted.
+9. A function may also have arguments of other classes that take part in it: a subclass of tensors, a tensor that a file
    still has. Their dispatch goes on as if the host parameters were plain ones.
+10. A transform (``torch.func``) wraps the tensors that it is given before it calls any function with them, and is given
+    stand-ins for host parameters in all phases but an optimizer's step: what it computes with is on the device, as in a
+    plain run. The visit ends at once, and what the transform wrapped keeps the unit there.
 """
 
 from __future__ import annotations
@@ -35,12 +42,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
-from ..compat.patches import FUNCTION_APPLY
+from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.device import Device
 from ..memory.watched_parameters import HostParameter, has_hooks, owner_of
 from .autocast_weights import cast_by
-from .backward_pass import in_backward
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
 _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
@@ -65,6 +71,7 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
     """.split()
 )
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
+_OFFSETS = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # from a storage's begin
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
 _pending: list[Callable[[], None]] = []  # what finishes each pending step
 
@@ -72,6 +79,8 @@ _pending: list[Callable[[], None]] = []  # what finishes each pending step
 def enable() -> None:
     """Watch reads of host parameters from now on (Rule 1)."""
     FUNCTION_APPLY.install(classmethod(apply))
+    for patch in TRANSFORM_WRAPPERS:
+        patch.install(_with_stand_ins(patch.original))
     resume()
 
 
@@ -93,6 +102,8 @@ def resume() -> None:
 
 def disable() -> None:
     """Stop watching reads, once called as often as ``enable``."""
+    for patch in TRANSFORM_WRAPPERS:
+        patch.remove()
     FUNCTION_APPLY.remove()
     if not FUNCTION_APPLY.users:
         HostParameter.__torch_function__ = never_dispatched
@@ -127,7 +138,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if served:
             device = owner_of(served[0]).device
             if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
-                _wait_steps(hosts)
+                _complete(hosts)
                 for host in served:
                     owner_of(host).mark_stale([host])
                 return call(*args, **kwargs)
@@ -135,7 +146,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 return _call_with_stand_ins(call, args, kwargs, served)
         elif not is_about_parameter and _are_combined_on_device(func, hosts, args, kwargs):
             return _call_with_stand_ins(call, args, kwargs, hosts)
-        _wait_steps(hosts)
+        _complete(hosts)
         if not served and not is_about_parameter and torch.is_grad_enabled():
             for host in hosts:
                 if host.requires_grad:
@@ -144,7 +155,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 
 def _dispatched(func: Any, types: Any) -> Any:
-    """Return a function that calls this one as the classes of its other arguments have it (Rule 8)."""
+    """Return a function that calls this one as the classes of its other arguments have it (Rule 9)."""
     others = tuple(kind for kind in types if not issubclass(kind, HostParameter))
     if others == (Tensor,):  # functions in Python name the class of plain tensors, too
         return func
@@ -165,6 +176,23 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows
     return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
 
 
+@functools.cache
+def _with_stand_ins(wrap: Any) -> Any:
+    """Return a function that wraps tensors for a transform as this one does, but stand-ins of weights (Rule 10)."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        hosts = _hosts(args)
+        if not hosts or owner_of(hosts[0]).optimizing:
+            return wrap(*args, **kwargs)
+        return wrapped_stand_ins(args, kwargs, hosts)
+
+    @never_compiled
+    def wrapped_stand_ins(args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+        return _call_with_stand_ins(wrap, args, kwargs, hosts)
+
+    return wrapped
+
+
 def holds_parameters(args: Any, kwargs: Any) -> bool:
     """Whether any argument is a host parameter of which reads are given stand-ins now."""
     return any(owner_of(host).serving for host in _hosts(args, kwargs))
@@ -176,15 +204,33 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    if _name(func) == "grad":
+    name = _name(func)
+    if name == "grad":
         return _differentiated(func, args, kwargs, hosts)
     read = cast_by(func, args, kwargs)
     with contextlib.ExitStack() as visits:
-        stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
+        stand_ins: dict[int, Any] = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
+        if name in _OFFSETS:
+            args, kwargs = _with_offset(_OFFSETS[name], args, kwargs, stand_ins)
         result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
         if read is not None and read.dtype is not None and owner_of(hosts[0]).has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
+    if not torch.is_grad_enabled():
+        for stand_in in stand_ins.values():
+            if result is not stand_in and isinstance(result, (Tensor, tuple, list)) and _shares_bytes(result, stand_in):
+                stand_in.data_exposed[0] = True  # Rule 8
     return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
+
+
+def _with_offset(position: int, args: Any, kwargs: Any, stand_ins: Mapping[int, Any]) -> tuple[Any, Any]:
+    """Return the arguments with the offset that an element of the host parameter's storage has in the stand-in's."""
+    given = dict(enumerate(args)) | kwargs
+    key: Any = position if position in given else "storage_offset"
+    host, offset = args[0], given.get(key)
+    if offset is None or type(host) is not HostParameter:
+        return args, kwargs
+    given[key] = offset - host.storage_offset() + stand_ins[id(host)].storage_offset()
+    return [given.pop(index) for index in range(len(args))], given
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
@@ -227,11 +273,10 @@ def _computes_on_host(args: Any, kwargs: Any, device: Device) -> bool:
     return any(other.dim() and not device.holds(other) for other in _others(args, kwargs))
 
 
-def _wait_steps(hosts: list[Any]) -> None:
-    """Wait for pending steps of host parameters (Rule 5)."""
-    if _pending or in_backward():
-        for host in hosts:
-            owner_of(host).wait_step_of(host)
+def _complete(hosts: list[Any]) -> None:
+    """Complete the bytes of host parameters on the host (Rules 5 and 8)."""
+    for host in hosts:
+        owner_of(host).before_host_access(host)
 
 
 def _note_exposed(result: Any, hosts: list[Any]) -> Any:

@@ -37,6 +37,10 @@ HOOKS_AFTER_LOADING = "_optimizer_load_state_dict_post_hooks"
 # with a scheduler would step beside backward.
 COUNTS_STEPS = "_wrapped_by_lr_sched"
 
+# The method by which ``module.to()`` and its relatives convert a module's tensors. Without it weights that are streamed
+# would be copied to the device and back, and gradients be left there, where a plain run does nothing.
+CONVERT = "_apply"
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 
@@ -48,4 +52,4 @@ def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> 
 
 def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert a module's parameters, buffers and other tensors, as ``module.to`` does, which takes no function."""
-    module._apply(function)  # type: ignore[no-untyped-call]
+    getattr(module, CONVERT)(function)

@@ -65,6 +65,21 @@ PARAMETER_NEW = Patch(nn.Parameter, "__new__")
 # is given a weight from outside of its unit would compute on the host: ``apply`` bypasses function dispatch.
 FUNCTION_APPLY = Patch(Function, "apply")
 
+# autograd/weight_reads.py, while any module is streamed. A transform (``torch.func``) that is given weights outside of
+# their unit would compute with the bytes on the host, and bring gradients past the unit's node: it wraps tensors in
+# functions that bypass function dispatch.
+TRANSFORM_WRAPPERS = [
+    Patch(importlib.import_module(module), name)
+    for module, name in (
+        ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+        ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+        ("torch._functorch.eager_transforms", "_assert_wrapped_functional"),
+        ("torch._functorch.eager_transforms", "_propagate_functional_input_mutation"),
+        ("torch._functorch.vmap", "_add_batch_dim"),
+        ("torch.autograd.forward_ad", "make_dual"),
+    )
+]
+
 # autograd/saved_tensors.py, during each visit that autograd records. ``torch.func`` inside a unit, which disables
 # saved-tensor hooks, would raise an error because ours are in force.
 DISABLE_SAVED_TENSORS_HOOKS = Patch(torch.autograd.graph, "disable_saved_tensors_hooks")

@@ -2,7 +2,9 @@
 
 1. A count includes the references of the code that counts. So each count is compared with a baseline: what the same
    function counted for an object that nothing else refers to, or at a time when nothing else referred to this one.
-2. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
+2. A tensor's bytes can be written through its storage (`p.untyped_storage()`), which is one object in Python for all
+   who ask for it. So the uses of a storage are those by tensors, in C++, and those of that object, in Python.
+3. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
    torch's private ``Tensor._use_count`` and ``torch._C._storage_Use_Count`` (tried with 2.11 and 2.15).
    Without them nothing could be stepped beside other work, and no unit could leave the device.
 """
@@ -11,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +26,6 @@ from .tensors import has_storage, storage_id
 
 _use_count: Any = Tensor._use_count
 _storage_uses: Any = torch._C._storage_Use_Count
-OWN_STORAGE_USES = 2  # by the one tensor, and by the Python object through which its storage is counted
 OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
 
 
@@ -39,19 +41,28 @@ def caller_has(name: str, module: str) -> bool:
 
 
 def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
-    """Count the tensors and objects that refer to each tensor's bytes."""
-    return list(map(_storage_uses, map(storage_id, map(Tensor.untyped_storage, tensors))))
+    """Count the tensors and objects that refer to each tensor's bytes (Rule 2)."""
+    return uses_of(list(map(Tensor.untyped_storage, tensors)))
 
 
-def storage_uses_at(addresses: Iterable[int]) -> list[int]:
-    """Count the tensors and objects that refer to each storage, given by its id (tensors.py); each must be alive."""
-    return list(map(_storage_uses, addresses))
+def uses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Count the tensors and objects that refer to each storage (Rule 2)."""
+    return list(map(operator.add, map(_storage_uses, map(storage_id, storages)), map(sys.getrefcount, storages)))
+
+
+@functools.cache
+def own_uses(references: int = 0) -> int:
+    """Count the uses of a storage that one tensor and so many references in Python have."""
+    tensor = torch.zeros(1, device="cpu")
+    others = [tensor.untyped_storage()] * references
+    found = storage_uses([tensor])[0]
+    del others
+    return found
 
 
 def shares_storage(tensor: Tensor) -> bool:
-    """Whether another tensor refers to the bytes of this one."""
-    storage = tensor.untyped_storage()
-    return int(_storage_uses(storage_id(storage))) > OWN_STORAGE_USES
+    """Whether something else refers to the bytes of this tensor."""
+    return storage_uses([tensor])[0] > own_uses()
 
 
 def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
@@ -63,7 +74,7 @@ def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
     for members in by_storage.values():
         ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in members)
         overlap = any(end > start for (_, end), (start, _) in itertools.pairwise(ends))
-        if overlap or storage_uses(members[:1])[0] >= OWN_STORAGE_USES + len(members):
+        if overlap or storage_uses(members[:1])[0] >= own_uses() + len(members):
             found.update(map(id, members))
     return found
 

@@ -1,4 +1,4 @@
-"""Private names around tensors: the dispatch of functions and operators, autograd, and storages.
+"""Private names around tensors: the dispatch of functions and operators, autograd, storages, and strings of torch.
 
 Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that using one costs no call in Python.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,11 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _hooks._un
 preserving_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
+# The address of the object in C++ behind a tensor, which ``swap_tensors`` exchanges. Without it graphs would lead to
+# the wrong one of two swapped weights.
+tensor_id: Callable[[Tensor], int] = torch._C.TensorBase._cdata.__get__  # type: ignore[attr-defined]
+
+
 # ---- storages, and functions that work on bytes
 
 # The address of a storage, by which tensors over the same bytes are known as long as one of them lives. Without it a
@@ -139,3 +145,12 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
 # So would counting the steps of all parameters.
 add_to_all: Callable[[list[Tensor], float], Any] = torch._foreach_add_
+
+
+# ---- strings
+
+# What torch's code in C++ interns each time that a stream is entered, or the inputs of a recomputed unit are saved: as
+# long as something has a string, it is found again. Without these they died each time, some 20 in a step of two units.
+# CPython's table of interned strings keeps the place of one that died, and once it is full of them, it is made anew: 8
+# MB that go from the heap of whichever thread interns the last one, and leave a hole there. No plain run does that.
+INTERNED = tuple(map(sys.intern, ("_ctx_stream", "_ctx_device_index", "is_inplace_on_view")))

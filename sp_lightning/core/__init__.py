@@ -1,1 +1,1 @@
-"""Decisions, predictions and measurements as plain numbers, without tensors."""
+"""Decisions, predictions and measurements as plain numbers: nothing here computes with tensors."""

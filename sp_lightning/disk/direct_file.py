@@ -3,6 +3,9 @@
 1. A transfer is complete or an error: short ones are continued, and all else is a DiskError.
 2. Transfers are direct: whole blocks. A filesystem that refuses them, or whose direct reads differ from buffered ones,
    is read and written through the page cache, which is dropped behind; one line in the log says so.
+3. The mount that a file is on says where its bytes are. A device number of the file's own may be a part's, such as a
+   btrfs subvolume's, and is not listed anywhere. A filesystem that has a block device is on a disk of this machine; of
+   the others few are, and those are known by name: all else is taken for a network's.
 """
 
 from __future__ import annotations
@@ -15,33 +18,57 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DiskError
 
 log = logging.getLogger(__name__)
 
 BLOCK = 4096  # bytes: direct transfers begin and end at multiples of it, in the file and in memory
-NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "fuse.sshfs", "ncpfs")
-IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs")
+# Filesystems that are on this machine without a block device of their own (Rule 3).
+LOCAL = ("btrfs", "zfs", "bcachefs", "ubifs", "erofs", "overlay", "aufs", "ecryptfs", *IN_MEMORY)
+LOCAL_FUSE = ("ntfs-3g", "exfat", "fuse-overlayfs", "unionfs", "mergerfs", "bindfs", "gocryptfs", "encfs", "cryfs")
 DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # of direct transfers by a filesystem
 
 
-def filesystem(device: int) -> str:
-    """Return the type of the filesystem with this device number, such as "ext4"; "" if it is not listed."""
-    number = f"{os.major(device)}:{os.minor(device)}"
+class Mount(NamedTuple):
+    """The mount that a file is on (Rule 3)."""
+
+    kind: str  # of filesystem, such as "ext4"; "" if it is not listed
+    device: int  # the number of the filesystem: one for all of its parts
+    source: str = ""  # what is mounted, such as "/dev/sda1"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the filesystem is a network's, as far as is known."""
+        return not os.major(self.device) and is_network(self.kind)
+
+
+def mount_of(file: int | str) -> Mount:
+    """Find the mount of an open file's descriptor, or of a path."""
+    fd = file if isinstance(file, int) else os.open(file, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+            number = next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "")
+    finally:
+        if fd is not file:
+            os.close(fd)
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             mount, _, about = line.partition(" - ")
-            if mount.split()[2] == number:
-                return about.split()[0]
-    return ""
+            if mount.split()[0] == number:
+                device, (kind, source) = mount.split()[2], about.split()[:2]
+                return Mount(kind, os.makedev(*map(int, device.split(":"))), source)
+    return Mount("", status.st_dev)
 
 
 def is_network(kind: str) -> bool:
-    """Whether a type of filesystem is a network's."""
-    return kind.startswith(NETWORK)
+    """Whether a filesystem of this type, without a block device, is taken for a network's (Rule 3)."""
+    family, _, name = kind.partition(".")
+    return bool(kind) and kind not in LOCAL and family != "fuseblk" and not (family == "fuse" and name in LOCAL_FUSE)
 
 
 def blocks(nbytes: int) -> int:

@@ -185,7 +185,7 @@ class DirectRing:
         fill = FileFill(counters)
         timed = [counters.listener.work("disk in", unit, "weights", piece.nbytes) for piece, _ in jobs]
         self._order.submit(self._read, fill, jobs, timed)
-        self._sender.submit(self._send, fill, copies, around, files, writable)
+        self._sender.submit(self._send, fill, list(copies), around, files, writable)
         return fill
 
     def close(self) -> None:
@@ -219,16 +219,19 @@ class DirectRing:
             fill.reading(None)
 
     def _send(
-        self, fill: FileFill, copies: Copies, around: Around, files: Sequence[DirectFile], writable: bool
+        self,
+        fill: FileFill,
+        copies: list[tuple[Tensor, Tensor]],
+        around: Around,
+        files: Sequence[DirectFile],
+        writable: bool,
     ) -> None:
         try:
             if not self._device.is_host:
                 torch.accelerator.set_stream(self._device.up)
             with torch.no_grad():
                 with around:
-                    for target, source in copies:
-                        target.copy_(source, non_blocking=True)
-                    if copies:
+                    if _queue(copies):
                         self._device.up.record_event().synchronize()
                     if not writable:
                         fill.on_host.set_result(None)
@@ -276,6 +279,18 @@ class DirectRing:
         converted = self._converted.flat[: source.nbytes // given.itemsize * wanted.itemsize]
         converted.view(wanted).copy_(source.view(given))
         return converted
+
+
+def _queue(copies: list[tuple[Tensor, Tensor]]) -> bool:
+    """Queue copies and return whether there were any; the list is empty then.
+
+    Who waited for a fill may count the references to its bytes at once (staging.py, Rule 5).
+    """
+    found = bool(copies)
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
+    copies.clear()
+    return found
 
 
 def _buffer(device: Device, nbytes: int) -> Buffer:

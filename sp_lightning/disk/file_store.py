@@ -9,8 +9,7 @@ It follows the rules of a unit (unit_store.py), but for these:
    the slab does. Its wire copy, if it needs one, begins with the file's bytes: a graph may need them (unit_store.py,
    Rule 8).
 3. A weight in a file has no wire copy: it is converted on its way up.
-4. A fill that failed leaves the device's bytes stale, whatever they were: the next visit fills them again. The error is
-   raised in whoever waits for the bytes; an eviction, which needs none, does not raise it.
+4. A fill from files may fail, which leaves the device copy stale (device_copy.py, Rule 4).
 5. Every fill checks the unit's files, also for weights that left them: unwritten pages are still the file's.
 6. FP32 weights that travel as wire copies, or may come to, may lie in the scratch file, as the optimizer's state does
    (state_on_disk.py): a `ScratchStore` has wire copies in memory, and those weights not in its slab.
@@ -21,18 +20,18 @@ It follows the rules of a unit (unit_store.py), but for these:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..core.host_bytes import aligned
 from ..core.telemetry import Counters
-from ..errors import SuperpipelineError
 from ..memory.device import Device
-from ..memory.layout import Layout, aligned, as_few_runs
+from ..memory.device_copy import Run, Sources
+from ..memory.layout import Layout, as_few_runs
 from ..memory.partition import Unit
 from ..memory.staging import Around, Arrival, Copies
 from ..memory.unit_store import UnitStore
@@ -69,7 +68,6 @@ class FileUnitStore(UnitStore):
         self._jobs: list[Job] | None = None  # None: to be made
         self._slices = 0  # tensors over the device buffer that fills write to, among `own_aliases`
         super().__init__(unit, device, counters, owner, device_dtype)
-        self._send_up = self._fill
 
     # ---- the host side
 
@@ -93,8 +91,8 @@ class FileUnitStore(UnitStore):
             end,
         )
 
-    def _find_outside(self, shares_bytes: Callable[[Tensor], bool]) -> set[int]:
-        return super()._find_outside(shares_bytes) - self._filed
+    def _find_outside(self) -> set[int]:
+        return super()._find_outside() - self._filed
 
     def _place(self, weight: Weight) -> Tensor:
         place = self._places.get(self.index_of[id(weight.parameter)])
@@ -143,7 +141,7 @@ class FileUnitStore(UnitStore):
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
         super().retype(autocast)
         self._own_wires = {}
-        self._copies, self._jobs, self._slices = [], None, 0
+        self._runs, self._jobs, self._slices = [], None, 0
 
     def load(self) -> None:
         self.wait_step()
@@ -151,32 +149,30 @@ class FileUnitStore(UnitStore):
         super().load()
         self.counters.disk_read += sum(range_.nbytes for range_ in self._ranges().values())
 
-    def _cut(self) -> Copies:
-        """List the copies from memory, and the pieces to read from files with what is done with them."""
-        if self._jobs is None:
-            self._jobs = [(piece, list(self._targets(piece))) for piece in self.pieces()]
+    def _cut(self) -> list[Run]:
+        """List the copies from memory."""
         listed = [
-            (self.layout.fields[index], source)
-            for index, (weight, source) in enumerate(zip(self.weights, self._sources(), strict=True))
+            (self.on_device.layout.fields[index], source)
+            for index, (weight, source) in enumerate(zip(self.weights, self._buffers(), strict=True))
             if not weight.in_file and (weight.wire is not None or not weight.outside)
         ]
-        runs = as_few_runs([source for _, source in listed], [field for field, _ in listed])
-        copies = [(self.flat[at : at + n], source[there : there + n]) for source, there, at, n in runs]
-        self._count_slices(len(copies) + sum(len(targets) for _, targets in self._jobs))
-        return copies
+        return list(as_few_runs([source for _, source in listed], [field for field, _ in listed]))
 
     def _drop_cut(self) -> None:
         """Have the next fill cut its copies and pieces anew."""
-        self._copies, self._jobs = [], None
+        self._runs, self._jobs = [], None
         self._count_slices(0)
 
     def _count_slices(self, count: int) -> None:
-        """Count the tensors that fills write to among our own, not among user code's (unit_store.py, Rule 5)."""
-        self.own_aliases += count - self._slices
+        """Count the tensors that fills write to among our own, not among user code's (device_copy.py, Rule 5)."""
+        self.on_device.own_aliases += count - self._slices
         self._slices = count
 
-    def _sources(self) -> Iterator[tuple[Tensor, int]]:
-        for index, source in enumerate(super()._sources()):
+    def _sources(self, stamp: Stamp) -> Sources:
+        return super()._sources(stamp)._replace(transport=self._send)
+
+    def _buffers(self) -> Iterator[tuple[Tensor, int]]:
+        for index, source in enumerate(super()._buffers()):
             yield (self._own_wires[index], 0) if index in self._own_wires else source
 
     @property
@@ -191,40 +187,25 @@ class FileUnitStore(UnitStore):
 
     def _targets(self, piece: Piece) -> Iterator[Target]:
         for index, at, within, nbytes in piece.parts:
-            field, given = self.layout.fields[index], self.weights[index].host.dtype
+            field, given = self.on_device.layout.fields[index], self.weights[index].host.dtype
             narrow = self.weights[index].is_narrow
             first = within // given.itemsize * field.dtype.itemsize
             count = nbytes // given.itemsize * field.dtype.itemsize
-            place = self.flat[field.offset + first : field.offset + first + count]
+            place = self.on_device.flat[field.offset + first : field.offset + first + count]
             yield Target(at, nbytes, place, (given, field.dtype) if narrow else None)
 
-    def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
-        assert after is None and self._jobs is not None
-        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, self._files, self.unit.name)
+    def _send(self, copies: Copies, around: Around, loose: Copies) -> Arrival:
+        """Send up what is in memory, and read the rest from files, as a `Transport`."""
+        return self._ring().fill(
+            self.counters, [*copies, *loose], self._pieces_to_read(), around, self._files, self.unit.name
+        )
 
-    def wait_load(self) -> None:
-        with self._failing():
-            super().wait_load()
-
-    def settle(self) -> None:
-        with self._failing():
-            super().settle()
-
-    def _let_readers_finish(self) -> None:
-        with contextlib.suppress(SuperpipelineError), self._failing():
-            self.ready.wait(self.device.up)
-        super()._let_readers_finish()
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Make the device's bytes stale if the fill failed (Rule 4)."""
-        try:
-            yield
-        except BaseException:
-            idle: Any = self.device.up.record_event()
-            self.ready, self._ordered = idle, []
-            self._device_stamp = self._device_stamp._replace(epoch=None)
-            raise
+    def _pieces_to_read(self) -> list[Job]:
+        """List the pieces to read from files, with the places in the device buffer, which has its memory."""
+        if self._jobs is None:
+            self._jobs = [(piece, list(self._targets(piece))) for piece in self.pieces()]
+            self._count_slices(sum(len(targets) for _, targets in self._jobs))
+        return self._jobs
 
 
 class Scratch(Protocol):
@@ -298,11 +279,12 @@ class ScratchStore(FileUnitStore):
             self._read = read
             self._drop_cut()
 
-    def _fill(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> Arrival:
+    def _send(self, copies: Copies, around: Around, loose: Copies) -> Arrival:
         if not self._read:
-            return self.device.send_up(copies, around, uncut, after)
-        assert after is None and self._jobs is not None
-        return self._ring().fill(self.counters, [*copies, *uncut], self._jobs, around, (), self.unit.name, True)
+            return self.device.send_up(copies, around, loose)
+        return self._ring().fill(
+            self.counters, [*copies, *loose], self._pieces_to_read(), around, (), self.unit.name, True
+        )
 
     def _fill_wire(self, data: Sequence[Tensor], stamp: Stamp, done: Collection[int] = ()) -> None:
         """Convert weights that no step converted: those that are in the file from there, past its mapping.

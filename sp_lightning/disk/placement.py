@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..memory.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring

@@ -11,12 +11,15 @@
 4. A range lives as long as any tensor over its segment; then its space is free again, also after the file was closed.
 5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
 6. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
-   that copies on write, where an allocated range may still find the disk full, unless it can be told not to.
+   that copies on write, where an allocated range may still find the disk full, unless it can be told not to. What lies
+   below an overlay is not listed: if it is memory, written pages cannot be dropped; if it copies, it is told not to.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
 import errno
 import functools
 import gc
@@ -31,15 +34,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.host_bytes import aligned
 from ..errors import DiskError, OptionError
-from ..memory.layout import Layout, aligned
+from ..memory.layout import Layout
 from ..memory.pinned import libc, mapped
 from ..options import format_both, format_bytes
-from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, filesystem, is_network
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, Mount, mount_of
 
 log = logging.getLogger(__name__)
 
 SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
+STACKED = ("overlay", "aufs")
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 ALLOWED = "a folder on a local disk of this machine"
@@ -57,20 +62,22 @@ class ScratchFile(DirectFile):
 
     def __init__(self, folder: str) -> None:
         """Make the file; raise OptionError where its folder cannot hold it (Rule 6)."""
-        kind = check_folder(folder)
+        mount = check_folder(folder)
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
-        super().__init__(f"the scratch file in {folder}", fd, kind, "optimizer state goes")
+        super().__init__(f"the scratch file in {folder}", fd, mount.kind, "optimizer state goes")
         self.folder = folder
-        self.device = os.fstat(fd).st_dev
+        self.device = mount.device
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
         self._end = 0  # of the last segment
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
-            if kind in COPIES_ON_WRITE:
-                _refuse_copies(fd, folder, kind)
+            if mount.kind in (*COPIES_ON_WRITE, *STACKED):
+                _refuse_copies(fd, folder, mount.kind)
+            if elsewhere := no_local_disk(mount, fd):
+                raise _refused(folder, mount, elsewhere)
             self._open_directly(os.O_RDWR, self._both_ways_are_equal)
             OPEN.add(self)
             FILES.add(self)
@@ -101,6 +108,11 @@ class ScratchFile(DirectFile):
 
     def check(self) -> None:
         """Do nothing: no other process has this file."""
+
+    def _failed(self, offset: int, number: int, writes: bool) -> DiskError:
+        # Of what is here there is no other copy but in a checkpoint.
+        outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
+        return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=outcome)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         place = self._places.get(address)
@@ -143,22 +155,51 @@ class ScratchFile(DirectFile):
         return True
 
 
-def check_folder(folder: str) -> str:
-    """Raise OptionError where a scratch file cannot be; return the kind of filesystem (Rule 6)."""
+def check_folder(folder: str) -> Mount:
+    """Raise OptionError where a scratch file cannot be; return the folder's mount (Rule 6)."""
     if not sys.platform.startswith("linux"):
         raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
     if not os.path.isdir(folder):
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
-    device = os.stat(folder).st_dev
-    kind = filesystem(device)
-    if kind in IN_MEMORY or is_network(kind):
-        where = "a filesystem in memory" if kind in IN_MEMORY else "a network filesystem"
-        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; this one is on {kind}, {where}")
-    if rotates(device):
+    mount = mount_of(folder)
+    if elsewhere := no_local_disk(mount):
+        raise _refused(folder, mount, elsewhere)
+    if rotates(mount):
         log.warning(
             "superpipeline: disk=%r is on a rotating disk, which takes 10 to 50 times as long as an SSD", folder
         )
-    return kind
+    return mount
+
+
+def _refused(folder: str, mount: Mount, where: str) -> OptionError:
+    allowed = f"{ALLOWED}; this one is on {mount.kind}, {where}"
+    return OptionError(argument="disk", found=folder, allowed=allowed)
+
+
+def no_local_disk(mount: Mount, empty: int | None = None) -> str:
+    """Say what a mount is that is on no local disk, by an empty file there if one is given; "" for one that is."""
+    if mount.kind in IN_MEMORY:
+        return "a filesystem in memory"
+    if mount.is_remote:
+        return "a network filesystem, or one that is not known to be local"
+    if empty is not None and mount.kind in STACKED and _stays_in_memory(empty):
+        return "over a filesystem in memory"
+    return ""
+
+
+def _stays_in_memory(empty: int) -> bool:
+    """Whether the pages of an empty file cannot be dropped once they were written: then they are nowhere else."""
+    try:
+        os.pwrite(empty, bytes(SEGMENT), 0)
+        os.fsync(empty)
+        os.posix_fadvise(empty, 0, SEGMENT, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(empty, SEGMENT) as shared:
+            first, pages = ctypes.c_char.from_buffer(shared), (ctypes.c_ubyte * (SEGMENT // mmap.PAGESIZE))()
+            known = libc().mincore(ctypes.addressof(first), SEGMENT, pages) == 0
+            del first
+        return known and all(page & 1 for page in pages)
+    except OSError:  # of a disk that is full or broken, which is said when a range is allocated
+        return False
 
 
 def check_room(folder: str, nbytes: int, checkpoints: int = 0) -> None:
@@ -183,7 +224,7 @@ def moving_nbytes(folder: str, tensors_of: Iterable[Sequence[Tensor]], into: Scr
     Those in other files move into this one, or a new one, as they are given: what moves at once lies in both for a
     moment, so the most of that has no room yet.
     """
-    device = os.stat(folder).st_dev
+    device = mount_of(folder).device
     files = [file for file in list(FILES) if file.device == device]
     total = most = 0
     for tensors in tensors_of:
@@ -206,22 +247,26 @@ def no_room(folder: str, nbytes: int, checkpoints: int = 0) -> DiskError:
     missing, remedies = nbytes + checkpoints - there, ["name another disk"]
     what = "Optimizer state needs"
     if checkpoints:
-        what = f"Optimizer state ({format_bytes(nbytes)}) and the next checkpoint with the one that it replaces need"
+        what = f"Optimizer state ({format_bytes(nbytes)}) and checkpoints ({format_bytes(checkpoints)}) need"
         remedies.insert(0, "save checkpoints elsewhere (ModelCheckpoint(dirpath=...))")
     if missing <= nbytes:
-        remedies.append(f"raise host_budget by {format_bytes(missing)}")
+        remedies.append(f"raise host_budget by {format_bytes(missing, up=True)}")
     return DiskError(
         path=folder,
         offset=0,
         errno=errno.ENOSPC,
         writes=True,
-        outcome=f"{what} {needed} there, and {free} are free: nothing was stepped. Free {format_bytes(missing)}, "
-        + " or ".join(remedies),
+        outcome=f"{what} {needed} there, and {free} are free: nothing was stepped. "
+        + " or ".join([f"Free {format_bytes(missing, up=True)}", *remedies]),
     )
 
 
-def rotates(device: int) -> bool:
-    """Whether the system says that a device is a disk that rotates; of a virtual one it does not know."""
+def rotates(mount: Mount) -> bool:
+    """Whether the system says that a mount's disk rotates; of a virtual one it does not know."""
+    device = mount.device
+    if not os.major(device):  # of several disks, of which the table has one
+        with contextlib.suppress(OSError):
+            device = os.stat(mount.source).st_rdev
     here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     if "virt" in os.path.realpath(here):
         return False
@@ -235,7 +280,7 @@ def rotates(device: int) -> bool:
 
 
 def _refuse_copies(fd: int, folder: str, kind: str) -> None:
-    """Have an empty file written in place (Rule 6)."""
+    """Have an empty file written in place; what lies below an overlay may know no other way (Rule 6)."""
     import fcntl  # which Windows has not
 
     flags = array.array("l", [0])
@@ -244,8 +289,9 @@ def _refuse_copies(fd: int, folder: str, kind: str) -> None:
         flags[0] |= NO_COPY
         fcntl.ioctl(fd, SET_FLAGS, flags)
     except OSError as error:
-        allowed = f"{ALLOWED}; this one is on {kind}, which copies what is written, and cannot be told not to"
-        raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+        if kind in COPIES_ON_WRITE:
+            allowed = f"{ALLOWED}; this one is on {kind}, which copies what is written, and cannot be told not to"
+            raise OptionError(argument="disk", found=folder, allowed=allowed) from error
 
 
 FILES: weakref.WeakSet[ScratchFile] = weakref.WeakSet()  # that tensors lie in; some are closed

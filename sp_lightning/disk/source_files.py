@@ -28,7 +28,7 @@ from ..core.host import Mapping, mappings
 from ..errors import OptionError, SourceFileError
 from ..memory.layout import is_dense
 from ..memory.watched_parameters import true_data
-from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, FileRange, filesystem
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, FileRange, mount_of
 
 PAGE = mmap.PAGESIZE
 
@@ -113,7 +113,7 @@ class SourceFile(DirectFile):
                 f"{path}, which weights were loaded from, cannot be opened again ({error.strerror}): leave it where "
                 "it was while its weights stay there (host_budget), or load the model again"
             ) from error
-        super().__init__(path, fd, filesystem(os.fstat(fd).st_dev), "its weights are read")
+        super().__init__(path, fd, mount_of(fd).kind, "its weights are read")
         self._state = self._now()
         self.nbytes = self._state[0]
         with torch.inference_mode(False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ..memory.pinned import find_foreign
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import ParameterOwner, true_data
 from ..options import format_bytes
-from .direct_file import BLOCK, filesystem, is_network
+from .direct_file import BLOCK, Mount, mount_of
 from .direct_ring import DirectRing
 from .file_store import FileUnitStore, Scratch, ScratchStore
 from .placement import Budgeted, choose, may_move
@@ -209,8 +208,8 @@ def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[
         for parameter in parameters
         if (only_inference or not parameter.requires_grad) and not (device.is_host and shares_storage(parameter))
     )
-    kinds = {path: _filesystem_of(path) for path in {at.mapping.path for at in found.values()}}
-    remote = {path for path, kind in kinds.items() if is_network(kind)}
+    mounts = {path: _mount_of(path) for path in {at.mapping.path for at in found.values()}}
+    remote = {path for path, mount in mounts.items() if mount.is_remote}
     if remote:
         path = min(remote)
         log.warning(
@@ -218,7 +217,7 @@ def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[
             "(%s) might not be seen. Copy the model to a local disk to leave them there",
             path,
             f" and {len(remote) - 1} more files" if len(remote) > 1 else "",
-            kinds[path],
+            mounts[path].kind,
         )
     return {key: at for key, at in found.items() if at.mapping.path not in remote}
 
@@ -229,11 +228,11 @@ def _shared(units: Sequence[Unit]) -> set[int]:
     return sharing_bytes(parameters) | find_foreign(parameters)
 
 
-def _filesystem_of(path: str) -> str:
+def _mount_of(path: str) -> Mount:
     try:
-        return filesystem(os.stat(path).st_dev)
+        return mount_of(path)
     except OSError:
-        return ""  # it is gone, which is an error once it is opened
+        return Mount("", 0)  # it is gone, which is an error once it is opened
 
 
 def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found], spills: bool) -> str:
@@ -241,6 +240,7 @@ def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[i
     trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     others = sum(parameter.nbytes for parameter in parameters) - trains
     terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
+    total = format_bytes(placed.host.total, up=True)  # to be copied
     spilled, spill = "", ""
     if spills:
         what = "optimizer state and FP32 weights" if placed.masters else "optimizer state"
@@ -249,7 +249,7 @@ def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[i
         spill = "Give disk= a folder on a local SSD for the optimizer's state. "
     return (
         f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
-        f"their files{spilled} the run takes {format_bytes(placed.host.total)} of host memory ({terms}). {spill}"
+        f"their files{spilled} the run takes {total} of host memory ({terms}). {spill}"
         f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
         f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own "
         "type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"

@@ -15,13 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..compat.lightning import should_log, steps_taken
-from ..core.recorder import KEPT, RecordedStep
 from ..errors import OptionError, UnsupportedError
 from ..observe import timeline, timeline_plot
 from ..observe.run_report import RunReport, ranks_in_words
 from ..options import format_bytes, is_int
 from ..planning.forecast import Plan
 from ..runtime.handle import Handle
+from ..runtime.recorder import KEPT, RecordedStep
 from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class Streaming(Protocol):
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks of an exception."""
+
+    def withhold_checkpoint_callbacks(self) -> None:
+        """Keep checkpoint callbacks from an exception if a step was torn."""
 
 
 class SuperpipelineCallback(Callback):
@@ -202,6 +205,7 @@ class SuperpipelineCallback(Callback):
         """Print the report of an unfinished run, and write its timeline."""
         if isinstance(trainer.strategy, Streaming):
             trainer.strategy.tell_peers(exception)  # before a callback that waits for them, to save a checkpoint
+            trainer.strategy.withhold_checkpoint_callbacks()
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
         self._leave(trainer)  # Lightning does not call teardown after an exception

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
+import math
 import os
 import zipfile
 from collections.abc import Container, Iterator
@@ -14,8 +14,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
+from ..core.host_bytes import state_nbytes
 from ..errors import SuperpipelineError
-from ..memory.host_bytes import state_nbytes
 from .names import LightningModule, ModelCheckpoint, TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
@@ -48,7 +48,12 @@ class MappedCheckpointIO(TorchCheckpointIO):
             reason = error if isinstance(error, OSError) else error.__context__  # torch's writer hides the cause
             if isinstance(error, SuperpipelineError) or not isinstance(reason, OSError):
                 raise
-            raise OSError(reason.errno, f"{reason.strerror}; the previous checkpoint is intact", local) from error
+            left = (
+                "the previous checkpoint is intact"
+                if os.path.exists(local)
+                else "nothing has this name, others are intact"
+            )
+            raise OSError(reason.errno, f"{reason.strerror}; {left}", local) from error
 
     def _save(self, checkpoint: dict[str, Any], file: IO[bytes]) -> None:
         if self.direct:
@@ -70,8 +75,8 @@ class MappedCheckpointIO(TorchCheckpointIO):
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
 
 
-def next_checkpoints(folder: str, trainer: Any, module: LightningModule, whole: bool) -> int:
-    """Count the bytes that the next checkpoints take on a folder's disk, each with the one that it replaces.
+def checkpoints_to_come(folder: str, trainer: Any, module: LightningModule, whole: bool) -> int:
+    """Count the bytes that the checkpoints of a run will take on a folder's disk, beside those that are there.
 
     Unless they have the `whole` model for certain, weights that do not train are not counted.
     """
@@ -83,16 +88,41 @@ def next_checkpoints(folder: str, trainer: Any, module: LightningModule, whole: 
             continue
         path = local_path(callback.dirpath or trainer.default_root_dir)
         if path is not None and _disk_of(path) == _disk_of(folder):
-            replaces = trainer.max_epochs != 1 and not glob.glob(os.path.join(glob.escape(path), "*.ckpt"))
-            total += (1 + replaces) * (weights + state * (not callback.save_weights_only))
+            total += _files_to_come(callback, trainer) * (weights + state * (not callback.save_weights_only))
     return total
 
 
+def _files_to_come(callback: ModelCheckpoint, trainer: Any) -> int:
+    """Count the files of a callback that there will be at a time, without those that are there and will be replaced.
+
+    A file is removed once the next one is there. If all are kept in a run of unknown length, one counts.
+    """
+    saves = _saves(callback, trainer)
+    keeps = saves if callback.save_top_k < 0 else callback.save_top_k
+    kept = 1 if min(saves, keeps) == math.inf else int(min(saves, keeps))
+    last = bool(callback.save_last) and callback.save_last != "link"
+    replaces = 0 < keeps < saves or (last and saves > 1)
+    resumed = {callback.best_model_path, *callback.best_k_models} - {trainer.ckpt_path}  # which stays
+    there = [path for path in (*resumed, callback.last_model_path if last else "") if os.path.isfile(path)]
+    return max(1, kept + last + replaces - len(there))
+
+
+def _saves(callback: ModelCheckpoint, trainer: Any) -> float:
+    """Count how often a callback saves in a run; infinity if that is not known."""
+    epochs, every = trainer.max_epochs, callback.every_n_epochs
+    known = every and epochs is not None and epochs >= 0
+    if not known or trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int):
+        return math.inf  # by steps, by the clock, or with each of several validations in an epoch
+    return float(max(1, epochs // every))
+
+
 def _disk_of(path: str) -> int:
-    """Return the number of the device that a path is on, or will be."""
+    """Return the number of the filesystem that a path is on, or will be."""
+    from ..disk.direct_file import mount_of  # only runs with a disk need it
+
     while not os.path.exists(path):
         path = os.path.dirname(path)
-    return os.stat(path).st_dev
+    return mount_of(path).device
 
 
 def local_path(path: Any) -> str | None:

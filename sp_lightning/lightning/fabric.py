@@ -37,9 +37,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit
-from ..errors import OptionError, PeerError, UnsupportedError
+from ..errors import OptionError, PeerError, TornStepError, UnsupportedError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
+from ..optim import torn_step
 from ..options import Options
 from ..ranks.board import Ranks
 from ..runtime.handle import Handle
@@ -110,6 +111,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             self._backward_sync_control = _BackwardSync()
 
     def _set_world_ranks(self) -> None:
+        self._check_alone()
         self.set_world_ranks()
 
     def setup_environment(self) -> None:
@@ -263,6 +265,13 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint as the base class does, but none of a torn step."""
+        parts = (part for part in state.values() if isinstance(part, (nn.Module, Optimizer)))
+        if why := torn_step.why_not_saved(parts):
+            raise TornStepError(why)
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as the base class does, without a second copy of the modules' weights in memory."""

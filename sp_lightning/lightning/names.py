@@ -4,6 +4,8 @@ They import Lightning from here alone, since they run a second time as modules o
 whose file of this name has the same classes of ``pytorch_lightning``.
 """
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
@@ -45,12 +47,14 @@ __all__ = [
     "FabricStrategyRegistry",
     "HalfPrecision",
     "LearningRateMonitor",
+    "LightningEnvironment",
     "LightningModule",
     "Logger",
     "ModelCheckpoint",
     "ParallelStrategy",
     "Precision",
     "RichProgressBar",
+    "SLURMEnvironment",
     "ScriptLauncher",
     "SingleDeviceStrategy",
     "StochasticWeightAveraging",

@@ -1,6 +1,7 @@
 """Lightning's view of the devices, of a Trainer or of Fabric: one, or one process for each of several on this machine.
 
-1. With one device nothing is distributed: no launcher, no sampler, no process group.
+1. With one device nothing is distributed: no launcher, no sampler, no process group. So where a launcher started
+   several processes, each would train on all the data: that is an error, as under DDP.
 2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
    collectives. What DDP does beside gradients is done here: seeds, rank 0's weights at the beginning, and rank 0's
    buffers at each synchronising forward. The weights are shared (sp_lightning/ranks), not broadcast.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,11 +29,12 @@ from ..compat.lightning import (
 )
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
+from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
-from .names import ScriptLauncher
+from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment
 
 ONE_MACHINE = "1: several machines are not supported; use strategy='fsdp' there"
 
@@ -46,6 +49,7 @@ class SeveralDevices:
     _layer_sync: Any = None
     _num_processes = 1
     _timeout: timedelta
+    options: Options
     _launcher: Any
     model: Any
     ranks: Ranks | None = None  # in a run on several devices
@@ -108,6 +112,7 @@ class SeveralDevices:
                 found=str(self._root_device),
                 allowed="left out with several devices, which Lightning chooses",
             )
+        self.options.check_devices(len(devices))
         if len(devices) > 1:
             check_possible()
         self._num_processes = len(devices)
@@ -150,6 +155,27 @@ class SeveralDevices:
             self.cluster_environment.set_world_size(self.world_size)
             setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
             self._root_device = self.parallel_devices[self.local_rank]
+
+    def _launched(self) -> int:
+        """Return how many processes of this run a launcher has started, by their environment."""
+        environment = self.cluster_environment
+        if isinstance(environment, LightningEnvironment):  # Lightning would start them
+            return 1
+        if isinstance(environment, SLURMEnvironment):  # a job has as many tasks also if its script starts one process
+            return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        return int(environment.world_size())
+
+    def _check_alone(self) -> None:
+        """Raise OptionError if this run on one device is one of several processes that a launcher started (Rule 1)."""
+        if not self.is_distributed and (processes := self._launched()) > 1:
+            finder = type(self.cluster_environment).__name__
+            raise OptionError(
+                argument="devices",
+                found=1,
+                allowed=f"{processes}, the number of processes that {finder} finds on one machine or more (only one is "
+                "supported): with 1 device each of them trains on all the data by itself; if that is meant, pass "
+                "plugins=[LightningEnvironment()], and to each a folder of its own",
+            )
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:

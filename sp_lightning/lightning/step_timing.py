@@ -50,6 +50,8 @@ READ_NO_WEIGHTS = frozenset(
 def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, optimizer: Optimizer) -> str | None:
     """Say which hook or setting needs final gradients before the optimizer steps, or return None (Rule 1)."""
     plugin = strategy.precision_plugin
+    if not module.trainer.callbacks:  # type: ignore[attr-defined]  # the strategy adds one, which Lightning's tuner takes out
+        return "in trials of a tuner, which may fail in backward and are followed by others"
     if module.trainer.gradient_clip_val:
         return "gradients are clipped"
     if getattr(plugin, "scaler", None) is not None:

@@ -18,16 +18,18 @@ from torchmetrics import Metric
 
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
+from ..errors import TornStepError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
+from ..optim import torn_step
 from ..options import Options, format_bytes
 from ..runtime.handle import Handle
 from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
-from .checkpoint_io import MappedCheckpointIO, next_checkpoints, on_host, size_so_far
+from .checkpoint_io import MappedCheckpointIO, checkpoints_to_come, on_host, size_so_far
 from .names import (
     Accelerator,
     Checkpoint,
@@ -104,7 +106,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         window: int | Literal["auto"] = "auto",
         transfer: int | Literal["auto"] = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
-        memory_budget: int | str | None = None,
+        memory_budget: str | int | None = None,  # of a command line as it was typed, which has a unit
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
@@ -112,7 +114,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         master_weights: bool = False,
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
-        host_budget: int | str | None = None,
+        host_budget: str | int | None = None,
         disk: str | os.PathLike[str] | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
@@ -142,6 +144,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self._device_given = device is not None
         self._averages: list[WeightAveraging | StochasticWeightAveraging] = []  # whose averages we keep on the host
         self._callback: SuperpipelineCallback | None = None  # added to runs without a callback of the user's
+        self._withheld: list[Checkpoint] = []  # callbacks, while Lightning handles an exception
         check_supported(self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,12 +155,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def setup_environment(self) -> None:
         """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_alone()
         super().setup_environment()
         if self.is_distributed:
             reset_seed()
         self._set_up_ranks()
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
         self._add_callback(trainer)
         self._keep_averages_on_host(trainer)
 
@@ -222,7 +227,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         assert self.handle is not None and self.lightning_module is not None
         disk, folder, module = self.handle.steps.disk, self.options.disk, self.lightning_module
         if disk is not None and folder is not None:
-            nbytes = next_checkpoints(folder, trainer, module, not step_timing.chooses_checkpoints(module))
+            nbytes = checkpoints_to_come(folder, trainer, module, not step_timing.chooses_checkpoints(module))
             disk.check_room(self.optimizers, nbytes)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
@@ -340,7 +345,15 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._streaming.settle()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint as the base class does, with a progress bar if it takes long."""
+        """Save a checkpoint as the base class does, with a progress bar if it takes long.
+
+        Of a torn step nothing is saved: while Lightning handles an exception the log says so, else it is an error.
+        """
+        if why := self._why_not_saved("optimizer_states" in checkpoint):
+            if not self._handles_exception:
+                raise TornStepError(why)
+            log.error("superpipeline: %s was not saved, since %s", os.fspath(filepath), why)
+            return
         ours = self._callback
         if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
             checkpoint["callbacks"][ours.state_key] = chosen  # after the run, the callback is not in the Trainer
@@ -350,6 +363,29 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         self._note_checkpoint(filepath)
+
+    def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
+        """Say why no checkpoint may be saved, if a step was torn (torn_step.py)."""
+        assert self.lightning_module is not None
+        return torn_step.why_not_saved([self.lightning_module, *(self.optimizers if with_optimizers else ())])
+
+    @property
+    def _handles_exception(self) -> bool:
+        """Whether Lightning handles an exception that ends this run: another one would hide it, and skip the end."""
+        assert self.lightning_module is not None
+        return self._streaming is not None and self.lightning_module.trainer.interrupted
+
+    def withhold_checkpoint_callbacks(self) -> None:
+        """Keep checkpoint callbacks, which come next, from an exception if a step was torn.
+
+        Once told that a checkpoint was saved they would remove the one before, and link to a file that is not there.
+        """
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        if self._why_not_saved() is not None:
+            self._withheld = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+            for callback in self._withheld:
+                trainer.callbacks.remove(callback)  # Lightning is at an earlier place of this very list
 
     def _note_checkpoint(self, path: Any) -> None:
         """Note the checkpoint from which a run that fails can go on."""
@@ -439,8 +475,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         return reason is None and step_timing.next_is_a_training_step(module.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which would wait for this one."""
+        """Tell the other ranks, which would wait for this one, and put checkpoint callbacks back."""
         self.tell_peers(exception)
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        trainer.callbacks += self._withheld
+        self._withheld = []
         super().on_exception(exception)
 
     @property

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..compat.kernels import CHOICES, memory_figures
 from ..core import malloc
 from ..core.host import host_memory, lock_limit
+from ..core.host_bytes import aligned
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
-from .layout import aligned
 from .pinned import HostAllocator, PageLock
 from .staging import Around, Arrival, Copies, StagingRing
 

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..core.host_bytes import ALIGNMENT, aligned
 from .pinned import note_view
-
-ALIGNMENT = 512
-
-
-def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Round `nbytes` up to a multiple of `alignment`."""
-    return -(-nbytes // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,11 @@ class Layout:
             fields.append(Field(name, tensor.dtype, tuple(tensor.shape), _stride_in_buffer(tensor), end, nbytes))
             end += aligned(nbytes, alignment)
         return cls(tuple(fields), end)
+
+    def reshaped(self, index: int, shape: torch.Size) -> Layout:
+        """Return the layout in which a tensor without gaps has another shape, of as many elements."""
+        field = replace(self.fields[index], shape=tuple(shape), stride=_contiguous(shape))
+        return replace(self, fields=(*self.fields[:index], field, *self.fields[index + 1 :]))
 
     @staticmethod
     def view(storage: torch.UntypedStorage, field: Field) -> Tensor:
@@ -105,7 +104,11 @@ def _tensor_over(storage: torch.UntypedStorage, field: Field, offset: int) -> Te
 def _stride_in_buffer(tensor: Tensor) -> tuple[int, ...]:
     if tensor.numel() == 0 or is_dense(tensor):
         return tensor.stride()
-    return tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+    return _contiguous(tensor.shape)
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from sp_lightning.core.host_bytes import aligned
 from sp_lightning.errors import PartitionError
-from sp_lightning.memory.layout import aligned
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -466,16 +466,6 @@ class Slot:
         except (LookupError, TypeError):  # the user's code removed it
             return None
 
-    def replace(self, there: Any, value: Any) -> bool:
-        """Put ``value`` into the place if ``there`` is in it; return whether it was."""
-        if (self.holder.get(self.key) if self.inside is None else self.get()) is not there:
-            return False
-        if self.inside is None:
-            self.holder[self.key] = value
-        else:
-            self.set(value)
-        return True
-
     def set(self, value: Any) -> None:
         found = self.holder[self.key]
         if self.inside is None:
@@ -485,6 +475,26 @@ class Slot:
             self.holder[self.key] = found._make(items) if hasattr(found, "_make") else type(found)(items)
         else:
             found[self.inside] = value
+
+
+Indexed: TypeAlias = Sequence[Any] | Mapping[int, Any]  # by the index of a parameter
+
+
+def exchange(slots: Iterable[tuple[int, Slot]], there: Indexed, given: Indexed, but: Container[int] = ()) -> int:
+    """Put ``given[i]`` into the slots of each parameter i that have ``there[i]``; return into how many of them.
+
+    Each slot comes with its parameter's index; those of the parameters in ``but`` are left alone.
+    """
+    count = 0
+    for index, slot in slots:
+        if index in but or (slot.holder.get(slot.key) if slot.inside is None else slot.get()) is not there[index]:
+            continue
+        if slot.inside is None:
+            slot.holder[slot.key] = given[index]
+        else:
+            slot.set(given[index])
+        count += 1
+    return count
 
 
 def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:

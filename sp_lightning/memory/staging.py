@@ -9,6 +9,8 @@ which the device copies by itself.
 2. A copy is on its stream only when the thread has queued it there. Making a stream wait for it waits for that first.
 3. A buffer is written again only after the device read it (up), or after the thread emptied it (down).
 4. A thread waits for the other one only if bytes have to come down before they go up again.
+5. Who waited for a copy may count the references to its bytes at once. So a thread says that a copy ended, and for host
+   bytes that they are there, when nothing on it refers to a tensor over them any more.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class StagingRing:
             uncut: Pairs of tensors of equal shape that are copied in one piece, without a buffer.
             after: The copy down that brings the host bytes.
         """
-        return self._submit(lambda staged: self._up(staged, copies, around, uncut, after))
+        return self._submit(lambda _: self._up(copies, around, uncut, after))
 
     def down(self, copies: Copies, around: Around) -> StagedCopy:
         """Start copies to the host."""
@@ -91,22 +93,25 @@ class StagingRing:
         """End the thread, after the copies that were submitted."""
         self._thread.shutdown()
 
-    def _submit(self, work: Callable[[StagedCopy], None]) -> StagedCopy:
+    def _submit(self, work: Callable[[StagedCopy], Any]) -> StagedCopy:
         staged = StagedCopy()
-        self._thread.submit(self._run, staged, work)
+        self._thread.submit(self._run, staged, [work])
         return staged
 
     # ---- on the thread
 
-    def _run(self, staged: StagedCopy, work: Callable[[StagedCopy], None]) -> None:
+    def _run(self, staged: StagedCopy, works: list[Callable[[StagedCopy], Any]]) -> None:
         try:
             torch.accelerator.set_stream(self._stream)  # not entered as a context: another thread may be in that
             with torch.no_grad():
-                work(staged)
+                queued = works.pop()(staged)  # which ends with all that it refers to (Rule 5)
+            if not staged.on_device.done():
+                staged.on_device.set_result(queued)
+            staged.on_host.set_result(None)
         except BaseException as error:
             staged.fail(error)
 
-    def _up(self, staged: StagedCopy, copies: Copies, around: Around, uncut: Copies, after: Arrival | None) -> None:
+    def _up(self, copies: Copies, around: Around, uncut: Copies, after: Arrival | None) -> Any:
         if after is not None:
             after.synchronize()
         with around:
@@ -119,10 +124,9 @@ class StagingRing:
                 self._read[self._next] = self._stream.record_event()
             for target, source in uncut:
                 target.copy_(source)
-        staged.on_device.set_result(self._stream.record_event())
-        staged.on_host.set_result(None)
+        return self._stream.record_event()
 
-    def _down(self, staged: StagedCopy, copies: Copies, around: Around) -> None:
+    def _down(self, staged: StagedCopy, copies: Copies, around: Around) -> Any:
         under_way: collections.deque[tuple[Tensor, Tensor, Any]] = collections.deque()
         with around:
             for target, source in self._pieces(copies):
@@ -131,10 +135,11 @@ class StagingRing:
                 buffer = self._take(len(source))
                 buffer.copy_(source, non_blocking=True)
                 under_way.append((target, buffer, self._stream.record_event()))
-        staged.on_device.set_result(self._stream.record_event())
+        queued = self._stream.record_event()
+        staged.on_device.set_result(queued)
         for piece in under_way:
             self._carry(*piece)
-        staged.on_host.set_result(None)
+        return queued
 
     @staticmethod
     def _carry(target: Tensor, buffer: Tensor, there: Any) -> None:

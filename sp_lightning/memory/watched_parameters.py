@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
+    dispatch_mode_count,
     in_selective_checkpoint,
     in_transform,
     never_dispatched,
@@ -41,7 +42,8 @@ from ..compat.tensors import (
     without_dispatch,
     without_function_modes,
 )
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
+from .access import Access
 from .device import Device
 
 # The properties themselves, past those that are overridden below.
@@ -71,6 +73,7 @@ class ParameterOwner(Protocol):
     """The object that streams a module's parameters: the engine."""
 
     device: Device  # on which units compute
+    access: Access
 
     @property
     def optimizing(self) -> bool:
@@ -83,21 +86,14 @@ class ParameterOwner(Protocol):
     def apparent_device(self) -> torch.device | None:
         """Return the device that ``p.device`` shows, or None for the true one."""
 
-    @property
-    def gradients_are_final(self) -> bool:
-        """Whether no gradient is under way, no backward runs and no optimizer's step is pending."""
-
     def land(self) -> None:
         """Finish the gradients that are under way: wait for them and put them into ``.grad``."""
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise an error if a read of this gradient in a backward would not find what it finds in a plain run."""
 
-    def wait_step(self, store: Any) -> None:
-        """Wait for this unit's part of a deferred optimizer step (pending_step.py)."""
-
-    def wait_step_of(self, parameter: Tensor) -> None:
-        """Wait for a deferred optimizer step of this parameter's unit, before the parameter is read."""
+    def before_host_access(self, parameter: Tensor) -> None:
+        """Complete a parameter's host bytes, before code outside of visits reads or writes them."""
 
     def is_stepping(self, store: Any) -> bool:
         """Whether an optimizer step of this unit runs, or is still to come."""
@@ -121,6 +117,9 @@ class ParameterOwner(Protocol):
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are in the slab of a unit."""
 
+    def shares_bytes(self, parameter: Tensor) -> bool:
+        """Whether a parameter that is about to be streamed has to stay where another tensor shares its bytes."""
+
     def read_on_host(self, parameter: Tensor) -> None:
         """Report that a function computed with a host parameter on the host."""
 
@@ -136,7 +135,7 @@ class DataWatcher(Protocol):
 
     owner: ParameterOwner
 
-    def data_exposed(self) -> None:
+    def data_exposed(self, parameter: Tensor) -> None:
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
@@ -162,19 +161,29 @@ class HostParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        _watchers[id(self)].data_exposed()
+        _watchers[id(self)].data_exposed(self)
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
-        watcher.data_exposed()
+        watcher.data_exposed(self)
         _data.__set__(self, watcher.data_given(self, _with_plain_bytes(value)))
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> HostParameter:
+        """Take a tensor's bytes or a storage, as ``torch.Tensor.set_``, which takes no part in function dispatch."""
+        watcher = _watchers[id(self)]
+        watcher.data_exposed(self)
+        if isinstance(source, Tensor):
+            source = watcher.data_given(self, _with_plain_bytes(source))
+        with without_dispatch():
+            given = () if source is None else (source,)
+            return super().set_(*given, *args, **kwargs)  # type: ignore[return-value]
 
     @property
     def grad(self) -> torch.Tensor | None:
         owner = _watchers[id(self)].owner
-        if not owner.gradients_are_final:
+        if owner.access.gradients:
             owner.check_gradient(self)
             owner.land()
         with without_dispatch():
@@ -183,7 +192,7 @@ class HostParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         owner = _watchers[id(self)].owner
-        if not owner.gradients_are_final:
+        if owner.access.gradients:
             owner.check_gradient(self)
             owner.land()
         with without_dispatch():
@@ -298,6 +307,17 @@ class DeviceParameter(nn.Parameter):
                 f"{not requires_grad}: set it before the step"
             )
         return self
+
+    def as_strided(self, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:  # type: ignore[override]
+        """Make a view as ``torch.Tensor.as_strided``, whose offset counts from the begin of the unit's buffer here."""
+        first = self.storage_offset()
+        if storage_offset is not None and not first <= storage_offset <= first + self.numel():
+            raise ExactnessError(
+                f"as_strided(..., storage_offset={storage_offset}) of a weight inside its unit's forward, where the "
+                f"weight begins at {first} of a storage that it shares with the unit's other weights: leave the offset "
+                "out, or add the weight's storage_offset()"
+            )
+        return super().as_strided(size, stride, storage_offset)
 
     def register_hook(self, hook: Any) -> Any:
         return self.host.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -435,7 +455,7 @@ def quietly() -> AbstractContextManager[None]:
     """
     if in_transform():
         return _outside_transforms()
-    if in_selective_checkpoint():
+    if dispatch_mode_count() and in_selective_checkpoint():
         return _outside_selective_checkpoints()
     return without_function_modes()
 

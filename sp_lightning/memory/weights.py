@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.host_bytes import ALIGNMENT, aligned
 from ..errors import ExactnessError
 from .device import Device
-from .layout import ALIGNMENT, Field, Layout, aligned
+from .layout import Field, Layout
 from .watched_parameters import true_data, true_dtype, true_version
 
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
@@ -51,7 +52,7 @@ class Weight:
     first: int = 0  # its data's first element in that storage, whose address `share_memory_()` changes
     wire: Tensor | None = None  # its wire copy (unit_store.py, Rule 7); None: it goes up from the slab
     saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (unit_store.py, Rule 8)
-    parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 10)
+    parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 3)
     saved_again: bool = False  # whether create_graph saved it past our hooks
     in_file: bool = False  # whether it goes up from the file that its bytes are in (file_store.py)
 

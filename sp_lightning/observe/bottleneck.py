@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ..core import remedies
 from ..core.machine import Machine
-from ..core.recorder import RecordedStep, UnitTimes
 from ..core.simulation import LowerBound, UnitCost, floor
+from ..runtime.recorder import RecordedStep, UnitTimes
 
 SMALL = 0.05  # of a step: less waiting than this is not worth advice
 WORTH_IT = 0.03  # of a step: a change that saves less is not named

@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..disk.direct_file import DIRECT, filesystem
+from ..disk.direct_file import DIRECT, mount_of
 from ..disk.direct_ring import buffer_over
-from ..disk.scratch_file import rotates
+from ..disk.scratch_file import no_local_disk, rotates
 from ..errors import OptionError
 from ..memory.pinned import HostAllocator, libc
 
@@ -49,10 +49,11 @@ class DiskSpeed:
     duplex: float  # the share of its speed that each direction has while both run
     written_nbytes: int  # by the long write
     free_nbytes: int
+    elsewhere: str = ""  # what it is if it is no local disk
 
 
 def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | None = None) -> DiskSpeed:
-    """Measure the disk of a folder for about so many seconds, with a file of at most so many bytes."""
+    """Measure the disk of a folder for about ``seconds``, with a file of at most ``largest`` bytes."""
     path = os.path.abspath(folder)
     if not os.path.isdir(path) or not os.access(path, os.W_OK):
         raise OptionError(argument="disk", found=os.fspath(folder), allowed="a directory that can be written")
@@ -62,11 +63,12 @@ def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | 
         allowed = f"a directory on a disk with at least {8 * CHUNK >> 20} MiB free (found {free >> 20} MiB)"
         raise OptionError(argument="disk", found=os.fspath(folder), allowed=allowed)
     with tempfile.TemporaryFile(dir=path, buffering=0) as file, _direct(file.fileno()) as direct:
+        mount = mount_of(file.fileno())
+        elsewhere = no_local_disk(mount, file.fileno())
         trial = _Trial(file.fileno() if direct is None else direct, direct is not None)
         libc().fallocate(file.fileno(), 0, 0, count * CHUNK)  # if the filesystem does such a thing
         written = trial.run(WRITES * seconds, range(count), os.pwrite)
         first, last = _rate(written, 0, PART), _rate(written, 1 - PART, 1)
-        device = os.fstat(file.fileno()).st_dev
         if direct is None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         read = _rate(trial.run(READS * seconds, range(count), trial.read))
@@ -76,8 +78,9 @@ def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | 
             writes = _rate(writing.result())
     return DiskSpeed(
         folder=path,
-        filesystem=filesystem(device),
-        rotates=rotates(device),
+        filesystem=mount.kind,
+        elsewhere=elsewhere,
+        rotates=rotates(mount),
         is_direct=direct is not None,
         read_bytes_per_s=read,
         write_bytes_per_s=first,

@@ -22,7 +22,6 @@ import torch
 
 from ..core.host import gpus_by_vendor, host_memory, is_wsl2, lock_limit, numa_nodes, usable_cores
 from ..core.machine import Machine
-from ..disk.direct_file import is_network
 from ..errors import OptionError
 from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
@@ -409,9 +408,9 @@ def _disk_space(facts: Facts) -> str | None:
 
 def _filesystem(facts: Facts) -> str | None:
     disk = facts.disk
-    if disk is None or not (disk.rotates or disk.filesystem == "tmpfs" or is_network(disk.filesystem)):
+    if disk is None or not (disk.rotates or disk.elsewhere):
         return None
-    what = "a disk that rotates" if disk.rotates else "memory" if disk.filesystem == "tmpfs" else "a network filesystem"
+    what = disk.elsewhere or "a disk that rotates"
     return (
         f"{disk.folder} is on {what} ({disk.filesystem or 'unknown filesystem'}): leave weights and state on a "
         "local SSD (ext4 or xfs)."

@@ -14,16 +14,16 @@ from typing import Protocol
 import torch
 
 from ..core.host import peak_memory, usable_cores
+from ..core.host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from ..core.machine import Machine
-from ..core.recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from ..core.telemetry import Lane
 from ..core.window_choice import DeviceBudget
-from ..memory.host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from ..options import format_bytes, format_seconds
 from ..runtime.handle import Handle
 from ..runtime.measure import measure_quickly
 from ..runtime.optimizer_steps import AFTER_BACKWARD
 from ..runtime.preflight import least_s
+from ..runtime.recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from .bottleneck import WAITED_FOR, MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
 from .timeline import Timeline, in_words
 from .timeline import measured as measured_timeline
@@ -126,7 +126,7 @@ class RunReport:
     def memory(self) -> dict[str, float]:
         """Return the peaks so far, and the share of the weights that is on the device now."""
         window = self._handle.engine.window
-        total = sum(unit.store.nbytes for unit in window.units)
+        total = sum(unit.store.on_device.nbytes for unit in window.units)
         return {
             "device_peak_bytes": float(self.device_peak()),
             "host_peak_bytes": float(peak_memory()),
@@ -273,7 +273,7 @@ class RunReport:
     # ---- details
 
     def _rest_nbytes(self) -> int:
-        return sum(unit.store.nbytes for unit in self._handle.engine.window.units if unit.unit.resident)
+        return sum(unit.store.on_device.nbytes for unit in self._handle.engine.window.units if unit.unit.resident)
 
     def _resident(self) -> Collection[str]:
         return [unit.name for unit in self._handle.engine.window.units if unit.unit.resident]
@@ -285,7 +285,7 @@ class RunReport:
         spare = (
             0 if device.is_host else DeviceBudget(capacity=device.memory_capacity(), others=device.memory_peak()).spare
         )
-        largest = max(unit.store.nbytes for unit in units)
+        largest = max(unit.store.on_device.nbytes for unit in units)
         return RunSetting(
             window=stats["window"],
             transfer=stats["transfer"],
@@ -295,7 +295,8 @@ class RunReport:
             cores=usable_cores(),
             overlaps=stats["stepped_ahead"] > 0 or steps.shares_cores,
             waits_as="; ".join(steps.said[AFTER_BACKWARD]),
-            single=sum(unit.store.nbytes for unit in units) >= FP32_FROM * sum(unit.unit.numel for unit in units),
+            single=sum(unit.store.on_device.nbytes for unit in units)
+            >= FP32_FROM * sum(unit.unit.numel for unit in units),
             activations=self._handle.options.activations,
         )
 

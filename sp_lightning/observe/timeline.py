@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.recorder import RecordedStep
 from ..core.simulation import Simulation
 from ..core.telemetry import CAUSES, LANES, Lane, Span, causes
 from ..errors import OptionError, TraceError
+from ..runtime.recorder import RecordedStep
 
 FORMAT = "sp_lightning timeline 1"
 LANE_NAMES: dict[Lane, str] = {

@@ -9,7 +9,7 @@
 // 4. A block's wire copy (unit_store.py, Rule 7) is converted while the block is in the cache. Which NaN ATen makes of one
 //    depends on where in a thread's share it lies: a copy in which there is any is reported, and ATen converts it.
 // 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
-// 6. Gradients are widened into memory whose second half they lie in (gradient_store.py, Rule 2). Blocks are taken in
+// 6. Gradients are widened into memory whose second half they lie in (slab.py, Rule 2). Blocks are taken in
 //    ascending order and read before they are written, and what a block is written over are blocks up to itself: it
 //    waits until these have been read, and those never wait for a later one. Of NaNs in FP16, unlike those in bfloat16,
 //    ATen makes several: it widens what has any.

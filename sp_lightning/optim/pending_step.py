@@ -28,7 +28,7 @@
 8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (unit_store.py, Rule 7).
    Everything else waits for the whole step. A wait clears its marks only after the waiting: if it is interrupted, the
    next wait takes it up again. An error of the thread is raised once, in the first wait that finds it; then nothing
-   more is stepped, and the log says how many parameters were. Time spent waiting counts as a stall.
+   more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
 9. At most one step of a module is pending: the next one begins when it is done.
 10. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
     for each other on cores that one side can fill alone.
@@ -60,15 +60,16 @@ from ..compat.references import (
     are_tensors_of_entry_shared,
     is_entry_shared,
     is_referenced_elsewhere,
-    shares_storage,
 )
 from ..compat.tensors import forbid_access, storage_id, without_dispatch
 from ..core.simulation import PARTS
 from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError
+from ..memory.access import Access
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.weights import Conversion
+from . import torn_step
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 
@@ -185,6 +186,7 @@ class PendingStep:
     def __init__(
         self,
         counters: Counters,
+        access: Access,
         optimizer: Any = None,
         shadow_step: Any = None,
         thread: Any = None,
@@ -192,6 +194,7 @@ class PendingStep:
         in_backward: bool = False,
     ) -> None:
         self._counters = counters
+        self._access = access
         self.optimizer = optimizer
         self._source = optimizer  # of the attributes and options to step with
         self._shadow_step: ShadowStep = shadow_step
@@ -210,6 +213,8 @@ class PendingStep:
         self._jobs: list[Future[None]] = []  # to be waited for
         self._deferred: dict[UnitStore, _Unit] = {}
         self._failed = False
+        self._writes = False  # since the thread stepped a parameter
+        self.has_ended = False  # but for what is deferred: the optimizer's own step returned
         self._leaving = False  # the thread ends with the part that it is at (Rule 3)
         self._lock = threading.Lock()  # guards the queue, the jobs and the flag above
         self._waiting = threading.RLock()  # guards the waits of several threads
@@ -222,7 +227,7 @@ class PendingStep:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be waited for."""
-        return not self._jobs
+        return self not in self._access.gradients
 
     @property
     def has_begun(self) -> bool:
@@ -249,6 +254,7 @@ class PendingStep:
                 if unit.job.exception() is not None or unit.left:
                     self.finish()
                 unit.occupy()
+                self._access.steps.pop(store, None)
 
     def finish(self) -> None:
         """Wait for all that is pending, or leave to the step what the thread did not reach in backward (Rule 3)."""
@@ -259,35 +265,30 @@ class PendingStep:
                 self._leave()
             jobs = list(self._jobs)
             error = next(filter(None, [job.exception() for job in jobs]), None)
-            if isinstance(error, DiskError):
+            if isinstance(error, DiskError) and self._writes:
                 error = error.in_step(len(self.stepped), self._count)
             if self._deferred:
-                if error is not None:
-                    self._say_partly_stepped()
+                if error is not None and self._writes:
+                    torn_step.tear(self.optimizer, len(self.stepped), error)
                 for unit in self._deferred.values():
                     unit.occupy()
                 weight_reads.release(self.finish)
                 self.close()
             with self._lock:
                 self._jobs = self._jobs[len(jobs) :]  # other threads may have submitted more
+                if not self._jobs:
+                    self._access.gradients.discard(self)
                 self._leaving = False
             if error is not None:
                 raise error
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """End a step in which the user's code, or the thread, raised an error."""
+        optimizer, params = self.optimizer, self.params
         with contextlib.suppress(Exception):  # the caller raises the first error
             self.finish()
-        self._say_partly_stepped()
-
-    def _say_partly_stepped(self) -> None:
-        if self.stepped:
-            log.error(
-                "superpipeline: the step failed when the optimizer had already stepped %d of %d parameters; "
-                "optimizer_overlap=False keeps a step that fails in backward from changing any parameter",
-                len(self.stepped),
-                self._count,
-            )
+        if self._writes and not self.has_ended and optimizer is not None:
+            torn_step.tear(optimizer, len(params), error)
 
     @property
     def _count(self) -> int:
@@ -299,6 +300,8 @@ class PendingStep:
         self.give_back()
         self.optimizer = self._source = None
         self._may_defer = bool
+        for store in self._deferred:
+            self._access.steps.pop(store, None)
         self._queue, self._deferred = [], {}
         self.params = self.stepped = set()
 
@@ -347,7 +350,7 @@ class PendingStep:
             left, self._queue = self._queue, []
         for unit in left:
             unit.land()
-        with self._lock:  # only now: without jobs other threads would not wait; units submitted meanwhile need theirs
+        with self._lock:  # units submitted meanwhile need their jobs
             self._jobs = [job for job in self._jobs if self._queue or not job.cancel()]
 
     def _may_step(self, param: Any) -> bool:
@@ -362,6 +365,7 @@ class PendingStep:
     def _enqueue(self, unit: _Unit) -> None:
         with self._lock:
             bisect.insort(self._queue, unit, key=_urgency)
+            self._access.gradients.add(self)
             unit.job = self._thread.submit(self._step_next)
             self._jobs.append(unit.job)
 
@@ -392,6 +396,7 @@ class PendingStep:
             unit.left = [param for param in unit.left if self._may_step(param)]
             unit.part = sum(map(Tensor.numel, unit.left)) // PARTS
         part = unit.next_part()
+        self._writes = self._writes or bool(part)
         with unit.timed:
             self._step_params(part, unit)
             if not unit.left:
@@ -495,8 +500,9 @@ class PendingStep:
             if unit.left:
                 for index, placeholder in unit.placeholders.items():
                     set_true_data(store.params[index], placeholder)
-                self._enqueue(unit)
                 self._deferred[store] = unit
+                self._access.steps[store] = self
+                self._enqueue(unit)
 
 
 def data_of(parameter: Tensor) -> Tensor:
@@ -530,7 +536,7 @@ def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
     name = store.names[index]
     if type(param) is not HostParameter:
         raise CannotDefer(f"{name} is of a class of its own, {type(param).__name__}")
-    if shares_storage(param) or is_referenced_elsewhere(param) or not store.in_place(index):
+    if store.shares(index) or is_referenced_elsewhere(param) or not store.in_place(index):
         raise CannotDefer(f"somebody else refers to the bytes of {name}")
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")

@@ -261,7 +261,7 @@ class Cutting:
         return piece_lengths(numel, self.threads, self.sharers, piece)
 
     def lengths_of(self, param: Tensor) -> tuple[int, ...] | None:
-        """Return the lengths of a parameter's pieces, or of those of a part of one; None if it is left whole."""
+        """Return the lengths of the pieces of a parameter, or of a part of one; None if it is not cut."""
         given = self.given.get(id(param))
         return None if given is None and self.leaves_whole(param.numel()) else given or self.lengths(param.numel())
 

@@ -20,8 +20,8 @@
 7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and wire copies are
    converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
    their bits depend on where a vector ends.
-8. A transfer that fails ends the step with an error: some parameters were stepped, and the state of others may be that
-   of neither step. A run goes on from its last checkpoint.
+8. An error ends the step: some parameters were stepped, and the state of others may be that of neither step. Then the
+   step is torn (torn_step.py), and a run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 
 from ..compat.modules import HOOKS_AFTER_LOADING
 from ..compat.references import are_tensors_of_entry_shared
+from ..core.host_bytes import state_nbytes
 from ..core.malloc import freed
 from ..core.telemetry import Counters
 from ..disk.direct_file import BLOCK, FileRange, blocks
@@ -48,11 +49,11 @@ from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes
 from ..disk.state_ring import BlockRun, StateRing, as_few_runs
 from ..errors import DiskError
-from ..memory.host_bytes import state_nbytes
 from ..memory.layout import is_dense
 from ..memory.watched_parameters import true_data
 from ..memory.weights import Conversion
 from ..options import format_bytes
+from . import torn_step
 from .pieces import (
     FUSED,
     PER_PARAMETER,
@@ -97,6 +98,8 @@ class Spilled:
     conversion: Conversion | None = None
     conversions: list[Conversion] = field(default_factory=list)  # of its parts
     shared: dict[str, Tensor] = field(default_factory=dict)  # what an earlier part has of a block (Rule 3)
+    is_begun: bool = False  # whether a part of it was stepped, or was being stepped
+    is_done: bool = False
 
     def __post_init__(self) -> None:
         self.flat = _flat(self.param)
@@ -375,23 +378,29 @@ class StateOnDisk:
         groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
         spilled: list[Spilled] = []
-        done: list[Spilled] = []
         try:
             if not needs_order(shadow):
                 spilled = list(self._spilled(shadow, conversions))
             if not spilled or _share_state(shadow):
                 return groups
             self._keep_order(shadow, spilled)
-            self._run(shadow, spilled, done)
-        except DiskError as error:
+            self._run(shadow, spilled)
+        except BaseException as error:
+            begun = [one for one in spilled if one.is_begun]  # of which the file may have other bytes by now
+            torch.autograd.graph.increment_version([view for one in begun for view in one.views.values()])
             called_with = getattr(shadow, "called_with", None)  # else the optimizer thread counts what it stepped
             if called_with is None:
                 raise
-            of = sum(len(group["params"]) for group in called_with[0][0].param_groups)
+            optimizer = called_with[0][0]
+            of = sum(len(group["params"]) for group in optimizer.param_groups)
             before = of - sum(len(group["params"]) for group in groups)
-            if not spilled and not before:  # there was no room, and the error says that nothing was stepped
+            if not before and not begun:  # nothing was stepped, as where there is no room
                 raise
-            raise error.in_step(before + len(done), of) from error
+            count = before + sum(one.is_done for one in spilled)
+            torn_step.tear(optimizer, count, error)
+            if isinstance(error, DiskError):
+                raise error.in_step(count, of) from error
+            raise
         stepped = {id(one.param) for one in spilled}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
@@ -471,8 +480,8 @@ class StateOnDisk:
                     if param.grad is not None and not keeps_no_state(shadow, group):
                         shadow.state[param]  # a defaultdict
 
-    def _run(self, shadow: Any, spilled: list[Spilled], done: list[Spilled]) -> None:
-        """Step parameters portion by portion, reading ahead and writing behind; list those that were stepped."""
+    def _run(self, shadow: Any, spilled: list[Spilled]) -> None:
+        """Step parameters portion by portion, reading ahead and writing behind."""
         ring, cutting = self._ring, Cutting.of(shadow, PIECE)
         large = [
             one for one in spilled if one.is_whole and one.nbytes_in_buffer(0, one.param.numel()) > ring.buffer_nbytes
@@ -488,13 +497,14 @@ class StateOnDisk:
             for parts, buffer in portions:
                 self._step_portion(shadow, parts, buffer, cutting)
                 ring.write(buffer, as_few_runs(run for part in parts for run in part.written()))
-                done += [part.of for part in parts if part.is_last]
+                for part in parts:
+                    part.of.is_done = part.is_last
         for one in large:
             numel = one.param.numel()
             part = ParameterPart(one, 0, (numel,), True, list(_ranges(one, 0, numel, 0)))
             with ring.as_one(as_few_runs(part.read()), as_few_runs(part.written())) as buffer:
                 self._step_portion(shadow, [part], buffer, cutting)
-            done.append(one)
+            one.is_done = True
         for one in spilled:
             self._counters.disk_written += one.nbytes()
             self._counters.disk_read += one.nbytes(reads=True)
@@ -507,6 +517,7 @@ class StateOnDisk:
     @staticmethod
     def _step_portion(shadow: Any, portion: list[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
         for part in portion:
+            part.of.is_begun = True
             for key, run, head, _ in part.ranges:
                 if head:
                     buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])

@@ -5,14 +5,19 @@ modules of `sp_lightning.lightning` therefore run a second time, as modules of t
 the names.py beside them, and here that is this folder's.
 """
 
+from pytorch_lightning import __version__ as found  # type: ignore[attr-defined]
+
 from .. import lightning
 
 __path__ += lightning.__path__
 
-from .callback import SuperpipelineCallback  # type: ignore[import-not-found]  # noqa: E402
-from .fabric import SuperpipelineFabricStrategy  # type: ignore[import-not-found]  # noqa: E402
-from .registration import register  # type: ignore[import-not-found]  # noqa: E402
-from .strategy import SuperpipelineStrategy  # type: ignore[import-not-found]  # noqa: E402
+try:
+    from .callback import SuperpipelineCallback  # type: ignore[import-not-found]
+    from .fabric import SuperpipelineFabricStrategy  # type: ignore[import-not-found]
+    from .registration import register  # type: ignore[import-not-found]
+    from .strategy import SuperpipelineStrategy  # type: ignore[import-not-found]
+except ImportError as error:
+    raise ImportError(f"sp_lightning.pytorch_lightning needs pytorch_lightning 2.6, found {found}: {error}") from error
 
 __all__ = ["SuperpipelineCallback", "SuperpipelineFabricStrategy", "SuperpipelineStrategy"]
 

@@ -1,6 +1,8 @@
 """The classes of ``pytorch_lightning``, under the names of sp_lightning/lightning/names.py."""
 
 # ruff: noqa: F401  # the list of names is the other file's
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry

@@ -59,6 +59,7 @@ NEWS = {
 }
 CAUSES = ENDED, FAILED, SILENT
 HANDLING = FAILED, STOPPED  # those that handle an exception (Rule 7)
+GIVEN_UP = ENDED, FAILED, STOPPED, LEFT  # those that come to nothing more of the run
 GONE = 1 << 62  # more meetings than there are: added to those of a rank that comes to no further one
 WORD = 8
 POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
@@ -183,6 +184,10 @@ class Ranks:
     @property
     def _handles_exception(self) -> bool:
         return self._state is not None and self._state[self.rank] in HANDLING
+
+    def given_up(self) -> set[int]:
+        """Return the ranks that come to nothing more of the run: what they have posted is final."""
+        return {rank for rank, state in enumerate(self._state or ()) if state in GIVEN_UP}
 
     def check(self) -> None:
         """Raise PeerError if a rank has died or failed."""

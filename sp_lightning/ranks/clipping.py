@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..compat.patches import CLIP_GRADIENTS
 from ..compat.references import caller_has
+from ..memory.access import Access
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import HostParameter, true_dtype, true_grad
 from .board import Ranks
@@ -33,10 +34,10 @@ Place = tuple[UnitStore, int]  # of a parameter: its unit, and its number there
 
 
 class Clipping:
-    """The factors of one model's gradients by which owners have not multiplied."""
+    """Factors by which one model's gradients were clipped, until the owner of each gradient multiplies it by them."""
 
-    def __init__(self, ranks: Ranks, exchange: Exchange, stores: Sequence[UnitStore]) -> None:
-        self._ranks, self._exchange = ranks, exchange
+    def __init__(self, ranks: Ranks, exchange: Exchange, stores: Sequence[UnitStore], access: Access) -> None:
+        self._ranks, self._exchange, self._access = ranks, exchange, access
         self._places: dict[int, Place] = {
             id(parameter): (store, index) for store in stores for index, parameter in enumerate(store.params)
         }
@@ -46,11 +47,6 @@ class Clipping:
         _all.add(self)
         CLIP_GRADIENTS.install(clip)
         self._remove = weakref.finalize(self, CLIP_GRADIENTS.remove)
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether this rank's gradients are multiplied by all factors."""
-        return not self._unseen
 
     def close(self) -> None:
         """Leave the gradients to their users. Safe twice."""
@@ -81,6 +77,7 @@ class Clipping:
                 parameter = store.params[index]
                 if index in unseen and type(parameter) is HostParameter and true_dtype(parameter) is factor.dtype:
                     self._unseen[store, index] = factor
+                    self._access.gradients.add(self)
                 else:
                     at_once.append(parameter)
         return at_once
@@ -93,6 +90,7 @@ class Clipping:
                 grad = true_grad(store.params[index])
                 assert grad is not None
                 grad.mul_(factor)
+        self._access.gradients.discard(self)
 
     def forget(self) -> None:
         """Begin a backward: owners multiply no more what came before (Rule 3)."""
@@ -121,6 +119,7 @@ class Clipping:
                 shared = flat(self._exchange.truth(store), field, owned(field, self._ranks.rank, self._ranks.size))
                 for factor in of:
                     shared.mul_(factor)
+        self._access.gradients.discard(self)
         return bool(factors)
 
 

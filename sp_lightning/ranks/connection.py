@@ -18,6 +18,8 @@ from .board import Ranks
 from .shared_memory import check_possible
 
 ALL_HERE = "the number of this machine's devices or less; several machines are not supported yet"
+NETWORKS = "networks of one machine"  # which its sockets without a name in a file system belong to
+ONE_NETWORK = "those of one container, or of containers that share the host's network (docker run --network=host)"
 
 
 def connect(group: Any, device: torch.device, timeout: timedelta) -> Ranks | None:
@@ -27,11 +29,13 @@ def connect(group: Any, device: torch.device, timeout: timedelta) -> Ranks | Non
         return None
     check_possible()
     ranks: list[Any] = [None] * size
-    dist.all_gather_object(ranks, (_machine(), device.type, torch.__version__, _process()), group)
+    known = _machine(), device.type, torch.__version__, _namespace("net"), _process()
+    dist.all_gather_object(ranks, known, group)
     columns = zip(*ranks, strict=True)
-    for what, unlike in zip(("machines", "devices", "versions of torch"), columns, strict=False):
+    for what, unlike in zip(("machines", "devices", "versions of torch", NETWORKS), columns, strict=False):
         if len(set(unlike)) > 1:
-            raise OptionError(argument="devices", found=f"ranks of unlike {what}: {unlike}", allowed=ALL_HERE)
+            allowed = ONE_NETWORK if what is NETWORKS else ALL_HERE
+            raise OptionError(argument="devices", found=f"ranks of unlike {what}: {unlike}", allowed=allowed)
     spaces, processes = zip(*[process for *_, process in ranks], strict=True)
     token = [os.urandom(16)]
     dist.broadcast_object_list(token, _first(group), group)
@@ -69,10 +73,15 @@ def _for_backend(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.T
 
 def _process() -> tuple[str, int]:
     """Identify this process: its number, and where that number holds."""
+    return _namespace("pid"), os.getpid()
+
+
+def _namespace(kind: str) -> str:
+    """Identify one of this process's namespaces: containers of a machine have others, and its kernel."""
     try:
-        return os.readlink("/proc/self/ns/pid"), os.getpid()
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
-        return _machine(), os.getpid()
+        return _machine()
 
 
 def _machine() -> str:

@@ -26,7 +26,12 @@
    that are not whole before the end of backward lie in boxes beyond that. Where several models are streamed, one
    backward may exchange for all of them, and a rank would not see that another one waits for a unit of another model:
    there no rank waits.
-9. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
+9. A rank in its backward may wait for this one where nothing on the board says so: in a collective of the user's, as
+   SyncBatchNorm has one there. So when the ranks that this one waits for have posted nothing for `PATIENCE` times what
+   a unit took here, there is room in its box for twice as many units, and for the next `KEPT` exchanges: few steps wait
+   in vain. A rank that has not come to the end of its forward is at no collective of backward, and is waited for much
+   longer.
+10. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
 """
 
 from __future__ import annotations
@@ -48,8 +53,8 @@ from torch.optim import Optimizer
 from ..compat.references import references, storage_uses
 from ..compat.tensors import graph_task
 from ..errors import ExactnessError, UnsupportedError
+from ..gradients.slab import GradientSlab
 from ..memory.device import Device
-from ..memory.gradient_store import GradientSlab
 from ..memory.layout import Layout
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
@@ -65,6 +70,9 @@ NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place
 ROOM = 4  # a box has room for this many times the gradients: they are laid out again when types change
 ENDED = (1 << 32) - 1  # more units than there are: a rank whose backward has ended posts none
 AHEAD = 2  # units whose gradients a rank may have on their way when it takes room for another one's (Rule 8)
+PATIENCE = 4  # how often what a unit took this rank others may take to get on in their backward (Rule 9)
+SHORT_S, LONG_S = 0.2, 60.0  # the least time for that, and how long a rank is waited for whose forward has not ended
+KEPT = 100  # exchanges for which a rank has the room that it got
 PAUSE_S = 2e-4  # between two looks for units that all ranks have posted
 PART = 1 << 18  # elements that an owner sums at a time
 
@@ -105,6 +113,11 @@ class _Backward:
         self.shown: dict[UnitStore, list[int]] = {}  # units that were, with the parameters that any rank reached
         self.lent: list[tuple[UnitStore, Tensor]] = []  # regions that owners have not summed
         self.single: dict[tuple[UnitStore, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
+        self.began_s = time.monotonic()  # when this rank began to compute the next unit's gradients (Rule 9)
+        self.longest_s = 0.0  # that a unit took
+        self.units = 0  # to which this rank came
+        self.signs: list[list[int]] = []  # of other ranks, when this one last looked
+        self.until_s = 0.0  # when it gives up to wait for further ones
         self.kept: set[UnitStore] = set()  # units of which old gradients were looked for (Rule 4)
         self.job: Future[None] | None = None  # that sums
         self.all_posted = False
@@ -125,7 +138,10 @@ class Exchange:
         self._units = {store: count + number for number, store in enumerate(self.stores)}
         self._done = {store: number + len(self.stores) for store, number in self._units.items()}
         self._stands = count + 2 * len(self.stores)  # the number that says whether this rank goes on (Rule 8)
-        self.board = Board(ranks, self._stands + 1)
+        self._came_to = self._stands + 1  # that of the units to which this rank came since its forward (Rule 9)
+        self.board = Board(ranks, self._came_to + 1)
+        self._signs = count  # the first number of which each change says that a rank gets on
+        self._ahead, self._until = AHEAD, 0  # units for which there is room, and the last exchange that has it
         nbytes = sum(paged(2 * store.host_layout.nbytes) for store in self.stores)
         self.box = Box(ranks, device, ROOM * (nbytes + PAGE * count))
         self._sums = {store: self._sums_of(store) for store in self.stores}
@@ -134,7 +150,7 @@ class Exchange:
         self._count = 0  # of exchanges
         ranks.exchanges.add(self)
         self._backward: _Backward | None = None  # that runs, or whose exchange does
-        self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 9)
+        self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 10)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
         self.is_own: Callable[[UnitStore, int], bool] = lambda store, index: True  # whether no user code has a gradient
         self._leaves: list[Any] = []  # a hook on the parameter itself would be one that reads its gradient
@@ -216,11 +232,17 @@ class Exchange:
         """Whether this backward made gradients."""
         return self._backward is not None and self._backward.has_any
 
+    def note_forward(self, ended: bool) -> None:
+        """Note that a forward began, or that one ended which a backward may follow (Rule 9)."""
+        self.board.post(self._came_to, (self._count + 1) * (ENDED + 1) if ended else 0)
+
     def begin(self, task: int | None) -> None:
         """Begin a backward whose gradients are exchanged, with autograd's number of it if it is known."""
         self._abandon()
         self._count += 1
+        self._ahead = self._ahead if self._count <= self._until else AHEAD
         self._backward = _Backward(task)
+        self._post_of_exchange(self._came_to, 0)
 
     def runs_as(self, task: int) -> None:
         """Take autograd's number of the backward, once it runs (Rule 6)."""
@@ -251,6 +273,8 @@ class Exchange:
         """Return slots for a unit's gradients in this rank's box, once the rank is not too far ahead (Rule 8)."""
         backward = self._backward
         assert backward is not None
+        backward.units += 1
+        self._post_of_exchange(self._came_to, backward.units)
         self._stay_near(backward)
         known = self._slabs.setdefault(store, [])
         known[:] = [(region, slab) for region, slab in known if slab.fits(store)]
@@ -269,16 +293,36 @@ class Exchange:
         return region
 
     def _stay_near(self, backward: _Backward) -> None:
-        """Wait until at most `AHEAD` units' gradients are on their way to their owners (Rule 8)."""
+        """Wait until there is room for another unit's gradients on their way to their owners (Rules 8 and 9)."""
         with self._lock:
             while len(backward.under_way) > AHEAD:
                 self._post_next(backward)
+        backward.longest_s = max(backward.longest_s, time.monotonic() - backward.began_s)
         if self._waiting_for(backward) and len(self._ranks.exchanges) == 1:
             with self._lock:
                 while backward.under_way:  # for which others may wait
                     self._post_next(backward)
-            self._ranks.wait(lambda: self._waiting_for(backward), "gradients of units that this rank has posted")
+            self._ranks.wait(lambda: self._getting_on(backward), "gradients of units that this rank has posted")
             self.board.post(self._stands, 0)
+        backward.began_s = time.monotonic()
+
+    def _getting_on(self, backward: _Backward) -> list[int]:
+        """List the ranks to wait for: none once they do not get on, and there is more room instead (Rule 9)."""
+        ranks = self._waiting_for(backward)
+        signs = [self.board.row(rank, self._signs, self._came_to + 1) for rank in ranks]
+        if signs != backward.signs:
+            backward.signs, backward.until_s = signs, time.monotonic() + self._patience_s(backward, ranks)
+        elif ranks and time.monotonic() > backward.until_s:
+            backward.signs = []
+            self._ahead, self._until = 2 * self._ahead, self._count + KEPT
+            return []
+        return ranks
+
+    def _patience_s(self, backward: _Backward, ranks: Sequence[int]) -> float:
+        """Return for how many seconds this rank waits for a sign of others (Rule 9)."""
+        if all(self.board.read(rank, self._came_to) // (ENDED + 1) == self._count for rank in ranks):
+            return max(SHORT_S, PATIENCE * backward.longest_s)
+        return min(LONG_S, self._ranks.timeout.total_seconds() / 2)
 
     def _waiting_for(self, backward: _Backward) -> list[int]:
         """List the ranks that a rank which is too far ahead waits for; give back what owners have summed (Rule 8)."""
@@ -287,7 +331,7 @@ class Exchange:
         ranks = range(self._ranks.size)
         while True:
             held = self._reclaim(backward)
-            if len(held) + len(backward.under_way) <= AHEAD:
+            if len(held) + len(backward.under_way) <= self._ahead:
                 return []
             posted = next((store for store in held if self._all_at(self._units[store])), None)
             if posted is None:
@@ -300,7 +344,11 @@ class Exchange:
 
     def _stand(self, summed: int) -> None:
         """Say that this rank waits until more units are summed than these (Rule 8)."""
-        self.board.post(self._stands, self._count * (ENDED + 1) + summed)
+        self._post_of_exchange(self._stands, summed)
+
+    def _post_of_exchange(self, index: int, number: int) -> None:
+        """Post a number that holds for this exchange alone."""
+        self.board.post(index, self._count * (ENDED + 1) + number)
 
     def _goes_on(self, rank: int, held: Sequence[UnitStore], summed: int) -> bool:
         """Whether a rank has not posted one of these units, and may do so before this rank goes on."""
@@ -506,9 +554,9 @@ class Exchange:
         return true_grad(store.params[index]) is sums.views[index] and not sums.is_altered(index)
 
     def unseen(self, store: UnitStore, indices: Sequence[int], references: int) -> set[int]:
-        """Return which of these gradients nothing else refers to, but for so many references to each.
+        """Return the indices of gradients that have at most ``references`` references beside our own.
 
-        None of them, if this rank wrote to any gradient of the unit.
+        There are none if this rank wrote to any gradient of the unit.
         """
         sums = self._sums[store]
         if sums.slab.private():

@@ -12,7 +12,9 @@
    the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, and of those
    whose data user code moved. It does not step their faces: a page of its own would have old bytes of the parameters
    beside them, which their owners step. Their state is each rank's own, as that of parameters that are not streamed.
-4. The ranks meet before what they own is stepped, since another rank may still read it, and after it.
+4. The ranks meet before what they own is stepped, since another rank may still read it, and after it. Each posts when
+   it comes to the first of these meetings, and when what it owns is stepped. An error between them leaves a torn step
+   (torn_step.py), unless one that gave up was not there, so that none has stepped; or all have.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import ExactnessError
 from ..memory.layout import Layout
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import true_data, true_grad
@@ -36,7 +39,7 @@ from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
 from .shared_memory import SharedSlab, SlabRange
-from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
+from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned, slab_of_ranks
 
 ALL = slice(None)
 StateSlabs = dict[tuple[UnitStore, str], SharedSlab]
@@ -51,6 +54,9 @@ class Owners:
         self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
         self._stores = stores
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
+        self._progress = Board(ranks, 1)  # how far each rank is in a step (Rule 4)
+        self._steps = 0
+        self._optimizer: Optimizer | None = None  # of the step that runs
         # Of state. Ranks share memory together, so no rank may find a slab where another finds none: the address of an
         # optimizer, which may be that of one that died, does not decide.
         self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
@@ -69,7 +75,14 @@ class Owners:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
         self._copy_moved_state(optimizer)
         alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
-        self._faces.settle(self._find_moved(optimizer), *alike)
+        self._steps += 1
+        self._optimizer = optimizer
+        self._progress.post(0, 2 * self._steps - 1)
+        try:
+            self._faces.settle(self._find_moved(optimizer), *alike)
+        except ExactnessError:
+            self._progress.post(0, 2 * self._steps - 2)  # the others come no further without this rank
+            raise
         self._collect_edits()
         if self._clipping.multiply():
             self._board.meet()  # a rank may step copies of gradients that another one owns (Rule 3)
@@ -97,7 +110,7 @@ class Owners:
             self._copies[copy], self._state[copy] = parameter, self._own_state(optimizer, parameter)
             return copy
         field, own = self._owned(store, index)
-        piece = flat(store.shared.truth, field, own)
+        piece = flat(slab_of_ranks(store).truth, field, own)
         piece.grad = in_order(grad, field)[own]
         self._pieces[piece] = parameter
         self._given[piece] = {
@@ -154,7 +167,7 @@ class Owners:
                 state[key] = value.clone(memory_format=torch.preserve_format)
 
     def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[str, int]]:
-        """Yield the state that is to move into slabs: what it is of, and a fingerprint."""
+        """Yield the name and a fingerprint of each tensor of the state that is to move into slabs."""
         for group in optimizer.param_groups if self.cuts(optimizer) else ():
             for parameter in group["params"] if takes_the_loop(group) else ():
                 store, index = self._places.get(id(parameter), (None, 0))
@@ -221,7 +234,7 @@ class Owners:
                 moved.append((copy, parameter))
                 continue
             field, own = self._owned(store, index)
-            flat(store.shared.truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
+            flat(slab_of_ranks(store).truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
             torch.autograd.graph.increment_version(parameter)
         for piece, parameter in self._pieces.items():
             for key, value in self._state[piece].items():
@@ -234,6 +247,8 @@ class Owners:
             torch.autograd.graph.increment_version(parameter)
         for _, slab, pages in self._edits:
             slab.drop(pages)
+        if not moved:
+            self._progress.post(0, 2 * self._steps)
         self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []
         self._faces.settle()
         for copy, parameter in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
@@ -241,6 +256,18 @@ class Owners:
             torch.autograd.graph.increment_version(parameter)
         if moved:
             self._faces.settle()
+            self._progress.post(0, 2 * self._steps)
+        self._optimizer = None
+
+    def take_torn(self) -> Optimizer | None:
+        """Return the optimizer of a step that an error ended, once, if some of it may be stepped (Rule 4)."""
+        optimizer, self._optimizer = self._optimizer, None
+        given_up = self._ranks.given_up()  # before what they posted
+        posted = [self._progress.read(rank, 0) for rank in range(self._ranks.size)]
+        last = 2 * self._steps
+        if posted[self._ranks.rank] < last - 1 or min(posted) == last:
+            return None
+        return None if any(posted[rank] < last - 1 for rank in given_up) else optimizer
 
     def close(self) -> None:
         """Leave state to the optimizers that have it. Safe twice."""

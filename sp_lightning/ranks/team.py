@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.partition import Unit
 from ..memory.unit_store import UnitStore
@@ -26,12 +27,12 @@ from .user_edits import Faces
 class Team:
     """All ranks of a machine, which stream one host copy of a model."""
 
-    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore]) -> None:
+    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore], access: Access) -> None:
         self.ranks = ranks
         # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
         self.exchange = Exchange(ranks, device, stores)
         self.faces = Faces(ranks, self.exchange.board, stores)
-        self.clipping = Clipping(ranks, self.exchange, stores)
+        self.clipping = Clipping(ranks, self.exchange, stores, access)
         self.owners = Owners(ranks, self.exchange.board, self.faces, self.clipping, stores)
         self.faces.are_true()
 

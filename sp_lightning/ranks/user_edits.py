@@ -84,9 +84,15 @@ def fingerprint(flat: Tensor) -> int:
 
 @functools.cache
 def _factors() -> Tensor:
-    """Draw an odd number for each word of a part."""
+    """Draw odd factors, one for each word of the bytes that are added up at a time."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=generator, device="cpu") | 1
+
+
+def slab_of_ranks(store: UnitStore) -> SharedSlab:
+    """Return the slab of a unit, which all ranks share."""
+    assert isinstance(store.shared, SharedSlab)
+    return store.shared
 
 
 class Faces:
@@ -97,7 +103,7 @@ class Faces:
 
     def written(self) -> dict[UnitStore, list[SlabRange]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
-        found = {store: store.shared.changed() for store in self._stores if store.may_differ()}
+        found = {store: slab_of_ranks(store).changed() for store in self._stores if store.may_differ()}
         return {store: pages for store, pages in found.items() if pages}
 
     def settle(self, *others: Alike) -> None:
@@ -111,22 +117,23 @@ class Faces:
             self.are_true()
             return
         for store, pages in written.items():
-            shared: SharedSlab = store.shared
+            shared = slab_of_ranks(store)
             for index in store.indices_in(pages):
                 field = store.host_layout.fields[index]
                 own = owned(field, self._ranks.rank, self._ranks.size)
                 flat(shared.truth, field, own).copy_(flat(shared.face, field, own))
         self._board.meet()
         for store, pages in written.items():
+            shared = slab_of_ranks(store)
             for start, end in pages:
-                if not same_bytes(store.shared.truth[start:end], store.shared.face[start:end]):
+                if not same_bytes(shared.truth[start:end], shared.face[start:end]):
                     raise ExactnessError(
                         f"the ranks wrote different values to {_names(store, [SlabRange(start, end)])[0]}, or to a "
                         "parameter beside it; edit parameters on every rank in the same way, as under DDP"
                     )
         self._board.meet()  # a rank that found a difference ends here, before the others give up their bytes
         for store, pages in written.items():
-            store.shared.drop(pages)
+            slab_of_ranks(store).drop(pages)
         self.are_true()
 
     def _compare(self, all_of_them: Sequence[Alike]) -> None:

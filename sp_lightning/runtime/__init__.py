@@ -1,1 +1,1 @@
-"""One step: the window, gradients, the engine, entries into the module, the handle."""
+"""One step: the window, the engine, entries into the module, the handle."""

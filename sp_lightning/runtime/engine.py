@@ -40,13 +40,14 @@ from ..compat.references import shares_storage, sharing_bytes
 from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
+from ..gradients.way_down import GradientReturn
+from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import SharedMemory, UnitStore
 from ..memory.watched_parameters import quietly, true_device
 from ..optim.pending_step import PendingStep
 from ..options import Options
-from .gradients import GradientReturn
 from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
@@ -71,34 +72,38 @@ class Engine:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
         files: WeightFiles | None = None,
+        again: bool = False,
     ) -> None:
         self._share: Callable[[int], SharedMemory] | None = None
-        self._shares_bytes: Callable[[Tensor], bool] = shares_storage
+        # On its way to a device a weight leaves what shares its bytes, in a plain run too; not what came to share them.
+        self.shares_bytes: Callable[[Tensor], bool] = shares_storage if device.is_host or again else _shares_none
         if ranks is not None:
             from ..ranks import team  # on one device nothing needs it
 
             self._share = functools.partial(team.shared_slab, ranks, device)
             sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
-            self._shares_bytes = lambda parameter: id(parameter) in sharing
+            self.shares_bytes = lambda parameter: device.is_host and id(parameter) in sharing
         self.files = files  # in which weights stay
-        self.current_step = PendingStep(counters)  # of an optimizer; the last one to begin, which may be done
+        self.access = Access()
+        self.current_step = PendingStep(counters, self.access)  # of an optimizer; the last to begin, which may be done
         self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
-        self.phases = Phases(lambda: self.current_step.is_deferred)
+        self.phases = Phases(self.access)
         self.device = device
         self.options = options
         self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
-        self.units = [self._streamed(unit, slots) for unit in units]
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
-        if ranks is not None:
-            with quietly():  # other modules may be streamed already, and have reads of weights watched
-                self.team = team.Team(ranks, device, [unit.store for unit in self.units])
+        with quietly():  # other modules may be streamed already, and have reads of weights watched
+            self.units = [self._streamed(unit, slots) for unit in units]
+            if ranks is not None:
+                self.team = team.Team(ranks, device, [unit.store for unit in self.units], self.access)
+        if self.team is not None:
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own
-        self._by_storage = {storage_id(unit.store.storage): unit for unit in self.units}
+        self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
         self.offload = Offload(device, self.counters)
         self.written = Written()
@@ -108,19 +113,21 @@ class Engine:
         casts = self.autocast_weights.casts
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
         self.window = Window(self.units, device, options, counters)
-        self.backward_pass = BackwardPass()
+        self.backward_pass = BackwardPass(self.access)
         self._open: list[StreamedUnit] = []  # the visited units, in order of entering
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks
+        self._borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
         self._reported_read = False
-        self._called: set[int] = set()  # units whose root's forward was called, in a pass that autograd records
+        self._recorded: set[int] = set()  # units of which a forward ran that autograd recorded
+        self._called: set[int] = set()  # those of which it was the root's
         self._compared_calls = False
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        device_dtype, share, shares_bytes = self._device_dtype, self._share, self._shares_bytes
+        device_dtype = self._device_dtype
         if self.files is None:
-            store = UnitStore(unit, self.device, self.counters, self, device_dtype, share, shares_bytes)
+            store = UnitStore(unit, self.device, self.counters, self, device_dtype, self._share)
         else:
             store = self.files.store(unit, self.device, self.counters, self, device_dtype)
         own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
@@ -132,15 +139,25 @@ class Engine:
     @property
     def any_replaced(self) -> bool:
         """Whether user code replaced the data of any parameter."""
-        vacant = self.current_step.vacant  # the deferred step replaced these units' data itself
         with quietly():
-            return any(unit.store not in vacant and unit.store.was_replaced for unit in self.units)
+            return any(store.was_replaced for store in self._with_data())
+
+    @property
+    def any_reshaped(self) -> bool:
+        """Whether user code gave any parameter another shape or other strides than its unit has."""
+        with quietly():
+            return any(store.was_reshaped for store in self._with_data())
+
+    def _with_data(self) -> Iterator[UnitStore]:
+        """Yield the units' stores, but for those of which a deferred step replaced the data itself."""
+        vacant = self.current_step.vacant
+        return (unit.store for unit in self.units if unit.store not in vacant)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
-        del self._by_storage[storage_id(unit.store.storage)]
+        del self._by_storage[storage_id(unit.store.on_device.storage)]
         self.window.retype(unit, types)
-        self._by_storage[storage_id(unit.store.storage)] = unit
+        self._by_storage[storage_id(unit.store.on_device.storage)] = unit
 
     # ---- scopes and optimizers' steps
 
@@ -148,11 +165,13 @@ class Engine:
         """Begin a scope: a step, or a forward outside of any step (Rule 2)."""
         if not self.phases.in_step:
             with quietly():
-                if self._open or self.backward_pass.running:
+                if self._open or self.backward_pass in self.access.gradients:
                     self.reset()  # what an interrupted step left
                 self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
                 self.autocast_weights.begin_pass(kind)
                 self.window.begin_pass(kind, self.autocast_weights.recording)
+                if self.team is not None:
+                    self.team.exchange.note_forward(ended=False)
         self.phases.begin_step()
 
     def close_scope(self) -> None:
@@ -161,13 +180,15 @@ class Engine:
             with quietly():
                 self.current_step.finish()
                 self.offload.finish()
-                self.window.settle()
+                self._give_host_bytes()
+                if self.team is not None:
+                    self.team.exchange.note_forward(ended=torch.is_grad_enabled())
                 if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
                     self._compare_calls()
 
     def _compare_calls(self) -> None:
         """Warn, once, of units that the ``activations`` option does not reach: only parts of them are called."""
-        visited = [self.units[index] for index in dict.fromkeys(self.window.order)]
+        visited = [self.units[index] for index in dict.fromkeys(self.window.order) if index in self._recorded]
         self._compared_calls = bool(visited)
         parts = [unit.name for unit in visited if unit.index not in self._called]
         if parts:
@@ -183,10 +204,19 @@ class Engine:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step, which reads and writes on the host."""
         self.phases.begin_optimizer(optimizer)
+        self._give_host_bytes()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Call an optimizer's closure, which may read and write weights as a step does."""
+        result = self.phases.run_closure(closure)
+        self._give_host_bytes()
+        return result
+
+    def _give_host_bytes(self) -> None:
+        """Complete the host bytes, and wait for fills that read them: code may write them next (Rule 4)."""
         with quietly():
-            for unit in self.window.referenced_elsewhere():
-                unit.stand_ins.collect_writes()
-        self.window.settle()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
+            self.window.collect_writes()
+            self.window.settle()
 
     def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int]) -> None:
         """End an optimizer's step of these parameters, with the ids of those that were stepped beside other work."""
@@ -242,7 +272,7 @@ class Engine:
             )
 
     def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter's stand-in is withheld from the slots (stand_ins.py, Rule 6)."""
+        """Whether the parameter's stand-in is hidden: in no slot (stand_ins.py, Rule 6)."""
         store = self._by_parameter[id(parameter)].store
         return store.index_of[id(parameter)] in store.autocast
 
@@ -260,8 +290,9 @@ class Engine:
             yield stand_in
         finally:
             self.leave_to(depth)
+            self._borrowed.add(unit)
             if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
-                unit.store.settle()  # Rule 4
+                unit.store.on_device.settle()  # Rule 4
 
     # ---- visits
 
@@ -269,6 +300,8 @@ class Engine:
     def enter_all(self, units: list[StreamedUnit]) -> int:
         """Enter several units and return the depth to leave to."""
         depth = len(self._open)
+        if not self._compared_calls and torch.is_grad_enabled():
+            self._recorded.update(unit.index for unit in units)
         for unit in units:
             if not unit.visits:
                 self.enter(unit)
@@ -287,7 +320,11 @@ class Engine:
         with quietly():
             if not unit.visits:
                 weight_reads.resume()
-                self.require(unit)
+                backward = in_backward()
+                if not (backward and self._came_last(unit)):
+                    self._require(unit, backward)
+                elif unit.stand_ins.refresh():  # recomputation has just restored which weights train
+                    self.backward_pass.forget()
                 if self.written.restored:
                     self._restore(unit)
                 unit.stand_ins.bind()
@@ -319,6 +356,8 @@ class Engine:
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
         self._called.add(unit.index)
+        if self._borrowed:
+            self._collect_from_borrowed()  # else the unit's forward would seem to have written what code wrote before
         # No checkpoint works inside a transform, nor where hooks are forbidden; and one of the user's has to see
         # what it sees in a plain run.
         can_save = not in_transform() and admits_hooks() and not is_checkpointed()
@@ -339,6 +378,13 @@ class Engine:
         return output
 
     @never_compiled
+    def _collect_from_borrowed(self) -> None:
+        """Collect what code wrote to borrowed weights; forget the units of which no view is left."""
+        with quietly():
+            self.window.collect_writes(self._borrowed)
+            self._borrowed = {unit for unit in self._borrowed if unit.stand_ins.may_be_written()}
+
+    @never_compiled
     def _announce(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
         """Have the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
@@ -349,13 +395,15 @@ class Engine:
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
+        if self.team is not None and not self.phases.in_step:  # a unit that user code calls by itself
+            self.team.exchange.note_forward(ended=True)
 
     def _restore(self, unit: StreamedUnit) -> None:
         """Restore weights that the unit's forward wrote, before the forward is recomputed."""
         for (store, index), before in self.written.restored.items():
             if store is unit.store:
                 unit.stand_ins.full_precision.check_rewritten(index)
-                store.device_view(index).copy_(before)
+                store.on_device.view(index).copy_(before)
 
     def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
@@ -364,21 +412,27 @@ class Engine:
     def require(self, unit: StreamedUnit) -> None:
         """Make the unit resident and order the caller's stream after its bytes."""
         backward = in_backward()
-        if backward and unit is self._last_in_backward and unit.store.is_there:
-            return  # autograd unpacks each saved tensor of the unit by itself
-        with quietly():
-            if backward:
-                self._in_backward_from_here(unit)
-                self._needs_unit(unit)
-            elif self.phases.closed:
-                raise _after_the_end(unit)
-            if not unit.visits and unit.store.is_loaded and unit.store.stale():
-                self.window.refill(unit)
-            with self.counters.listener.waiting("weights", unit.name, "backward" if backward else "forward"):
-                self.window.require(unit)
-            if not unit.stand_ins.bound and unit.stand_ins.refresh():
-                self.backward_pass.forget()
-            self._last_in_backward = unit if backward else None
+        if not (backward and self._came_last(unit)):  # autograd unpacks each saved tensor of the unit by itself
+            with quietly():
+                self._require(unit, backward)
+
+    def _came_last(self, unit: StreamedUnit) -> bool:
+        """Whether the unit is the one that backward needed last, and still there."""
+        return unit is self._last_in_backward and unit.store.on_device.is_there
+
+    def _require(self, unit: StreamedUnit, backward: bool) -> None:
+        if backward:
+            self._in_backward_from_here(unit)
+            self._needs_unit(unit)
+        elif self.phases.closed:
+            raise _after_the_end(unit)
+        if not unit.visits and unit.store.on_device.is_loaded and unit.store.stale():
+            self.window.refill(unit)
+        with self.counters.listener.waiting("weights", unit.name, "backward" if backward else "forward"):
+            self.window.require(unit)
+        if not unit.stand_ins.bound and unit.stand_ins.refresh():
+            self.backward_pass.forget()  # other weights train than before
+        self._last_in_backward = unit if backward else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """Mark the units of these parameters stale: an optimizer or another writer changed them, or is about to.
@@ -386,7 +440,7 @@ class Engine:
         ``stepped`` holds the ids of parameters that the host thread stepped: a wire copy converted after that is valid.
         """
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
-            unit.store.settle()
+            unit.store.on_device.settle()
             unit.store.mark_stale(stepped)
 
     @property
@@ -406,13 +460,9 @@ class Engine:
             self._in_backward_from_here(unit)
             self._last_in_backward = None
             final = self.backward_pass.completed(unit) and self.current_step.takes_units
+            if final:
+                self.window.collect_writes((unit,))
             return self.gradient_return.receive(unit.store, node, grads, self.current_step if final else None)
-
-    @property
-    def gradients_are_final(self) -> bool:
-        """Whether no gradient is under way, no backward runs, and no optimizer's step or clipping is pending."""
-        is_final = not self.backward_pass.running and self.current_step.is_idle
-        return is_final and (self.team is None or self.team.clipping.is_seen)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
@@ -425,7 +475,7 @@ class Engine:
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 4)."""
-        if self.backward_pass.running and in_backward():
+        if self.backward_pass in self.access.gradients and in_backward():
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
 
@@ -454,7 +504,7 @@ class Engine:
         self.backward_pass.needs_unit(unit, self.current_step.takes_units)
 
     def _in_backward_from_here(self, unit: StreamedUnit) -> None:
-        if self.backward_pass.running:
+        if self.backward_pass in self.access.gradients:
             return
         if self.phases.closed:
             raise _after_the_end(unit)
@@ -509,16 +559,17 @@ class Engine:
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])
         return [self.units[index].store for index in order]
 
-    def wait_step(self, store: UnitStore) -> None:
-        """Wait for this unit's optimizer step, if it is deferred."""
-        self.current_step.wait(store)
+    def before_host_access(self, parameter: Tensor) -> None:
+        """Wait for the unit's deferred step and collect writes to its stand-ins, before its host bytes are accessed.
 
-    def wait_step_of(self, parameter: Tensor) -> None:
-        """Wait for the deferred step of this parameter's unit; raise ExactnessError if this backward stepped it."""
+        Raises ExactnessError if this backward stepped the unit.
+        """
+        unit = self._by_parameter[id(parameter)]
         if in_backward() and id(parameter) in self.gradient_return.taken:
-            self._needs_unit(self._by_parameter[id(parameter)])
-        if self.current_step.is_deferred:
-            self.wait_step(self._by_parameter[id(parameter)].store)
+            self._needs_unit(unit)
+        unit.store.wait_step()
+        with quietly():
+            self.window.collect_writes((unit,))
 
     def is_stepping(self, store: UnitStore) -> bool:
         """Whether this unit's optimizer step may be running, or is still to come."""
@@ -534,7 +585,8 @@ class Engine:
             self._packs = False
             self.saved.pop()
         self._open.clear()
-        self.backward_pass.running = False
+        self._borrowed.clear()
+        self.backward_pass.interrupt()
         self._last_in_backward = None
         self.counters.listener.idle()
         self.gradient_return.drop()
@@ -548,7 +600,7 @@ class Engine:
 
     def let_autograd_end(self) -> None:
         """Wait until autograd's thread of the device is done with a backward that failed, if one did."""
-        if self.backward_pass.running and not in_backward() and not self.device.is_host:
+        if self.backward_pass in self.access.gradients and not in_backward() and not self.device.is_host:
             # A device that fails runs nothing more.
             with contextlib.suppress(RuntimeError), torch.inference_mode(False), torch.enable_grad():
                 x = torch.zeros((), device=self.device.torch_device, requires_grad=True)
@@ -570,6 +622,10 @@ class Engine:
                 unit.forget()
             if self.files is not None:
                 self.files.close()
+
+
+def _shares_none(_: Tensor) -> bool:
+    return False
 
 
 def _after_the_end(unit: StreamedUnit) -> UnsupportedError:

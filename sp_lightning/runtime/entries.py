@@ -13,6 +13,8 @@
    themselves: the module is traced on the host, where they are, with host copies of its buffers and arguments.
 6. Code asks by type whether an attribute is a method (Fabric's ``mark_forward_method``). So an entry in front of
    another method than ``forward`` is reached through one. In a copy of the module this leads to its class's method.
+7. The method behind an entry is what the module would have without it: the one that was set on the instance, or that
+   which its class has now. A module may be given another class, and a class another method, at any time.
 """
 
 from __future__ import annotations
@@ -30,26 +32,41 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import weight_reads
-from ..autograd.stand_ins import StreamedUnit
+from ..autograd.stand_ins import HiddenInVisits, InPlaceOfForward, StreamedUnit
 from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
-from ..compat.modules import context_decorator, tree_leaves, tree_map_only
+from ..compat.modules import CONVERT, context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
+from ..memory.watched_parameters import is_watched, quietly, true_dtype, true_grad, true_version
 from .engine import Engine
 
 
-class ForwardEntry:
+class ForwardEntry(InPlaceOfForward):
     """An entry in front of one module's forward (Rule 1), or of another of its methods; this class only delegates."""
 
-    method = "forward"
     removed = False  # whether the module's own method is back in its place
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward: Callable[..., Any] = getattr(module, self.method)
-        self._own = module.__dict__.get(self.method)  # set on the instance before streaming
-        functools.update_wrapper(self, self.forward, updated=())  # other code inspects the signature
+        self.own = module.__dict__.get(self.method)  # set on the instance before streaming
+        self._of_class = getattr(type(module), self.method, None)
+        self._forward: Callable[..., Any] = getattr(module, self.method)
+        functools.update_wrapper(self, self._forward, updated=())  # other code inspects the signature
         self._installed = module.__dict__[self.method] = self._callable()
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The method behind this entry (Rule 7)."""
+        of_class = getattr(type(self.module), self.method, None)
+        if of_class is not self._of_class and self.own is None:
+            self._of_class = of_class
+            method = inspect.getattr_static(type(self.module), self.method)
+            self._forward = self._prepared(method.__get__(self.module, type(self.module)))
+        return self._forward
+
+    def _prepared(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called for another method of the class."""
+        return forward
 
     def _callable(self) -> Callable[..., Any]:
         """Return what stands in the method's place."""
@@ -60,18 +77,12 @@ class ForwardEntry:
         if self.module.__dict__.get(self.method) is not self._installed:
             self.retire()
         else:
-            self._restore()
+            self.restore()
             self.removed = True
 
     def retire(self) -> None:
         """Only delegate from now on: other code may still refer to this entry, or put it back."""
         self.__class__ = ForwardEntry
-
-    def _restore(self) -> None:
-        if self._own is None:
-            del self.module.__dict__[self.method]
-        else:
-            self.module.__dict__[self.method] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -105,43 +116,61 @@ def has_method(module: nn.Module, name: str) -> bool:
     return isinstance(inspect.getattr_static(type(module), name, None), types.FunctionType)
 
 
-class ModuleEntry(ForwardEntry):
+class ModuleEntry(ForwardEntry, HiddenInVisits):
     """An entry that visits the units which own a module's direct parameters."""
 
     def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
         super().__init__(module)
         self.engine = engine
         self.units = units
-        self.hidden = False
+        self.guard: Callable[..., Any] | None = None  # in front of the forward during a visit (autocast_weights.py)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if all(unit.stand_ins.bound for unit in self.units) or tracing_state() is not None:
-            return self.forward(*args, **kwargs)
-        return self.visit(*args, **kwargs)
-
-    def hide(self) -> None:
-        """Take the entry out of the way for a visit of its only unit (Rule 4)."""
-        if self.module.__dict__.get("forward") is self:
-            self.hidden = True
-            self._restore()
-
-    def show(self) -> None:
-        """Put the entry back after the visit."""
-        if self.hidden:
-            self.hidden = False
-            if self.module.__dict__.get("forward") is self._own:
-                self.module.__dict__["forward"] = self
+            return (self.guard or self.forward)(*args, **kwargs)
+        return self.visit(self.forward, *args, **kwargs)
 
     @not_compiled_itself  # Rule 4
-    def visit(self, *args: Any, **kwargs: Any) -> Any:
+    def visit(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward inside visits of its units."""
         if compiling_callback() is not None and self.engine.autocast_weights.enabled:
             self.engine.autocast_weights.stop()
         depth = self.engine.enter_all(self.units)
         try:
-            return self.forward(*args, **kwargs)
+            return (self.guard or forward)(*args, **kwargs)
         finally:
             self.engine.leave_to(depth)
+
+
+class ConversionEntry(ForwardEntry):
+    """An entry by which ``module.to(device)`` leaves streamed weights and their gradients where they are.
+
+    In a plain run they are on the device, so a conversion that returns what is there as it is has nothing to do.
+    """
+
+    method = CONVERT
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        super().__init__(module)
+        self.device = device
+
+    def __call__(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor if self._stays(function, tensor) else function(tensor)
+
+        return self.forward(convert, *args, **kwargs)
+
+    def _stays(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
+        """Whether a tensor is a streamed weight, or the gradient of one, that stays as it is in a plain run."""
+        weights = [weight for weight in self.module._parameters.values() if weight is not None and is_watched(weight)]
+        if not any(tensor is weight or tensor is true_grad(weight) for weight in weights):
+            return False
+        form = tensor if tensor.dim() in (4, 5) else torch.empty((1,) * tensor.dim())  # memory formats are of these
+        with quietly():
+            dtype, device = true_dtype(tensor), self.device.torch_device
+            probe = torch.empty_strided(form.size(), form.stride(), dtype=dtype, device=device)
+            before = probe.data_ptr()
+            return function(probe) is probe and probe.data_ptr() == before and not true_version(probe)
 
 
 class NoFlatten(ForwardEntry):
@@ -177,8 +206,10 @@ class UnitEntry(ModuleEntry):
 
     def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit]) -> None:
         super().__init__(module, engine, units)
-        if engine.options.compile_units:
-            self.forward = torch.compile(self.forward)
+        self._forward = self._prepared(self._forward)
+
+    def _prepared(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(forward) if self.engine.options.compile_units else forward
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,14 +219,16 @@ class UnitEntry(ModuleEntry):
             return weight_reads.lent(self.__call__, args, kwargs)
         args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
         if not torch.is_grad_enabled():
-            return self.visit(*args, **kwargs)
-        return self.engine.run(self.units[0], self.module, self.visit, args, kwargs)
+            return self.visit(self.forward, *args, **kwargs)
+        visit = functools.partial(self.visit, self.forward)  # a second run is of the forward that ran first
+        return self.engine.run(self.units[0], self.module, visit, args, kwargs)
 
 
 class StepBoundary(Protocol):
     """The object that knows where steps begin and end."""
 
     device: Device
+    closed: bool
 
     @property
     def in_step(self) -> bool: ...
@@ -272,7 +305,8 @@ class StepEntry(SubmoduleEntry):
 class Generation(ForwardEntry):
     """An entry in front of ``generate``, which reads weights and devices between its forwards as a step does.
 
-    A ``generate`` that yields is outside of the step while its caller has the turn."""
+    Its arguments are moved to the device as those of a forward: its caller may have sent them to the model's device,
+    which was the host then. A ``generate`` that yields is outside of the step while its caller has the turn."""
 
     method = "generate"
 
@@ -284,6 +318,8 @@ class Generation(ForwardEntry):
 
     @not_compiled_itself  # Rule 4
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.steps.closed:
+            args, kwargs = to_device(args, kwargs, self.steps.device.torch_device)
         generate: Any = context_decorator(self.steps.generating, self.forward)  # type: ignore[no-untyped-call]
         return generate(*args, **kwargs)
 

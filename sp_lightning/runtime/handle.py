@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,13 +20,14 @@ from torch.optim import Optimizer
 from ..autograd.autocast_weights import castable
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
-from ..core.recorder import Recorder
+from ..compat.tensors import tensor_id, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.window_choice import UnitBytes
-from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import DeviceParameter, is_watched, unwatch
+from ..optim import torn_step
 from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
@@ -32,6 +35,7 @@ from ..ranks.shared_memory import drop_own_pages
 from . import preflight
 from .engine import Engine
 from .entries import (
+    ConversionEntry,
     EncoderFastPathEntry,
     ForwardEntry,
     Generation,
@@ -45,6 +49,8 @@ from .entries import (
 )
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
+from .phases import Phase
+from .recorder import Recorder
 
 if TYPE_CHECKING:
     from ..disk.weight_files import Choice, WeightFiles  # loaded only where weights stay in files
@@ -55,6 +61,7 @@ BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
 )
 
+_is_some = functools.partial(operator.is_not, None)
 SUBSTITUTE = "a tensor that is no parameter"  # the mark of a slot where something else stands for a parameter
 
 log = logging.getLogger(__name__)
@@ -82,10 +89,7 @@ class Handle:
         exchanges: bool = False,
         autocasts: bool = True,
     ) -> None:
-        for argument in ("host_budget", "disk") if ranks is not None else ():
-            if (found := getattr(options, argument)) is not None:
-                allowed = "None with several devices: weights and state in files are built for one device so far"
-                raise OptionError(argument=argument, found=found, allowed=allowed)
+        options.check_devices(1 if ranks is None else ranks.size)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -111,6 +115,7 @@ class Handle:
         self._budget = options.host_budget  # of host memory, where a disk is given: else what is free at first
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
+        torn_step.notice_loads(module)
 
     # ---- units and figures
 
@@ -133,7 +138,7 @@ class Handle:
         """Return the counters since streaming began: fetches, bytes, waits and memory."""
         engine, schedule = self.engine, self.engine.window.schedule
         hosts = [unit.store.slab.numel() + unit.store.wire.numel() for unit in engine.units]
-        resident = [unit.store.layout.nbytes for unit in engine.units if unit.unit.resident]
+        resident = [unit.store.on_device.layout.nbytes for unit in engine.units if unit.unit.resident]
         return {
             **self._counters.snapshot(),
             "window": schedule.window,
@@ -194,16 +199,23 @@ class Handle:
 
     @never_compiled
     def _follow_changes(self) -> None:
-        """Make the units anew if the module's parameters changed since the last step."""
+        """Make the units anew if the module's parameters changed since the last step, or which code its modules run.
+
+        Entries find another class by themselves; but what was learned of the old one does not hold for it. While a
+        graph may wait for its backward, that does no harm: at worst an error says that this step was unlike others.
+        """
         if self.engine.phases.in_step:
             return
-        if self._fingerprint is None or self._fingerprint.has_changed(self.engine.any_replaced):
-            log.info("superpipeline: the module's parameters changed; its units are made anew")
+        known, between_steps = self._fingerprint, self.engine.phases.current is Phase.BETWEEN_STEPS
+        replaced = self.engine.any_replaced
+        changed = known is None or known.has_changed(replaced) or (replaced and self.engine.any_reshaped)
+        if changed or (known is not None and between_steps and known.runs_other_code()):
+            log.info("superpipeline: the module's parameters or classes changed; its units are made anew")
             used = [] if self.engine.team is None else self.engine.team.exchange.used
             self._fingerprint = None
             self._detach()
             try:
-                self._attach()
+                self._attach(None if changed else self._units, again=True)
             except BaseException:
                 self._entries = [RootEntry(self.module, self)]  # the next forward tries again, and is never plain
                 raise
@@ -236,7 +248,8 @@ class Handle:
         a disk.
         """
         try:
-            yield
+            with self.steps.tearing():  # an error of the optimizer's own code
+                yield
         except DiskError as error:
             raise error.going_on_from(self.last_checkpoint) from error.__cause__
         except SuperpipelineError:
@@ -255,9 +268,9 @@ class Handle:
             raise UnsupportedError(
                 f"{error}\nA weight or gradient on the host met a tensor on {self.device.torch_device}. Only the "
                 "weights of the unit whose forward is running, and those that a torch function reads inside a step, "
-                "are on the device; gradients are on the host. Common causes: (1) a copy of a unit, a transform of its "
-                "forward, or an autograd.Function whose apply was bound before streaming began: call it inside the "
-                "forward of the module that owns the weight; (2) p.data or p.detach(): write to p itself, under "
+                "are on the device; gradients are on the host. Common causes: (1) a copy of a unit, or an "
+                "autograd.Function whose apply was bound before streaming began: call it inside the forward of the "
+                "module that owns the weight; (2) p.data or p.detach(): write to p itself, under "
                 "torch.no_grad(); (3) arithmetic on p.grad inside a step: do it in optimizer.step(closure), with "
                 "numbers from the device as number.item(); (4) a mask or a buffer that was made like a weight between "
                 "steps (torch.ones_like(p)), when weights are on the host: move it to the device. If the plain run "
@@ -273,7 +286,9 @@ class Handle:
             allocated=self.device.memory_allocated(),
             window=window.schedule.window,
             window_nbytes=window.schedule.resident_nbytes,
-            largest_unit=max((unit.store.nbytes for unit in self.engine.units if not unit.unit.resident), default=0),
+            largest_unit=max(
+                (unit.store.on_device.nbytes for unit in self.engine.units if not unit.unit.resident), default=0
+            ),
             activations=self.options.activations,
             finer=preflight.finer_classes(self.units),
             step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
@@ -345,13 +360,15 @@ class Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._by_hand and self._ranks is not None and error is not None:
+            self.steps.fail(error)
             self._ranks.fail(isinstance(error, PeerError))
         self.close()
 
     # ---- details
 
-    def _attach(self) -> None:
-        units = partition(self.module, self.options.units)
+    def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
+        """Begin to stream, or begin again; ``units``: the module's, if they are known."""
+        units = partition(self.module, self.options.units) if units is None else units
         if self._ranks is not None:
             from ..ranks.team import check_alike  # on one device nothing needs it
 
@@ -382,6 +399,7 @@ class Handle:
                 self._compute_dtype,
                 self._ranks,
                 self._files,
+                again=again,
             )
             self.engine.window.only_inference = self._only_inference
             self.engine.exchanges = self._exchanges
@@ -400,9 +418,9 @@ class Handle:
         self.engine.phases.start()
         has_budget = self.options.disk is not None or self.options.host_budget  # not "0B": as little as can be had
         if has_budget and self._disk is None:
-            self._fingerprint = BudgetedFingerprint(self.module, self._fits_budget)
+            self._fingerprint = BudgetedFingerprint(self.module, self._entries, self._fits_budget)
         else:
-            self._fingerprint = ModuleFingerprint(self.module)
+            self._fingerprint = ModuleFingerprint(self.module, self._entries)
 
     def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
@@ -553,7 +571,7 @@ class Handle:
         return any(compiled_call(module) is not None for module in self.module.modules())
 
     def _module_entries(self) -> Iterator[ForwardEntry]:
-        """Make an entry for each unit's root, each other module that owns parameters, and torch's encoders and RNNs."""
+        """Make the entries of units' roots, of other modules that own parameters, and of torch's encoders and RNNs."""
         if self._is_compiled:
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
@@ -561,6 +579,8 @@ class Handle:
             own = list(dict.fromkeys(self.engine.unit_of(p) for p in module._parameters.values() if p is not None))
             owners = [streamed for streamed in own if streamed is not None]
             root = roots.get(module)
+            if owners:
+                yield ConversionEntry(module, self.engine.device)
             if isinstance(module, nn.RNNBase):
                 yield NoFlatten(module)
             if root is not None:
@@ -611,33 +631,43 @@ def stream(
 
 
 class ModuleFingerprint:
-    """The parameters and forwards that a module has when the fingerprint is made."""
+    """The parameters and forwards that a module has when the fingerprint is made, and its modules' classes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, entries: Sequence[ForwardEntry]) -> None:
         self._module = module
         self._structure = _structure(module)
         self._identities = _identities(module)
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
+        self._with_entries = [entry.module for entry in entries]
+        self._classes = list(map(type, self._with_entries))
 
     def has_changed(self, any_replaced: bool) -> bool:
-        """Return whether parameters were replaced, swapped, added, removed, retyped or given other strides.
+        """Return whether parameters were replaced, swapped, added, removed or retyped.
 
-        Another forward of a class counts, too. Tensors that ``functional_call`` puts in their places for a call do not.
+        Tensors that ``functional_call`` puts in their places for a call do not count.
         ``any_replaced`` says that the data of some parameter was replaced.
         """
-        if any(forward_of(kind) is not forward for kind, forward in self._forwards.items()):
-            return True
         if not any_replaced and self._identities == _identities(self._module):
             return False
         before, now = self._structure, _structure(self._module)
         return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
 
+    def runs_other_code(self) -> bool:
+        """Return whether a module was given another class, or a class another forward.
+
+        While ``functional_call`` has tensors in the places of parameters it waits: units cannot be made then.
+        """
+        forwards = any(forward_of(kind) is not forward for kind, forward in self._forwards.items())
+        if not forwards and list(map(type, self._with_entries)) == self._classes:
+            return False
+        return SUBSTITUTE not in _structure(self._module)
+
 
 class BudgetedFingerprint(ModuleFingerprint):
     """Notices, too, that parameters come to train for which a budget of host memory does not suffice."""
 
-    def __init__(self, module: nn.Module, fits: Callable[[], bool]) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, entries: Sequence[ForwardEntry], fits: Callable[[], bool]) -> None:
+        super().__init__(module, entries)
         self._fits = fits
         self._note_frozen()
 
@@ -665,14 +695,15 @@ def _identities(module: nn.Module) -> list[Any]:
     """List which parameters are registered where: a quick check, since they are nearly always the same."""
     found: list[Any] = []
     children: list[nn.Module | None] = [module]
-    for child in children:  # the list grows during the loop
-        if child is not None:
-            own = child.__dict__
-            if own["_parameters"]:
-                found += own["_parameters"]
-                found += map(id, own["_parameters"].values())
-                found += map(type, own["_parameters"].values())  # exchanged when torch swaps two tensors
-            children += own["_modules"].values()
+    with without_dispatch():
+        for child in children:  # the list grows during the loop
+            if child is not None:
+                own = child.__dict__
+                if own["_parameters"]:
+                    found += own["_parameters"]
+                    found += map(id, own["_parameters"].values())
+                    found += map(tensor_id, filter(_is_some, own["_parameters"].values()))
+                children += own["_modules"].values()
     return found
 
 
@@ -684,16 +715,17 @@ def _structure(module: nn.Module) -> list[Any]:
             return name
         if not isinstance(p, nn.Parameter):
             return SUBSTITUTE
-        return name, id(p), type(p), p.shape, p.dtype, p.stride() if p.layout is torch.strided else None
+        return name, id(p), tensor_id(p), type(p), p.dtype  # of these `swap_tensors` exchanges the third
 
-    return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
+    with without_dispatch():
+        return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
 
 
 def materialize(module: nn.Module, keeps: bool = True) -> None:
     """Give parameters and buffers on the meta device host memory and their modules' own initial values.
 
-    They stay the same objects, so tied parameters stay tied. A rank that does not keep the values of parameters, since
-    the first one's count, draws them all the same, for its random numbers, and has memory for one module's at a time.
+    They stay the same objects, so tied parameters stay tied. With several ranks the first one's values count; the
+    others (``keeps=False``) draw theirs too, one module's at a time, so that random numbers go on in the same way.
     """
     for name, child in module.named_modules():
         own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]

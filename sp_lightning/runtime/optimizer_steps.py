@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
 from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
-from ..optim import grad_scaler
+from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import HostThread, PendingStep
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
 from .engine import Engine
@@ -101,17 +101,18 @@ class OptimizerSteps:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
-        around = functools.partial(self.engine.phases.run_closure, closure)
+        around = functools.partial(self.engine.run_closure, closure)
         return (args, {**kwargs, "closure": around}) if "closure" in kwargs else ((args[0], around, *args[2:]), kwargs)
 
     def _prepare(self, optimizer: Optimizer) -> None:
+        torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
             shadow = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
             if shadow is None and self.disk is not None:  # else it would step state on the disk through page faults
                 shadow = step_in_pieces(optimizer) or step_each(optimizer)
             self._shadows[optimizer] = shadow
             if shadow is not None:
-                shadow.rest, shadow.end = self._rest, self._end_on_all_ranks
+                shadow.rest, shadow.end = self._rest, self._end
             if self.disk is not None:
                 self.disk.attach(optimizer, shadow)
             if not optimizer.state:
@@ -130,16 +131,35 @@ class OptimizerSteps:
             self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
             return
         if self._ended is not optimizer:
+            self.engine.mark_stale(managed)  # by code that may have written where no version counter shows it
             team.owners.end(optimizer)
         self._ended = None
         with team.faces.unchanged():  # hooks of the user's may have written since the step ended
             self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
 
-    def _end_on_all_ranks(self, optimizer: Optimizer) -> None:
+    def _end(self, optimizer: Optimizer) -> None:
         """End a step that was cut, before hooks of the user's read what other ranks have stepped."""
+        if self.engine.current_step.optimizer is optimizer:
+            self.engine.current_step.has_ended = True
         if self.engine.team is not None:
-            self.engine.team.owners.end(optimizer)
+            with self.tearing():
+                self.engine.team.owners.end(optimizer)
             self._ended = optimizer
+
+    @contextlib.contextmanager
+    def tearing(self) -> Iterator[None]:
+        """Mark a step that several ranks share, and that an error in this context leaves torn (torn_step.py)."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Mark a step that several ranks share if an error has left it torn."""
+        team = self.engine.team
+        if team is not None and (optimizer := team.owners.take_torn()) is not None:
+            torn_step.tear(optimizer, "some", error)
 
     def other_hooks(self, optimizer: Optimizer, after: bool = False) -> str | None:
         """Say that other hooks than the library's run before this optimizer steps, or after it; None if none do."""
@@ -179,13 +199,13 @@ class OptimizerSteps:
         if shadow is None:
             yield
             return
-        step = PendingStep(self._counters, optimizer, shadow, self._thread, may_defer, in_backward)
+        step = PendingStep(self._counters, self.engine.access, optimizer, shadow, self._thread, may_defer, in_backward)
         self.engine.announced_step = step
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.engine.let_autograd_end()  # else it may submit a unit yet
-            step.fail()
+            step.fail(error)
             raise
         finally:
             self.engine.announced_step = None
@@ -198,7 +218,8 @@ class OptimizerSteps:
         """Return the groups and the state of what the optimizer steps itself, after its closure."""
         self._wait_for_copies()
         if self.engine.team is not None:
-            return self.engine.team.pieces(optimizer)
+            with self.tearing():
+                return self.engine.team.pieces(optimizer)
         step = self.engine.announced_step
         if step is None or step.optimizer is not optimizer:
             return all_of(optimizer)

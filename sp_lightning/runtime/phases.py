@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from ..autograd import weight_reads
 from ..autograd.backward_pass import at_leaf, in_backward
+from ..memory.access import Access
 
 
 class Phase(enum.Enum):
@@ -46,8 +47,8 @@ MODEL_CODE = (Phase.STEP, Phase.GENERATE, Phase.BACKWARD)
 class Phases:
     """The phases that the running code is in, one inside the other."""
 
-    def __init__(self, is_step_deferred: Callable[[], bool]) -> None:
-        self._is_step_deferred = is_step_deferred
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._stack: list[Phase | Optimizer] = [Phase.CLOSED]  # an optimizer stands for its step
 
     @property
@@ -157,7 +158,7 @@ class Phases:
 
     def _watch_reads(self) -> None:
         """Watch reads of weights as Rule 5 says."""
-        if isinstance(self._stack[-1], Phase) or self._is_step_deferred():
+        if isinstance(self._stack[-1], Phase) or self._access.steps:
             weight_reads.resume()
         else:
             weight_reads.pause()

@@ -22,13 +22,12 @@ from torch import nn
 
 from ..core import remedies
 from ..core.host import host_memory
+from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, aligned, host_bytes
 from ..core.machine import Machine
 from ..core.schedule import Schedule
 from ..core.simulation import UnitCost, simulate
 from ..core.window_choice import UnitBytes, first_window
 from ..errors import HostMemoryError, MemoryBudgetError
-from ..memory.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
-from ..memory.layout import aligned
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
 from ..ranks.board import Board, Ranks

@@ -23,7 +23,6 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.recorder import Recorder
 from ..core.telemetry import Counters, StepListener
 from ..core.window_choice import (
     GROWTH,
@@ -38,6 +37,7 @@ from ..core.window_choice import (
 )
 from ..memory.device import Device
 from ..options import Options, format_bytes
+from .recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class Tuner:
         self.window = first_window(options, self._streamed, root_nbytes, device.is_host)
         self.transfer = 1 if options.transfer == "auto" else min(options.transfer, self.window)
         self.may_shrink = options.window == "auto"
-        self._watches_memory = self.may_shrink and not device.is_host
-        self._fills_memory = self._watches_memory and options.memory_budget is None
+        self.watches_memory = self.may_shrink and not device.is_host  # around visits
+        self._fills_memory = self.watches_memory and options.memory_budget is None
         self._most = self.window if options.memory_budget is not None else max(1, len(self._streamed))
         self._capacity = 0
         self._others = 0
@@ -103,7 +103,7 @@ class Tuner:
 
     def begin(self) -> None:
         """Begin with streaming: allocations from before do not count towards the peak."""
-        if self._watches_memory:
+        if self.watches_memory:
             self._device.reset_memory_peak()
             self._capacity = self._device.memory_capacity()
             self._retries = self._device.memory_retries()
@@ -155,7 +155,7 @@ class Tuner:
 
     def _note_memory(self) -> None:
         """Take note of the memory of the pass that ends (Rules 2 and 4)."""
-        if not self._watches_memory or not self._profile.others:
+        if not self.watches_memory or not self._profile.others:
             return
         self._capacity = self._device.memory_capacity()
         peak = self._device.memory_peak()
@@ -236,8 +236,6 @@ class Tuner:
 
     def visiting(self, window_nbytes: int) -> None:
         """Watch memory before a visit, with so many bytes of the window's units on the device (Rule 3)."""
-        if not self._watches_memory:
-            return
         self._profile.others.append(self._device.memory_allocated() - window_nbytes)
         self._profile.window.append(window_nbytes)
         if self.window == 1:
@@ -251,8 +249,7 @@ class Tuner:
 
     def visited(self, window_nbytes: int) -> None:
         """Take note of the window's bytes with the units that this visit loads."""
-        if self._watches_memory:
-            self._profile.window[-1] = max(self._profile.window[-1], window_nbytes)
+        self._profile.window[-1] = max(self._profile.window[-1], window_nbytes)
 
     def full(self) -> None:
         """Shrink the window by one unit: an allocation on the device failed (Rule 4)."""

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,9 @@ class Window:
         self.only_inference = False
         self._in_use = _InUse(units)
         self.tuner = Tuner(options, [unit.sizes() for unit in units], device, counters)
-        self.schedule = Schedule([unit.store.nbytes for unit in units], self.tuner.window, self.tuner.transfer)
+        self.schedule = Schedule(
+            [unit.store.on_device.nbytes for unit in units], self.tuner.window, self.tuner.transfer
+        )
         self.tuner.begin()
         device.make_room = self._make_room
         self._orders: dict[Any, list[int]] = {}  # visits of the last pass of each kind (Rule 1)
@@ -113,23 +115,25 @@ class Window:
         """Make the unit resident and order the caller's stream after its bytes."""
         store = unit.store
         if unit.unit.resident:
-            if not store.is_loaded:
+            if not store.on_device.is_loaded:
                 store.load()
-        elif unit is not self._last or not store.is_loaded:
+        elif unit is not self._last or not store.on_device.is_loaded:
             self._visit(unit)
-            if not store.is_loaded:
+            if not store.on_device.is_loaded:
                 self._load(unit, unit)  # an earlier load was interrupted after the schedule counted on it
-        store.wait_load()
+        store.on_device.wait_load()
 
     def _visit(self, unit: StreamedUnit) -> None:
         """Load and evict what the schedule says for a visit of this unit."""
-        self.tuner.visiting(self.schedule.resident_nbytes)
+        if self.tuner.watches_memory:
+            self.tuner.visiting(self.schedule.resident_nbytes)
         if self._recorded_pass and torch.is_autocast_enabled(self.device.torch_device.type):
             self._recorded_pass, self._halved = False, True
         self._follow_tuner()
         has_room = len(self.schedule.resident) < self.schedule.window
         decision = self.schedule.visit(unit.index, self._in_use)
-        self.tuner.visited(self.schedule.resident_nbytes)
+        if self.tuner.watches_memory:
+            self.tuner.visited(self.schedule.resident_nbytes)
         self.counters.surprises += decision.surprise
         self.counters.extra_held += len(self.schedule.resident) > self.schedule.window
         if has_room and unit.index in decision.load:
@@ -140,7 +144,7 @@ class Window:
             ahead = self.units[index]
             if ahead is not unit and ahead.store.stepping:
                 self.schedule.invalidate([index])  # no waiting for its step here: a later visit has it fetched
-            elif not ahead.store.is_loaded:
+            elif not ahead.store.on_device.is_loaded:
                 self._load(ahead, unit)
         self._last = unit
         self._recorded.append(unit.index)
@@ -170,32 +174,38 @@ class Window:
         self._follow_tuner()
         for index in self.schedule.resident:
             unit = self.units[index]
-            if unit is not visited and unit.store.is_loaded and unit.movable:
+            if unit is not visited and unit.store.on_device.is_loaded and unit.movable:
                 self.schedule.invalidate([index])
                 self._evict(unit)
 
     def _evict(self, unit: StreamedUnit) -> None:
         unit.stand_ins.collect_writes()
         unit.stand_ins.unbind()
-        unit.store.free()
+        unit.store.on_device.free()
 
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have a movable unit's weights travel in these types from its next load on."""
         unit.store.wait_step()  # the host thread converts into the wire copy, which is made anew here
-        if unit.store.is_loaded:
+        if unit.store.on_device.is_loaded:
             self.schedule.invalidate([unit.index])
             self._evict(unit)
         unit.store.retype(types)
         unit.stand_ins.remake()
-        self.schedule.weigh(unit.index, unit.store.nbytes)
+        self.schedule.weigh(unit.index, unit.store.on_device.nbytes)
         self.tuner.resized(unit.index, unit.sizes())
 
     # ---- units that user code refers to
 
+    def collect_writes(self, units: Iterable[StreamedUnit] = ()) -> None:
+        """Write back what code wrote, outside of visits, to the device bytes of these units, or of all."""
+        for unit in units or self.units:
+            if (unit.store.on_device.is_loaded or unit.stand_ins.full_precision.old_copies) and not unit.visits:
+                unit.stand_ins.collect_writes()
+
     def referenced_elsewhere(self) -> Iterator[StreamedUnit]:
         """Yield the units outside of their visits whose stand-ins or device bytes user code refers to."""
         for unit in self.units:
-            if unit.store.is_loaded and not unit.visits and unit.stand_ins.in_use():
+            if unit.store.on_device.is_loaded and not unit.visits and unit.stand_ins.in_use():
                 yield unit
 
     def refresh_referenced(self) -> None:
@@ -211,11 +221,11 @@ class Window:
         written = unit.store.written()
         unit.stand_ins.check_replaced()
         unit.store.load()
-        unit.store.wait_load()
+        unit.store.on_device.wait_load()
         unit.stand_ins.overwritten(written)
 
     def settle(self) -> None:
         """Wait until no fill reads host bytes: they may be written from here on."""
         for unit in self.units:
-            if unit.store.is_loaded:
-                unit.store.settle()
+            if unit.store.on_device.is_loaded:
+                unit.store.on_device.settle()

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import models
 import parity
 import sp_lightning
+from sp_lightning.core.host_bytes import ALIGNMENT, aligned
 from sp_lightning.errors import ExactnessError
-from sp_lightning.memory.gradient_store import GradientSlot, runs_to_widen, widened
-from sp_lightning.memory.layout import ALIGNMENT, aligned
+from sp_lightning.gradients.slab import GradientSlot, runs_to_widen, widened
 from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.optim import native
 

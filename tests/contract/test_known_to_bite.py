@@ -741,7 +741,7 @@ class Retypes(nn.Linear):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
 
-@pytest.mark.parametrize("other", [torch.Tensor.half, lambda data: data[:1]])
+@pytest.mark.parametrize("other", [torch.Tensor.half, lambda data: data[:1], torch.Tensor.flatten])
 def test_a_weight_that_is_given_another_type_or_shape_in_its_forward_is_an_error(device, other, monkeypatch):
     monkeypatch.setattr(Retypes, "other", staticmethod(other))
     net = nn.Sequential(*(Retypes(5, 5) for _ in range(3)))

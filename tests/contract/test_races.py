@@ -23,6 +23,7 @@ import models
 import simgpu
 import sp_lightning
 from sp_lightning.core.telemetry import Counters
+from sp_lightning.memory.access import Access
 from sp_lightning.memory.device import CudaPageLock
 from sp_lightning.memory.pinned import HostAllocator
 from sp_lightning.optim.pending_step import HostThread, PendingStep
@@ -293,11 +294,11 @@ def test_a_unit_that_has_to_go_while_it_goes_through_the_ring_writes_to_nobody_e
         monkeypatch.setattr(type(handle.device), "_by_itself", lambda self, host: host.data_ptr() != in_ring)
         slow(h2d=SLOW_US)
         first.load()
-        first.free()
+        first.on_device.free()
         second.load()
-        second.wait_load()
-        first.ready.synchronize()
-        assert torch.equal(second.flat.cpu(), second.slab)
+        second.on_device.wait_load()
+        first.on_device.ready.synchronize()
+        assert torch.equal(second.on_device.flat.cpu(), second.slab)
 
 
 def test_registered_memory_is_given_up_with_its_last_tensor_and_after_what_is_queued(monkeypatch):
@@ -457,7 +458,7 @@ def allocated_in_the_end(expected):
 
 
 def resident_nbytes(handle):
-    return sum(unit.store.nbytes for unit in handle.engine.units if unit.store.is_loaded)
+    return sum(unit.store.on_device.nbytes for unit in handle.engine.units if unit.store.on_device.is_loaded)
 
 
 @pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])
@@ -654,7 +655,7 @@ def ahead():
     optimizer = make_optimizer(net)
     with sp_lightning.stream(net, DEVICE, window=1) as handle:
         thread = HostThread()
-        step = PendingStep(Counters(), optimizer, step_in_pieces(optimizer), thread)
+        step = PendingStep(Counters(), Access(), optimizer, step_in_pieces(optimizer), thread)
         assert step.withhold(lambda: None)
         yield step, lambda arriving: step.submit(handle.engine.units[0].store, arriving)
         step.close()

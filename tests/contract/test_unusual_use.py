@@ -22,6 +22,7 @@ import torch
 from refusals import refusal
 from side_by_side import assert_plain, blocks, check, fit, inputs, kept, sgd, squares, training
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import models
@@ -48,16 +49,8 @@ class Product(torch.autograd.Function):
 product = Product.apply  # before anything is streamed
 
 
-def through_a_transform(block, hidden):
-    def loss(weights, x):
-        return torch.func.functional_call(block, weights, (x,)).sum()
-
-    return torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(block.named_parameters()), hidden)["up.weight"]
-
-
 WAYS = {
     "a function that was bound before": lambda block, hidden: product(hidden, block.up.weight),
-    "a transform": through_a_transform,
     "a copy": lambda block, hidden: copy.deepcopy(block)(hidden),
 }
 
@@ -386,7 +379,7 @@ def test_data_that_a_forward_replaces_does_not_stay_on_the_device():
 
 @pytest.mark.parametrize("change", [lambda data: data[None].clone(), lambda data: data.double()])
 @refusal(
-    "a parameter that is given another shape or type within a step; between steps units are made anew",
+    "a parameter that is given another shape or type within a step, unless it is frozen and its forward packs it",
     ExactnessError,
     "change it between steps",
 )
@@ -405,6 +398,54 @@ def test_a_weight_that_is_given_another_shape_within_a_step_is_an_error(device, 
         net.changes = True
         with pytest.raises(ExactnessError, match=r"blocks\.1\.up\.bias was .* and is now .*; change it between steps"):
             net(x)
+
+
+class Repacking(models.Block):
+    """Packs a frozen weight into another shape once it is evaluated, as bitsandbytes' layers in 4 bits do."""
+
+    keeps = False
+
+    def __init__(self):
+        super().__init__()
+        codes = torch.randint(256, (models.WIDTH * models.WIDTH, 1), dtype=torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x):
+        packed = self.codes.dim() == 3
+        if not self.training and not packed:
+            self.kept = self.codes.data if self.keeps else None
+            self.codes.data = self.codes.data.view(-1, 4, models.WIDTH).flip(0)
+            packed, self.kept = True, None
+        codes = self.codes.flip(0) if packed else self.codes
+        return super().forward(x) + x @ codes.reshape(models.WIDTH, models.WIDTH).to(x.dtype) / 2**16
+
+
+def unpack(net):
+    for block in net.blocks:
+        block.codes.data = block.codes.data.flip(0).reshape(-1, 1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_frozen_weight_that_its_forward_packs_into_another_shape(device, keeps, monkeypatch):
+    def run(net, device):
+        for _ in range(2):
+            yield from training(steps=1)(net.train(), device)
+            with torch.no_grad():
+                yield [net.eval()(x) for x in inputs(device, 2)]
+            yield [p.detach().clone() for p in net.parameters()]
+            unpack(net)
+
+    monkeypatch.setattr(Repacking, "keeps", keeps)
+    check(models.stack_of(Repacking), run, device, activations="recompute")
+
+
+def test_a_weight_that_a_graph_needs_in_its_old_shape_is_not_packed(device):
+    net, (x,) = models.stack_of(Repacking)(), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1):
+        loss = squares(net, x)
+        with pytest.raises(ExactnessError, match=r"blocks\.0\.codes was torch\.uint8 \(\d+, 1\) .* change it between"):
+            net.eval()(x)
+        loss.backward()
 
 
 @refusal(
@@ -800,14 +841,51 @@ def loaded_by_swapping(net):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.parametrize("change", [replaced, assigned, swapped, loaded_by_swapping])
+def taken_over(net):
+    with torch.no_grad():
+        for layer in (net.blocks[1].up, net.head):
+            layer.weight.set_(layer.weight * torch.ones((), device=next(net.buffers()).device).mul_(0.5))
+
+
+def stack_with_a_buffer():
+    net = blocks()
+    net.register_buffer("of_the_device", torch.ones(()))
+    return net
+
+
+@pytest.mark.parametrize("change", [replaced, assigned, swapped, loaded_by_swapping, taken_over])
 def test_parameters_replaced_between_steps(device, change):
     def run(net, device):
         for _ in range(3):
             yield from training(steps=2)(net, device)
             change(net)
 
+    check(stack_with_a_buffer, run, device)
+
+
+def test_weights_that_are_swapped_with_each_other_between_steps(device):
+    def run(net, device):
+        for _ in range(3):
+            yield [loss.detach() for loss, _ in training(steps=2)(net, device)]  # no graph may lead to them
+            for name in ("weight", "bias"):
+                torch.utils.swap_tensors(getattr(net.blocks[0].up, name), getattr(net.blocks[2].up, name))
+
     check(blocks, run, device)
+
+
+def test_parametrizations_that_are_removed_between_steps(device):
+    def make():
+        net = blocks()
+        for block in net.blocks:
+            parametrizations.spectral_norm(block.up)
+        return net
+
+    def run(net, device):
+        yield from training(steps=2)(net, device)
+        parametrize.remove_parametrizations(net.blocks[1].up, "weight")
+        yield from training(steps=2)(net, device)
+
+    check(make, run, device)
 
 
 def test_a_module_made_double_between_steps(device):
@@ -825,9 +903,32 @@ def test_a_module_that_is_moved_to_the_device_stays_on_the_host(device):
     def run(net, device):
         net.to(device)
         yield from training()(net, device)
-        net.zero_grad()
-        net.to(device)
-        yield from training()(net, device)
+        net.to(device)  # with gradients
+        for x in inputs(device):
+            squares(net, x).backward()
+            net.to(device).requires_grad_()
+        sgd(net).step()
+
+    check(blocks, run, device)
+
+
+def test_a_module_that_is_moved_to_the_device_is_not_fetched(device):
+    net = blocks()
+    with sp_lightning.stream(net, device) as handle:
+        places = [p.data_ptr() for p in net.parameters()]
+        net.to(device).to(device, torch.float32)
+        assert handle.stats()["fetches"] == 0
+        assert [p.data_ptr() for p in net.parameters()] == places
+
+
+@pytest.mark.parametrize("convert", [lambda t: t.mul_(2), lambda t: t.double(), torch.Tensor.share_memory_])
+def test_a_conversion_that_changes_weights_on_the_device_is_not_left_out(device, convert):
+    def run(net, device):
+        yield from training(steps=1)(net, device)
+        with torch.no_grad():
+            net._apply(convert)
+        yield [p.is_shared() for p in net.parameters()] if device.type == "cpu" else []
+        yield net(next(inputs(device)).to(net.head.weight.dtype))
 
     check(blocks, run, device)
 
@@ -1120,6 +1221,108 @@ def test_per_sample_gradients(device):
     check(blocks, run, device)
 
 
+def weights_of(module):
+    return dict(module.named_parameters())
+
+
+def energy(module, x):
+    """A number that depends on the weights it is called with."""
+    return lambda weights: torch.func.functional_call(module, weights, (x,)).square().mean()
+
+
+def adapted(layer, x):
+    """What a layer makes of its input with weights that descended along the slope on that input."""
+    slopes = torch.func.grad(energy(layer, x))(weights_of(layer))
+    weights = {name: weight - 0.1 * slopes[name] for name, weight in weights_of(layer).items()}
+    return torch.func.functional_call(layer, weights, (x,))
+
+
+def along_the_output(layer, x):
+    output, slopes_of = torch.func.vjp(
+        lambda weights: torch.func.functional_call(layer, weights, (x,)), weights_of(layer)
+    )
+    return output + slopes_of(output.tanh())[0]["bias"]
+
+
+def along_the_weights(layer, x):
+    tangents = {name: torch.ones_like(weight) for name, weight in weights_of(layer).items()}
+    output, slope = torch.func.jvp(energy(layer, x), (weights_of(layer),), (tangents,))
+    return layer(x) * output + slope
+
+
+def by_sample(layer, x):
+    slopes = torch.func.vmap(lambda weights, x: torch.func.grad(energy(layer, x))(weights), (None, 0))
+    return layer(x) + slopes(weights_of(layer), x)["bias"]
+
+
+def by_row(layer, x):
+    return layer(x) + torch.vmap(lambda row, bias: (x @ row).tanh() + bias)(layer.weight, layer.bias).t()
+
+
+def jacobian(layer, x):
+    return layer(x) @ torch.func.jacrev(lambda bias: (x @ layer.weight.t() + bias).tanh().mean(0))(layer.bias)
+
+
+def hessian(layer, x):
+    return layer(x) @ torch.func.hessian(lambda bias: (x @ layer.weight.t() + bias).tanh().mean())(layer.bias)
+
+
+def functional(layer, x):
+    return layer(x) + torch.func.functionalize(lambda weight: x.clone().mul_(2) @ weight.t())(layer.weight)
+
+
+OVER_WEIGHTS = [adapted, along_the_output, along_the_weights, by_sample, by_row, jacobian, hessian, functional]
+
+
+@parity.product(
+    transform=OVER_WEIGHTS,
+    units=[["Linear"], lambda net: [net.blocks[1].up, net.blocks[2].down]],
+    autocast=[False, True],
+    device=parity.DEVICES,
+)
+def test_function_transforms_over_the_weights_of_a_layer(transform, units, autocast, device):
+    class Transformed(models.Block):
+        def forward(self, x):
+            return x + transform(self.down, transform(self.up, self.norm(x)).tanh())
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device, 4)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = squares(net, x)
+            loss.backward()
+            yield loss, [p.grad for p in net.parameters()]
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    check(models.stack_of(Transformed), run, device, units=units)
+
+
+def test_function_transforms_over_all_weights_between_steps(device):
+    def run(net, device):
+        for x in inputs(device):
+            slopes, value = torch.func.grad_and_value(energy(net, x))(weights_of(net))
+            yield slopes, value
+            with torch.no_grad():
+                for name, weight in net.named_parameters():
+                    weight -= 0.1 * slopes[name]
+
+    check(blocks, run, device)
+
+
+def test_a_loss_with_slopes_of_weights_from_before_and_after_the_forward(device):
+    def loss(net, x):
+        def slopes():
+            weights = weights_of(net.blocks[1])
+            slopes = torch.func.grad(lambda weights: sum(weight.pow(3).sum() for weight in weights.values()))(weights)
+            return sum(slope.square().sum() for slope in slopes.values())
+
+        return slopes() + squares(net, x) + 0.3 * slopes()
+
+    check(blocks, training(loss), device)
+
+
 class Potential(models.Block):
     """Moves its input along the slope of a scalar that it computes."""
 
@@ -1140,9 +1343,25 @@ class Tangent(Potential):
         return lambda x: torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1] * x
 
 
-@pytest.mark.parametrize("block", [Potential, Tangent])
-def test_function_transforms_inside_a_unit(device, block):
-    check(models.stack_of(block), training(), device)
+class Adapted(models.Block):
+    """Descends along the slope of its weights, on each input."""
+
+    def forward(self, x):
+        return x + adapted(self.down, adapted(self.up, self.norm(x)).tanh())
+
+
+@parity.product(
+    block=[Potential, Tangent, Adapted],
+    activations=["keep", "offload", "recompute", "recompute+offload"],
+    autocast=[False, True],
+    device=parity.DEVICES,
+)
+def test_function_transforms_inside_a_unit(block, activations, autocast, device):
+    def loss(net, x):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+            return squares(net, x.repeat(16, 1))
+
+    check(models.stack_of(block), training(loss), device, activations=activations)
 
 
 def test_function_transforms_of_units_are_trained_through_where_units_run_again(device):
@@ -1681,6 +1900,94 @@ def test_a_class_that_is_given_another_forward_between_steps(device):
     check(make, training(between=patch), device)
 
 
+def with_more_input(kind):
+    """A class of modules that computes as this one does, of another input."""
+    return type("Other", (kind,), {"forward": lambda self, x: kind.forward(self, x.sinh())})
+
+
+OTHERS = {kind: with_more_input(kind) for kind in (models.Block, models.Stack, nn.Linear)}
+CHANGED_PARTS = {"the module itself": "", "a unit": "blocks.1", "a layer of a unit": "blocks.2.up", "resident": "stem"}
+
+
+def change_class(module):
+    kind = type(module)
+    module.__class__ = OTHERS.get(kind) or kind.__base__
+
+
+def change_forward(module):
+    module.is_changed = not getattr(module, "is_changed", False)
+    if module.is_changed:
+        module.forward = OTHERS[type(module)].forward.__get__(module)
+    else:
+        del module.forward
+
+
+@parity.product(
+    part=list(CHANGED_PARTS),
+    change=[change_class, change_forward],
+    when=["between steps", "between two forwards", "before backward"],
+    activations=["keep", "recompute"],
+    autocast=[False, True],
+    device=parity.DEVICES,
+)
+def test_modules_that_are_given_other_code(part, change, when, activations, autocast, device):
+    def run(net, device):
+        optimizer, changed = sgd(net), net.get_submodule(CHANGED_PARTS[part])
+        for x in inputs(device, 4):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = squares(net, x)
+                if when == "between two forwards":
+                    change(changed)
+                    loss = loss + squares(net, x)
+            if when == "before backward":
+                change(changed)
+            loss.backward()
+            yield loss
+            optimizer.step()
+            if when == "between steps":
+                change(changed)
+
+    check(blocks, run, device, activations=activations, units=["Block"])
+
+
+def test_modules_that_are_given_other_code_before_a_functional_call(device):
+    def run(net, device):
+        optimizer = sgd(net)
+        for x in inputs(device, 3):
+            change_class(net.blocks[1])
+            yield torch.func.functional_call(net, substitutes(net, device), (x,))
+            squares(net, x).backward()
+            optimizer.step()
+
+    check(blocks, run, device, units=["Block"])
+
+
+def tie_data(net):
+    net.blocks[0].up.weight.data = net.blocks[1].up.weight.data
+    return net.blocks[0].up.weight
+
+
+def keep_view(net):
+    return net.blocks[0].up.weight.detach()[0]
+
+
+@pytest.mark.parametrize("share", [tie_data, keep_view])
+def test_what_shares_a_weights_bytes_when_units_are_made_anew(share, device):
+    def run(net, device):
+        shares = None
+        for losses in training(steps=1)(net, device):
+            yield losses
+            shares = share(net)
+        net.blocks[0], net.blocks[2] = net.blocks[2], net.blocks[0]
+        yield from training(steps=1)(net, device)
+        with torch.no_grad():
+            shares.mul_(0.5)
+        yield from training(steps=2)(net, device)
+
+    check(blocks, run, device, units=["Block"])
+
+
 class CachingBlock(models.Block):
     """Makes something of a weight, and keeps it until the weight's version is another one."""
 
@@ -2127,8 +2434,34 @@ def test_generation_by_hand(make, wrap, device):
         tokens = torch.arange(3, 17, device=device).view(2, 7)
         with torch.no_grad():
             yield net.eval().generate(tokens, max_new_tokens=4, do_sample=False)
+            tokens = tokens.to(next(net.parameters()).device)
+            given = net.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+            yield given, given.device.type
 
     check((lambda: Wrapped(make)) if wrap else make, run, device)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("options", [{"min_new_tokens": 4}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("streams_model", [False, True])
+def test_generation_with_a_streamed_assistant(streams_model, options):
+    pytest.importorskip("transformers")
+    device = torch.device("simgpu", 0)
+
+    def generated(streamed):
+        torch.manual_seed(0)
+        model = llama().eval()
+        assistant, tokens = copy.deepcopy(model), torch.arange(3, 17, device=device).view(1, 14)
+        with contextlib.ExitStack() as ends, torch.no_grad():
+            for net, streams in ((model, streamed and streams_model), (assistant, streamed)):
+                if streams:
+                    ends.enter_context(sp_lightning.stream(net, device, window=1))
+                else:
+                    net.to(device)
+            return model.generate(tokens, assistant_model=assistant, max_new_tokens=6, **options)
+
+    plain, ours = generated(False), generated(True)
+    assert ours.device == device and torch.equal(plain.cpu(), ours.cpu())
 
 
 @pytest.mark.simgpu

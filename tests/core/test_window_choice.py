@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 import sp_lightning
 from sp_lightning.core.machine import Machine
-from sp_lightning.core.recorder import UnitTimes
 from sp_lightning.core.window_choice import (
     DeviceBudget,
     Times,
@@ -29,6 +28,7 @@ from sp_lightning.core.window_choice import (
     times_of,
 )
 from sp_lightning.memory.device import DeviceMemoryError
+from sp_lightning.runtime.recorder import UnitTimes
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sp_lightning.compat.references import uses_of
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk import direct_ring
 from sp_lightning.disk.direct_ring import GAP, DirectRing, Target, pieces
@@ -94,6 +95,26 @@ def test_fills_of_more_pieces_than_buffers_have_their_bytes(device, filed):
         fill.wait(found.compute)
         assert bytes(flat.cpu().numpy()) == content[1001:51001]
     ring.close()
+
+
+def test_a_fill_ends_when_no_tensor_of_the_ring_is_over_its_target(device, filed):
+    file, _ = filed
+    found, begins, seen = Device(device), threading.Event(), []
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    flat = torch.zeros(50000, dtype=torch.uint8, device=found.torch_device)
+    ring, storage, jobs = DirectRing(found, 2 * BLOCK), flat.untyped_storage(), jobs_of(file, flat[1000:])
+    found.synchronize()
+    before = uses_of([storage])
+    fill = ring.fill(Counters(), [(flat[:500], torch.ones(500, dtype=torch.uint8))], jobs, around(), [file])
+    fill.on_device.add_done_callback(lambda _: seen.append(uses_of([storage])))
+    begins.set()
+    ring.close()
+    assert seen == [before]
 
 
 def test_after_a_fill_that_failed_the_next_one_has_its_bytes(device, filed, monkeypatch):

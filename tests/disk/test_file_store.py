@@ -9,8 +9,10 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import sys
 import time
+from types import SimpleNamespace
 
 import forks
 import in_files
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
+from sp_lightning.disk.direct_file import Mount
 from sp_lightning.disk.direct_ring import GAP
 from sp_lightning.disk.file_store import FileUnitStore
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
@@ -174,11 +177,15 @@ def test_a_budget_that_cannot_be_met_says_what_would_have_to_change(nets):
     net(batch("cpu"))  # it is as it was
     with streamed(net, "cpu"):
         pass  # "0B" takes what it can get
+    with streamed(net, "cpu", host_budget=re.search("takes (.*) of host", str(e.value))[1]):
+        pass  # what the error says is enough
 
 
 def test_several_devices_are_refused(nets):
-    with pytest.raises(OptionError, match="host_budget must be None with several devices"):
-        Handle(nets[1], "cpu", Options(host_budget=0), ranks=object())
+    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
+        L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(host_budget="0B"), accelerator="cpu", devices=2)
+    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
+        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=2))
 
 
 def test_another_system_is_refused(nets, monkeypatch):
@@ -188,7 +195,7 @@ def test_another_system_is_refused(nets, monkeypatch):
 
 
 def test_weights_on_a_network_filesystem_are_copied_and_that_is_said(nets, monkeypatch, caplog):
-    monkeypatch.setattr("sp_lightning.disk.weight_files.filesystem", lambda device: "nfs4")
+    monkeypatch.setattr("sp_lightning.disk.weight_files.mount_of", lambda file: Mount("nfs4", 0))
     with streamed(nets[1], "cpu") as handle:
         assert handle.engine.files is None and equal(nets[1], nets[0], "cpu")
     (said,) = [message for message in caplog.messages if "network filesystem" in message]
@@ -257,10 +264,10 @@ def test_a_cached_weight_keeps_its_unit_after_others_left_the_file(nets, device)
         net(batch(device))
         hook.remove()
         net(batch(device))
-        assert stores(handle)[0].has_views()  # reading freed memory would end the process
+        assert stores(handle)[0].on_device.has_views()  # reading freed memory would end the process
         assert torch.equal(cached[0].cpu(), net[0][2].weight)
         cached.clear()
-        assert not stores(handle)[0].has_views()
+        assert not stores(handle)[0].on_device.has_views()
 
 
 def test_a_write_before_streaming_counts(nets, device):

@@ -14,10 +14,10 @@ import torch
 import models
 import parity
 import sp_lightning
+from sp_lightning.core.host_bytes import aligned
 from sp_lightning.disk import scratch_file, state_ring
 from sp_lightning.errors import DiskError
 from sp_lightning.lightning import checkpoint_io
-from sp_lightning.memory.layout import aligned
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +39,10 @@ def trainer_of(folder, callbacks=(), **options):
     )
 
 
-def fit(folder, module=None, callbacks=(), **options):
+def fit(folder, module=None, callbacks=(), ckpt_path=None, **options):
     module = module or models.ZooModule(models.case("mlp"), optimizer="adamw")
     trainer = trainer_of(folder, callbacks, **options)
-    trainer.fit(module, models.loader(models.case("mlp"), 2))
+    trainer.fit(module, models.loader(models.case("mlp"), 2), ckpt_path=ckpt_path)
     return module
 
 
@@ -53,7 +53,8 @@ class Trained(models.ZooModule):
         del checkpoint["state_dict"]["frozen"]
 
 
-SAVES = functools.partial(L.pytorch.callbacks.ModelCheckpoint, every_n_train_steps=1)
+KEEPS = L.pytorch.callbacks.ModelCheckpoint
+SAVES = functools.partial(KEEPS, every_n_train_steps=1)
 NBYTES = [p.nbytes for p in models.ZooModule(models.case("mlp"), optimizer="adamw").parameters()]
 WEIGHTS, STATE = sum(NBYTES), 2 * sum(map(aligned, NBYTES))
 
@@ -63,6 +64,14 @@ WEIGHTS, STATE = sum(NBYTES), 2 * sum(map(aligned, NBYTES))
     [
         ({}, 2 * (WEIGHTS + STATE)),  # the next one and the one that it replaces
         ({"max_epochs": 1}, WEIGHTS + STATE),
+        ({"max_epochs": 1, "callbacks": [SAVES]}, 2 * (WEIGHTS + STATE)),  # which saves more often
+        ({"max_epochs": 1, "val_check_interval": 0.5}, 2 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: SAVES(path, save_last=True)]}, 3 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: SAVES(path, save_last="link")]}, 2 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: SAVES(path, save_top_k=3, monitor="step")]}, 4 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: KEEPS(path, save_top_k=3, monitor="step")]}, 2 * (WEIGHTS + STATE)),  # two epochs
+        ({"callbacks": [lambda path: KEEPS(path, save_top_k=-1)]}, 2 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: SAVES(path, save_top_k=-1)]}, WEIGHTS + STATE),  # of nobody knows how many
         ({"callbacks": [lambda path: SAVES(path, save_weights_only=True)]}, 2 * WEIGHTS),
         ({"callbacks": [SAVES, lambda path: SAVES(path, every_n_train_steps=2)]}, 4 * (WEIGHTS + STATE)),
         ({"callbacks": [lambda path: SAVES(path, save_top_k=0)]}, 0),
@@ -80,7 +89,7 @@ def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, che
             if free == needed:
                 fit(tmp_path / str(free), module, **copy.deepcopy(options))
             else:
-                said = "next checkpoint with the one that it replaces need" if checkpoints else "Optimizer state needs"
+                said = r"checkpoints \(.*\) need" if checkpoints else "Optimizer state needs"
                 with pytest.raises(DiskError, match=said):
                     fit(tmp_path / str(free), module, **copy.deepcopy(options))
                 assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
@@ -88,10 +97,27 @@ def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, che
             path.unlink()
 
 
-def test_a_run_that_goes_on_replaces_a_checkpoint_that_is_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("last, to_come", [(False, 2), (True, 1)])
+def test_a_run_that_goes_on_replaces_what_is_there_but_for_the_checkpoint_that_it_resumed_from(
+    last, to_come, tmp_path, monkeypatch
+):
+    """Lightning keeps that one, unless it is the last."""
+    saving = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=last)
+    fit(tmp_path, callbacks=[saving])
+    resumed = saving.last_model_path if last else saving.best_model_path
+    needed = STATE + to_come * (WEIGHTS + STATE)
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder, free=free: free)
+        with contextlib.nullcontext() if free == needed else pytest.raises(DiskError):
+            again = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=last)
+            fit(tmp_path, callbacks=[again], max_epochs=4, ckpt_path=resumed)
+
+
+def test_what_another_run_left_is_not_replaced(tmp_path, monkeypatch):
     fit(tmp_path)
     monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + WEIGHTS + STATE)
-    fit(tmp_path)
+    with pytest.raises(DiskError):
+        fit(tmp_path)
 
 
 def test_checkpoints_on_another_disk_need_no_room_on_this_one(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """Where in files the bytes of weights are, by what the kernel says, and reads of them that are whole or an error."""
 
 import errno
+import io
 import mmap
 import os
 import pickle
+from unittest import mock
 
 import in_files
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import nn
 
 from sp_lightning.disk import source_files
-from sp_lightning.disk.source_files import BLOCK, SourceFile, filesystem, find, mappings, written
+from sp_lightning.disk.direct_file import Mount, mount_of
+from sp_lightning.disk.source_files import BLOCK, SourceFile, find, mappings, written
 from sp_lightning.errors import DiskError, SourceFileError
 
 preadv = os.preadv
@@ -199,16 +202,55 @@ def test_a_filesystem_without_direct_reads_is_read_through_the_page_cache_and_th
 
 
 def test_a_file_in_memory_is_read_as_it_is(path, monkeypatch, caplog):
-    monkeypatch.setattr(source_files, "filesystem", lambda device: "tmpfs")
+    monkeypatch.setattr(source_files, "mount_of", lambda file: Mount("tmpfs", 0))
     file = SourceFile(path)
     assert not file.is_direct and caplog.messages == []
     assert bytes_of(file, 5, 9000) == content(path, 5, 9000)
     file.close()
 
 
-def test_the_filesystem_of_a_device_is_found():
-    assert filesystem(os.stat("/proc").st_dev) == "proc"
-    assert filesystem(os.makedev(4095, 1)) == ""
+def test_the_mount_of_a_file_is_found(tmp_path):
+    assert mount_of("/proc").kind == "proc"
+    with open(tmp_path / "file", "w") as file:
+        assert mount_of(file.fileno()) == mount_of(str(tmp_path))
+
+
+TABLE = """\
+26 1 253:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+44 26 0:38 /home /data\\040two rw,relatime - btrfs /dev/vdb rw,subvol=/home
+45 26 0:39 / /mnt/cloud rw - fuse.{name} remote:bucket rw
+46 26 8:17 / /mnt/stick rw - fuseblk /dev/sdb1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    "number, kind, remote",
+    [
+        (26, "ext4", False),
+        (44, "btrfs", False),
+        (45, "fuse.rclone", True),
+        (45, "fuse.any-cloud", True),
+        (45, "fuse.fuse-overlayfs", False),
+        (46, "fuseblk", False),
+        (47, "", False),
+    ],
+)
+def test_a_filesystem_without_a_block_device_is_a_networks_unless_it_is_known(number, kind, remote, monkeypatch):
+    """By the number of the file's mount: the device number of a btrfs subvolume is in no table."""
+    files = {"/proc/self/fdinfo/7": f"pos:\t0\nmnt_id:\t{number}\n"}
+    files["/proc/self/mountinfo"] = TABLE.replace("{name}", kind.removeprefix("fuse."))
+    monkeypatch.setattr("builtins.open", lambda path, **_: io.StringIO(files[path]))
+    monkeypatch.setattr(os, "fstat", lambda fd: mock.Mock(st_dev=os.makedev(0, 99)))
+    mount = mount_of(7)
+    assert (mount.kind, mount.is_remote) == (kind, remote)
+
+
+NETWORKS = "nfs4 cifs smb3 9p virtiofs wekafs lustre vboxsf fuse fuse.sshfs fuse.gcsfuse fuse.lustre fuse.glusterfs"
+
+
+@pytest.mark.parametrize("kind", NETWORKS.split())
+def test_filesystems_that_are_on_no_disk_of_this_machine(kind):
+    assert Mount(kind, os.makedev(0, 40)).is_remote
 
 
 # ---- a file that changes

@@ -15,6 +15,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import forks
 import lightning as L
@@ -28,7 +29,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.disk import scratch_file, state_ring
-from sp_lightning.errors import DiskError, HostMemoryError, OptionError
+from sp_lightning.errors import DiskError, HostMemoryError, OptionError, TornStepError
 from sp_lightning.options import Options
 from sp_lightning.runtime.handle import Handle
 
@@ -339,8 +340,10 @@ def test_without_a_disk_nothing_of_this_is_loaded():
 
 
 def test_several_devices_are_refused():
-    with pytest.raises(OptionError, match="disk must be None with several devices"):
-        Handle(stack(), "cpu", Options(disk="/"), ranks=object())
+    with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 3"):
+        L.Fabric(strategy=sp_lightning.SuperpipelineFabricStrategy(disk="/"), accelerator="cpu", devices=3)
+    with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 2"):
+        Handle(stack(), "cpu", Options(disk="/"), ranks=SimpleNamespace(size=2))
 
 
 def test_a_disk_without_room_is_an_error_before_the_run_with_both_numbers(monkeypatch):
@@ -422,13 +425,19 @@ def failing(call, after, number=errno.EIO):
     return transfer
 
 
-@pytest.mark.parametrize("call, number", [("preadv", errno.EIO), ("pwritev", errno.EIO), ("pwritev", errno.ENOSPC)])
-@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize(
+    "call, number, after",
+    [
+        ("preadv", errno.EIO, 4),
+        *(("pwritev", number, after) for number in (errno.EIO, errno.ENOSPC) for after in (0, 4)),
+    ],
+)
 def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, number, after, device, monkeypatch):
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
     with streamed(net, device) as handle:
         train(net, optimizer, device)
+        kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
         net(batch(device)).square().mean().backward()
         with monkeypatch.context() as broken:
             broken.setattr(os, call, failing(call, after, number))
@@ -439,8 +448,28 @@ def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, num
         assert caught.value.errno == number
         ring = handle._disk._made_ring
         assert len(ring._free) == state_ring.BUFFERS and not ring._written
+        with pytest.raises(
+            TornStepError, match=r"AdamW had stepped \d of 8 parameters when a DiskError ended its step"
+        ):
+            optimizer.step()
+        net.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
         train(net, optimizer, device)  # the ring is as it was
-    assert all(type(p) is nn.Parameter for p in net.parameters())
+    assert_same((net, optimizer), trained(2, device=device))
+
+
+def test_a_step_whose_first_read_fails_may_be_taken_again(device, monkeypatch):
+    net = stack()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with streamed(net, device):
+        train(net, optimizer, device)
+        optimizer.zero_grad()
+        net(batch(device)).square().mean().backward()
+        with monkeypatch.context() as broken, pytest.raises(DiskError, match="could not be read"):
+            broken.setattr(os, "preadv", failing("preadv", 0))
+            optimizer.step()
+        optimizer.step()
+    assert_same((net, optimizer), trained(2, device=device))
 
 
 @pytest.mark.parametrize("at_most", [1000, 5000])
@@ -688,11 +717,11 @@ def test_a_transfer_of_master_weights_that_fails_ends_the_step(call, device, mon
         train_half(net, optimizer, device, 1)
         net(batch(device).bfloat16()).float().square().mean().backward()
         with monkeypatch.context() as broken:
-            broken.setattr(os, call, failing(call, 3))
+            broken.setattr(os, call, failing(call, 12 if call == "preadv" else 3))  # in a later portion than the first
             with pytest.raises(DiskError, match="go on from the last checkpoint"):
                 optimizer.step()
-        with monkeypatch.context() as broken:  # what travels is converted from the file
-            broken.setattr(os, "preadv", failing("preadv", 3))
+        with monkeypatch.context() as broken:  # what travels is converted from the file, which was written
+            broken.setattr(os, "preadv", failing("preadv", 0))
             with pytest.raises(DiskError, match="could not be read at byte"):
                 net(batch(device).bfloat16())
         net(batch(device).bfloat16())

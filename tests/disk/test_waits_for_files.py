@@ -19,6 +19,7 @@ import sp_lightning
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk import direct_ring, scratch_file, state_ring
 from sp_lightning.disk.checkpoint_file import save
+from sp_lightning.disk.direct_file import Mount
 from sp_lightning.disk.direct_ring import DirectRing, Target, pieces
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.source_files import BLOCK, Place, SourceFile
@@ -359,15 +360,15 @@ def mixed(folder=None):
 
 def evicted(handle):
     """The store of a unit that is not on the device, and its layer."""
-    unit = next(unit for unit in handle.engine.units if not unit.store.is_loaded)
+    unit = next(unit for unit in handle.engine.units if not unit.store.on_device.is_loaded)
     return unit.store, handle.module.get_submodule(unit.name)
 
 
 def on_device(store, parameter):
     """What comes of a weight on the device by the fill that was begun."""
-    store.wait_load()
+    store.on_device.wait_load()
     index = next(index for index, (_, one) in enumerate(store.unit.params) if one is parameter)
-    return store.device_view(index).cpu()
+    return store.on_device.view(index).cpu()
 
 
 @torch.no_grad()
@@ -376,20 +377,19 @@ def test_a_weight_in_a_file_that_a_step_is_about_to_write_goes_up_as_it_is_after
     net, x = mixed(tmp_path), torch.ones(3, 65)
     with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
         net(x.to(device))
-        (store, layer), engine, wait = evicted(handle), handle.engine, handle.engine.wait_step
-        (weight,) = todo = [p for p in layer.parameters() if p.dim() == 2]
+        (store, layer), steps = evicted(handle), handle.engine.access.steps
+        (weight,) = (p for p in layer.parameters() if p.dim() == 2)
         before = weight.detach().clone()
 
-        def step(unit):
-            if todo:
-                todo.pop().mul_(2)
-            wait(unit)
+        class Step:
+            def wait(self, unit):
+                del steps[unit]
+                weight.mul_(2)
 
-        engine.wait_step = step
+        steps[store] = Step()
         store.load()
-        del engine.wait_step
-        assert not todo and torch.equal(on_device(store, weight), before * 2)
-        store.free()
+        assert not steps and torch.equal(on_device(store, weight), before * 2)
+        store.on_device.free()
 
 
 @pytest.mark.simgpu
@@ -407,7 +407,7 @@ def test_weights_in_memory_beside_those_in_files_are_written_only_after_they_wen
         store.load()
         bias.data.fill_(7)
         assert torch.equal(on_device(store, bias), before)
-        store.free()
+        store.on_device.free()
 
 
 @torch.no_grad()
@@ -420,10 +420,34 @@ def test_a_fill_that_failed_is_no_error_where_a_unit_is_evicted(device, tmp_path
         with monkeypatch.context() as broken:
             disk = Disk(broken, "preadv", fails=range(100))
             store.load()
-            store.ready.on_device.exception()
-            store.free()
+            store.on_device.ready.on_device.exception()
+            store.on_device.free()
             assert disk.begun
         assert torch.equal(net(x.to(device)).cpu(), expected)
+
+
+@torch.no_grad()
+def test_an_interrupted_wait_for_a_fill_is_taken_up_again(device, tmp_path, monkeypatch):
+    """A failure of the fill would make the bytes stale; Ctrl-C in the wait is none, and the reads go on."""
+    net, x = mixed(tmp_path), torch.ones(3, 65)
+    with sp_lightning.stream(net, device, host_budget="0B", window=1) as handle:
+        net(x.to(device))
+        store, layer = evicted(handle)
+        expected = next(layer.parameters()).detach().clone()
+        with monkeypatch.context() as slow:
+            disk = Disk(slow, "preadv")
+            store.load()
+            with monkeypatch.context() as pressed, pytest.raises(KeyboardInterrupt):
+                pressed.setattr(type(store.on_device.ready), "wait", interrupt)
+                store.on_device.wait_load()
+            assert store.on_device.stamp.epoch is not None
+            disk.lets_go(after=LONG_S)
+            assert torch.equal(on_device(store, next(layer.parameters())), expected)
+        store.on_device.free()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 # ---- whole runs
@@ -500,7 +524,7 @@ def test_after_a_checkpoint_no_file_is_open_and_no_thread_is_left(fails, begun, 
 @pytest.mark.parametrize("how", ["no way to tell it", "no direct trial"])
 def test_a_scratch_file_that_cannot_be_used_is_closed(how, tmp_path, monkeypatch):
     if how == "no way to tell it":
-        monkeypatch.setattr(scratch_file, "filesystem", lambda device: "btrfs")
+        monkeypatch.setattr(scratch_file, "mount_of", lambda file: Mount("btrfs", 0))
         monkeypatch.setattr("fcntl.ioctl", failing_ioctl)
     else:
         monkeypatch.setattr(os, "posix_fallocate", failing_ioctl)

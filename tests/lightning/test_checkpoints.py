@@ -325,6 +325,8 @@ def test_when_the_disk_is_full_the_previous_file_stays_whole(tmp_path):
     try:
         with pytest.raises(OSError, match=r"File too large; the previous checkpoint is intact: '.*/last.ckpt'"):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
+        with pytest.raises(OSError, match=r"File too large; nothing has this name, others are intact: '.*/first.ckpt'"):
+            trainer.save_checkpoint(tmp_path / "first.ckpt")
     finally:
         limit_files_to(previous)
     assert (tmp_path / "last.ckpt").read_bytes() == before

@@ -9,6 +9,7 @@ import time
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -16,9 +17,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import models
 import parity
 from sp_lightning import stream
+from sp_lightning.errors import TornStepError
+from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.memory import watched_parameters
 from sp_lightning.memory.unit_store import UnitStore
-from sp_lightning.runtime.gradients import GradientReturn
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -110,7 +112,7 @@ class Module(models.ZooModule):
         return FailingStep(self.parameters(), 1e-2, foreach=False, fused=False)
 
 
-def fit(side, accelerator, module, batches=4, optimizer_overlap=True, **options):
+def fit(side, accelerator, module, batches=4, optimizer_overlap=True, ckpt_path=None, **options):
     if accelerator == "simgpu":
         import simgpu.lightning  # noqa: F401
     strategy = parity.plain_strategy(accelerator)
@@ -121,7 +123,7 @@ def fit(side, accelerator, module, batches=4, optimizer_overlap=True, **options)
     L.seed_everything(1, verbose=False)
     before = world(module)
     try:
-        trainer.fit(module, *loaders)
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     finally:
         if side == "streaming":
             assert world(module) == before
@@ -250,14 +252,14 @@ class Overlapping(models.ZooModule):
 
     def __init__(self):
         super().__init__(CASE)
-        self.fails = True
+        self.fails_at = 2
 
     def on_train_batch_start(self, batch, index):
         """Keeps a step from running on into the next forward: what has arrived is stepped, however busy the host."""
 
     def training_step(self, batch, index):
         hooks = []
-        if index == 2 and self.fails:
+        if index == self.fails_at:
             hooks = [self.net.blocks[0].register_forward_hook(lambda *args: FailingBackward.apply(args[2]))]
         try:
             return super().training_step(batch, index)
@@ -283,6 +285,92 @@ def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(
     assert len(said) == overlap
     if overlap:
         assert f"had already stepped {sum(stepped)} of {len(stepped)} parameters; optimizer_overlap=False" in said[0]
+
+
+# ---- steps that fail half done (torn_step.py)
+
+
+class EarlierOnes(L.Callback):
+    """Finds out what is called, and saves by itself."""
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(trainer.default_root_dir + "/own.ckpt")
+
+
+def torn(accelerator, folder):
+    """A run of which the fourth step failed in backward, when units were stepped, with all that saves on exception."""
+    L.seed_everything(0, verbose=False)
+    module = Overlapping()
+    module.fails_at = 3
+    saving = [
+        ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last="link", save_on_exception=True),
+        OnExceptionCheckpoint(folder / "exception"),
+    ]
+    options = {"callbacks": [EarlierOnes(), *saving], "default_root_dir": folder, "enable_checkpointing": True}
+    with pytest.raises(Boom):
+        fit("streaming", accelerator, module, **options)
+    module.fails_at = None
+    return module, saving
+
+
+@BOTH
+def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stays(accelerator, tmp_path, caplog):
+    module, saving = torn(accelerator, tmp_path)
+    here = tmp_path / "kept"
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    assert saving[0].best_model_path == str(here / "epoch=0-step=2.ckpt")
+    assert torch.load(here / "last.ckpt", weights_only=False)["global_step"] == 2
+    assert module.trainer.callbacks[-2:] == saving
+    assert "own.ckpt was not saved, since" in caplog.text
+    with pytest.raises(TornStepError, match=r"a Boom ended its step, .* no checkpoint has them; load a checkpoint"):
+        module.trainer.save_checkpoint(here / "later.ckpt")
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
+@BOTH
+@pytest.mark.parametrize("with_state", [True, False])
+def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
+    """Also with a new optimizer, since the weights are those of no step."""
+    module, _ = torn(accelerator, tmp_path)
+    last = str(tmp_path / "kept" / "last.ckpt")
+    with pytest.raises(TornStepError, match="and nothing steps them; load a checkpoint"):
+        module.trainer.optimizers[0].step()
+    with pytest.raises(TornStepError):
+        fit("streaming", accelerator, module)
+    if with_state:
+        fit("streaming", accelerator, module, ckpt_path=last)
+        (plain := Overlapping()).fails_at = None
+        fit("plain", accelerator, plain, ckpt_path=last)
+        assert_same(weights(plain), weights(module))
+    else:
+        module.load_state_dict(torch.load(last, weights_only=False)["state_dict"])
+        module.trainer.optimizers[0].load_state_dict(module.trainer.optimizers[0].state_dict())
+        fit("streaming", accelerator, module).save_checkpoint(tmp_path / "good.ckpt")
+
+
+class FailingAfterwards(models.ZooModule):
+    """An exception of a hook that runs when the optimizer has stepped all."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, foreach=False)
+        optimizer.register_step_post_hook(self.fail)
+        return optimizer
+
+    def fail(self, optimizer, *_):
+        if optimizer.state[next(self.parameters())]["step"] == 3:
+            raise Boom
+
+
+@BOTH
+def test_an_error_after_a_step_leaves_one_that_is_saved(accelerator, tmp_path):
+    def run(side):
+        L.seed_everything(0, verbose=False)
+        callbacks = [ModelCheckpoint(tmp_path / side, save_on_exception=True, filename="here")]
+        with pytest.raises(Boom):
+            fit(side, accelerator, FailingAfterwards(CASE), callbacks=callbacks, enable_checkpointing=True)
+        return torch.load(tmp_path / side / "here.ckpt", "cpu", weights_only=False)["state_dict"]
+
+    assert_same(run("plain"), run("streaming"))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import forks
 import lightning as L
 import pytest
 import torch
@@ -183,6 +184,26 @@ for case in {IMPORTS}:
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])
+def test_another_version_of_it_is_left_alone_and_named_by_the_explicit_import(version):
+    code = f"""
+import importlib, logging
+import pytorch_lightning.callbacks
+pytorch_lightning.__version__ = "{version}"
+del pytorch_lightning.callbacks.WeightAveraging  # which this version lacks
+logging.basicConfig(level=logging.INFO)
+importlib.reload(sp_lightning)
+assert "superpipeline" in sp_lightning.lightning.names.StrategyRegistry
+assert "superpipeline" not in pytorch_lightning.strategies.StrategyRegistry
+import sp_lightning.pytorch_lightning
+"""
+    done = forks.run("import sp_lightning" + code)
+    found = f"sp_lightning.pytorch_lightning needs pytorch_lightning 2.6, found {version}: cannot import name"
+    logged, raised = (line for line in done.stderr.splitlines() if found in line)
+    assert logged.startswith(f"INFO:sp_lightning:not registered with pytorch_lightning: {found}")
+    assert raised.startswith(f"ImportError: {found} 'WeightAveraging'") and done.returncode == 1
 
 
 def test_both_packages_have_the_same_names():

@@ -716,6 +716,31 @@ def test_the_tuner_finds_what_it_finds_plainly_and_leaves_the_weights(accelerato
     assert_same(run(parity.plain_strategy), run(functools.partial(parity.streaming_strategy, window=2)))
 
 
+class OutOfMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) > 6:
+            raise RuntimeError("CUDA out of memory.")
+        return grad
+
+
+@BOTH
+def test_a_trial_of_the_tuner_that_fails_in_backward_is_followed_by_others(accelerator):
+    def run(make_strategy):
+        module = seeded(Sized)
+        module.net.blocks[0].register_forward_hook(lambda *args: OutOfMemory.apply(args[2]))
+        tuner = L.pytorch.tuner.Tuner(trainer_with(make_strategy(accelerator), accelerator))
+        return {"size": tuner.scale_batch_size(module, mode="binsearch", steps_per_trial=2), **module.state_dict()}
+
+    found = run(functools.partial(parity.streaming_strategy, window=2))
+    assert_same(run(parity.plain_strategy), found)
+    assert found["size"] > 4
+
+
 @BOTH
 def test_the_batch_size_finder_as_a_callback(accelerator):
     def run(make_strategy):

@@ -1,12 +1,14 @@
 """Host memory: exact, locked once and unlocked once where a device is told of it, and copied through a ring where it
 can not be locked."""
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import fake_cudart
@@ -18,12 +20,14 @@ import models
 import parity
 import simgpu
 import sp_lightning
+from sp_lightning.compat.references import uses_of
 from sp_lightning.core import malloc
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.memory import pinned
 from sp_lightning.memory.device import CudaPageLock
 from sp_lightning.memory.layout import Layout
 from sp_lightning.memory.pinned import HostAllocator
+from sp_lightning.memory.staging import StagingRing
 
 SIMGPU = torch.device("simgpu", 0)
 MIB = 2**20
@@ -215,6 +219,31 @@ def test_pageable_locks_the_staging_buffers_only(caplog):
         assert simgpu.pinned_bytes()[0] - before == 4 * largest
         assert handle.stats()["host_bytes"] == 2 * sum(unit.nbytes for unit in handle.units) + 4 * largest
     assert sum("host_memory='pageable': copies go through 2 staging buffers" in m for m in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_copy_through_the_ring_ends_when_no_tensor_of_the_ring_is_over_its_target(way):
+    begins = threading.Event()
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    host, on_device = torch.ones(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8, device=SIMGPU)
+    ring = StagingRing(torch.Stream(SIMGPU), [torch.empty(100, dtype=torch.uint8).pin_memory() for _ in range(2)], way)
+    target, found = on_device if way == "up" else host, []
+    storage = target.untyped_storage()
+    before = uses_of([storage])
+    if way == "up":
+        end = ring.up([(on_device, host)], around(), uncut=[(on_device[:8], host[:8])]).on_device
+    else:
+        end = ring.down([(host, on_device)], around()).on_host
+    end.add_done_callback(lambda _: found.append(uses_of([storage])))
+    torch.accelerator.synchronize()
+    begins.set()
+    ring.close()
+    assert found == [before]
 
 
 @pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])

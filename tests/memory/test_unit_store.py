@@ -65,7 +65,7 @@ def replaced(store, conversion):
 
 
 def laid_out_again(store, conversion):
-    store.free()
+    store.on_device.free()
     store.retype({})
 
 
@@ -88,7 +88,7 @@ def test_what_a_step_converted_is_not_converted_again_if_it_is_still_so(store, m
 
 
 def test_no_step_converts_what_autograd_saved(store):
-    store.free()
+    store.on_device.free()
     store.retype({0: torch.bfloat16})
     assert store.conversion(0) is not None
     saved = store.memory
@@ -114,7 +114,7 @@ def test_an_optimizer_that_has_a_frozen_unit_may_write_it(store):
 
 
 def test_a_write_back_leaves_the_device_fresh_and_the_wire_copies_stale(store, fills):
-    store.device_view(0).fill_(3)
+    store.on_device.view(0).fill_(3)
     store.write_back(0)
     assert not store.stale()
     assert refilled(store, fills) == (True, True)

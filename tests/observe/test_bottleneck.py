@@ -2,9 +2,9 @@
 
 import pytest
 
-from sp_lightning.core.recorder import RecordedStep, UnitTimes, unit_times
 from sp_lightning.core.telemetry import CAUSES, Span
 from sp_lightning.observe.bottleneck import MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence
+from sp_lightning.runtime.recorder import RecordedStep, UnitTimes, unit_times
 
 pytestmark = pytest.mark.quick
 

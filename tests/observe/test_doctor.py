@@ -97,8 +97,11 @@ def test_a_healthy_machine_has_none():
 
 
 SICK = {
-    "a disk in memory": (on_disk(filesystem="tmpfs"), "filesystem", r"/nvme is on memory \(tmpfs\): .* a local SSD"),
-    "a disk elsewhere": (on_disk(filesystem="nfs4"), "filesystem", r"/nvme is on a network filesystem \(nfs4\)"),
+    "a disk in memory": (
+        on_disk(filesystem="tmpfs", elsewhere="a filesystem in memory"),
+        "filesystem",
+        r"/nvme is on a filesystem in memory \(tmpfs\): .* a local SSD",
+    ),
     "a disk that rotates": (on_disk(rotates=True), "filesystem", r"/nvme is on a disk that rotates \(ext4\)"),
     "no direct transfers": (
         on_disk(is_direct=False, filesystem="zfs"),

@@ -7,12 +7,12 @@ import pytest
 
 from sp_lightning.cli import main
 from sp_lightning.core.machine import MACHINES
-from sp_lightning.core.recorder import RecordedStep
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import UnitCost, simulate
 from sp_lightning.core.telemetry import Span, causes
 from sp_lightning.errors import MissingExtraError, OptionError, TraceError
 from sp_lightning.observe import timeline, timeline_plot
+from sp_lightning.runtime.recorder import RecordedStep
 
 WORK = (
     Span("up", "blocks.0", 5.0, 5.5, "weights", nbytes=10),

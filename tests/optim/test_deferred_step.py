@@ -23,6 +23,7 @@ from torch import nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.errors import TornStepError
 from sp_lightning.memory import unit_store
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pending_step import HostThread, PendingStep
@@ -139,6 +140,7 @@ LOOKS = {
     "data": lambda net, _: [p.data.clone() for p in net.parameters()],
     "the getter of data": lambda net, _: [torch.Tensor.data.__get__(p).clone() for p in net.parameters()],
     "detach": lambda net, _: [p.detach().clone() for p in net.parameters()],
+    "torch.func.grad": lambda net, _: [torch.func.grad(lambda p: p.square().sum())(p) for p in net.parameters()],
     "numpy": lambda net, _: [torch.from_numpy(p.detach().numpy().copy()) for p in net.parameters()],
     "storage": lambda net, _: [torch.tensor(p.untyped_storage().tolist()[:9]) for p in net.parameters()],
     "state_dict": lambda net, _: {k: v.clone() for k, v in net.state_dict().items()},
@@ -369,7 +371,6 @@ UNSEEN = {
     "torch.tensor": torch.tensor,
     "torch.as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
     "as_subclass": lambda p: p.as_subclass(torch.Tensor) + 0,
-    "torch.func.grad": torch.func.grad(lambda p: p.square().sum()),
     "outside of function dispatch": undispatched,
     "a scripted function": torch.jit.script(torch.nn.functional.relu),
     "dlpack": torch.utils.dlpack.to_dlpack,
@@ -550,6 +551,8 @@ def test_an_error_of_the_thread_is_raised_once_by_who_waits_first(look, hold, mo
         }[look]()
     assert "had already stepped" in caplog.text and "of 28 parameters" in caplog.text
     assert all(p.isfinite().all() for p in held.net.parameters())
+    with pytest.raises(TornStepError, match=r"AdamW had stepped \d+ of 28 parameters when a ValueError ended its step"):
+        held.optimizer.step()
     held.handle.close()
     assert_plain(held.net)
 

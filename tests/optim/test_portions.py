@@ -30,6 +30,7 @@ from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.state_ring import BUFFERS, SMALLEST
 from sp_lightning.errors import DiskError
+from sp_lightning.optim import torn_step
 from sp_lightning.optim.pieces import fuse, step_each, step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 
@@ -187,8 +188,7 @@ def test_parameters_that_are_stepped_whole_have_the_bits_of_the_loop(
         assert len([1 for said in caplog.messages if "cannot be stepped in portions" in said]) == (fitting < sum(taken))
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("call, after", [("preadv", 2), ("preadv", 4), ("pwritev", 0), ("pwritev", 1), ("pwritev", 4)])
 def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the_ring_as_it_was(
     call, after, file, monkeypatch
 ):
@@ -210,14 +210,15 @@ def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(fd, views, at)
 
-        kept = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in ours]
-        with monkeypatch.context() as broken, pytest.raises(DiskError, match=r"had stepped \d of 5 parameters"):
+        torn_step.notice_loads(module := torch.nn.ParameterList(ours))
+        kept = copy.deepcopy((optimizer.state_dict(), module.state_dict()))
+        # A read ahead may fail before the first parameter is stepped: then nothing is torn, and the error says no more.
+        with monkeypatch.context() as broken, pytest.raises(DiskError, match=r"had stepped \d of 5|could not be read"):
             broken.setattr(os, call, failing)
             optimizer.step()
         assert len(disk._ring._free) == BUFFERS
         optimizer.load_state_dict(kept[0])
-        for param, value in zip(ours, kept[1], strict=True):
-            param.data.copy_(value)
+        module.load_state_dict(kept[1])
         for step in (1, 2):
             give_gradients(ours, step)
             give_gradients(theirs, step)

@@ -96,6 +96,26 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == 1
 
 
+@pytest.mark.parametrize(
+    ("phase", "victim", "way", "saved"),
+    [
+        ("before the step", 1, "raise", 1),
+        ("in the step", 0, "raise", None),
+        ("in the step", 1, "raise", None),
+        ("loop of the step", 0, "memory", None),
+        pytest.param("loop of the step", 1, "kill", None, marks=pytest.mark.slow),
+        ("end of the step", 1, "raise", None),
+        pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, saved, tmp_path):
+    """Of a step that some ranks have taken their part in there is none."""
+    endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path))
+    assert endings[1 - victim].error == "PeerError", endings
+    found = [torch.load(file, weights_only=False)["global_step"] for file in tmp_path.iterdir()]
+    assert found == ([] if saved is None else [saved])
+
+
 @pytest.mark.parametrize("way", ["kill"])
 def test_nothing_is_left_when_all_are_killed(way):
     with failing_runs.nothing_left():

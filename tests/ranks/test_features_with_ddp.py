@@ -18,6 +18,7 @@ DAILY = {
     "edits, accumulation, clipping",
     "ema",
     "finetuning",
+    "gathering in backward, dropped layers",
     "generation",
     "gradients never cleared, clipping",
     "gradients with other data",

@@ -10,10 +10,12 @@ import lightning as L
 import processes
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 import models
 import parity
 import sp_lightning
+from sp_lightning.errors import OptionError
 
 PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"
@@ -77,3 +79,73 @@ def test_steps_on_one_device_run_no_code_of_several():
     trainer.fit(models.ZooModule(case), models.loader(case, 3))
     assert entered["runtime/engine.py"] and entered["lightning/strategy.py"]
     assert not [path for path in entered if path.startswith("ranks/") or path == "lightning/several_devices.py"]
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+SBATCH = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0")
+SBATCH |= {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+SRUN = SBATCH | {"SLURM_STEP_NUM_TASKS": "2"}
+ALONE = {"strategy": "superpipeline", "accelerator": "cpu", "devices": 1}
+
+
+def train(package=L, run="fit", **options):
+    """Run a small module on one device; return how many batches it saw."""
+
+    class Module(package.LightningModule):
+        seen = 0
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch, _):
+            self.seen += 1
+            return self.layer(batch).sum()
+
+        validation_step = training_step
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module, quiet = Module(), {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = package.Trainer(**ALONE, max_epochs=1, **quiet, **options)
+    getattr(trainer, run)(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
+    return module.seen
+
+
+@pytest.mark.parametrize(("launched", "by"), [(TORCHRUN, "TorchElasticEnvironment"), (SRUN, "SLURMEnvironment")])
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning", "fabric"])
+def test_processes_of_a_launcher_do_not_train_on_all_the_data_each(package, launched, by, monkeypatch):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=f"devices must be 2, the number of processes that {by} finds.*, got 1"):
+        if package == "fabric":
+            L.Fabric(**ALONE)
+        else:
+            pytest.importorskip(f"sp_lightning.{package}", exc_type=ImportError)
+            train(pytest.importorskip(package))
+
+
+@pytest.mark.parametrize(
+    ("launched", "options"),
+    [
+        (TORCHRUN, {"plugins": [LightningEnvironment()]}),
+        (TORCHRUN, {"run": "validate"}),
+        (TORCHRUN | {"WORLD_SIZE": "1"}, {}),
+        (SBATCH, {}),
+    ],
+)
+def test_a_process_that_is_to_run_by_itself_does(launched, options, monkeypatch):
+    """It was said so, or it evaluates what others trained; or it is the only one, in a job that has room for more."""
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert train(**options) == 4
+
+
+def test_a_process_of_a_launcher_streams_a_module_by_itself(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    net = torch.nn.Linear(4, 4)
+    with sp_lightning.stream(net, "cpu"):
+        net(torch.ones(4)).sum().backward()
+    assert net.weight.grad is not None

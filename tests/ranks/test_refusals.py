@@ -52,6 +52,13 @@ def test_another_torch_on_one_rank():
         assert error.startswith("OptionError: devices must be") and "unlike versions of torch" in error, error
 
 
+def test_containers_of_one_machine_with_networks_of_their_own():
+    """Their ranks could wait for each other's sockets for ever."""
+    for error, after in processes.run(2, refused_runs.another_network):
+        assert error.startswith("OptionError: devices must be those of one container, or of containers that "), error
+        assert "unlike networks of one machine: ('net:[" in error and after < 5, error
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
 def test_a_system_without_memfd(number):
     first, second = processes.run(2, refused_runs.refused_memfd, number)

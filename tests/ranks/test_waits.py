@@ -38,6 +38,18 @@ def test_a_unit_is_summed_once():
     assert processes.run(2, waiting.most_sums_of_a_unit) == [1, 1]
 
 
+def test_a_rank_gets_room_for_what_another_one_keeps_waiting_in_backward():
+    """It waits in vain in the first exchange, and again when it has had the room for long enough."""
+    ahead, dropping = processes.run(2, waiting.rooms, 3, timeout=60)
+    assert ahead == [(8, 4), (8, 4), (8, 4), (8, 4), (8, 8)]
+    assert dropping == [(2, 0)] * 5
+
+
+def test_a_rank_gets_room_for_what_another_one_keeps_waiting_before_its_forward():
+    ahead, _ = processes.run(2, waiting.rooms, 3, in_backward=False, timeout=60)
+    assert ahead[0] == (8, 4)
+
+
 def test_a_rank_that_is_slow_to_compare_edits_does_not_find_the_step_of_another():
     assert processes.run(2, waiting.edited_before_a_step) == [True, True]
 
@@ -52,6 +64,17 @@ def test_a_step_ends_once_every_rank_has_stepped_its_part():
 
 def test_a_rank_that_is_slow_to_copy_weights_before_a_step_does_not_find_the_step_of_another():
     assert processes.run(2, waiting.weights_after_a_slow_step, foreach=True) == [True, True]
+
+
+def test_a_step_that_failed_on_one_rank_is_not_followed_by_another_on_any():
+    first, second = processes.run(2, waiting.after_a_step_that_failed, "loop")
+    assert "had stepped some of 8 parameters when a MemoryError ended its step" in first
+    assert "had stepped some of 8 parameters when a PeerError ended its step" in second
+
+
+@pytest.mark.parametrize("where", ["settle", "options"])
+def test_a_step_that_failed_when_all_ranks_had_taken_it_or_none_is_followed_by_another(where):
+    assert processes.run(2, waiting.after_a_step_that_failed, where) == ["no error"] * 2
 
 
 def test_edits_without_an_optimizer_are_compared_in_the_next_backward():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -97,7 +98,7 @@ class Net(L.LightningModule):
         self.strike("teardown")
 
 
-# Functions of the library in which a rank fails before they do anything.
+# Functions of the library, and one of torch, in which a rank fails before they do anything.
 STRIKES: dict[str, tuple[Any, str]] = {
     "connecting": (board.Ranks, "_connect"),
     "accepting": (board.Ranks, "_accept"),
@@ -106,6 +107,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "between post and sum": (exchange.Exchange, "_sum"),
     "settle": (user_edits.Faces, "settle"),
     "in the step": (sharded_step.Owners, "_owned"),
+    "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
 }
 IN_MODULE = [

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lightning as L
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_lightning
 from sp_lightning.compat.patches import CLIP_GRADIENTS
+from sp_lightning.ranks import exchange
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -167,6 +169,7 @@ def edit(net: Net, optimizer: torch.optim.Optimizer) -> None:
 def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
     """Run backwards in which one rank is slow; return the regions of this rank's box, and the gradients, by step.
 
+    It is slow for longer than a unit takes by far, but gets on: the others do not take it for one that waits for them.
     ``shares``: two blocks run twice, and the first step accumulates.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -180,7 +183,8 @@ def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[di
 
     options = {"window": 1, "units": ["Block"], "optimizer_overlap": overlap}
     regions, gradients = [], []
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
+    waits_long = mock.patch.object(exchange, "SHORT_S", 30)
+    with waits_long, sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
         box = handle.engine.team.exchange.box
         for step in range(3):
             net.zero_grad()
@@ -292,9 +296,9 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
                 optimizer.step()
             found[f"{step}"] = norm, seen
             if handle is not None:
-                exchange = handle.engine.team.exchange
-                pages.append(sum(len(exchange._sums[store].slab.private()) for store in exchange.stores))
-                faces.add(exchange._sums[exchange.stores[0]].slab.face.data_ptr())
+                ours = handle.engine.team.exchange
+                pages.append(sum(len(ours._sums[store].slab.private()) for store in ours.stores))
+                faces.add(ours._sums[ours.stores[0]].slab.face.data_ptr())
             if how == "holds" and held:
                 found[f"{step}, held"] = [grad.clone() for grad in held]
             found[f"{step}, gradients"] = [p.grad.clone() for p in net.parameters()]

@@ -433,6 +433,18 @@ class Gathers(Plain):
         return loss + found.square().mean()
 
 
+class NormalisesOverRanks(Plain):
+    """Normalises by the data of all ranks, as SyncBatchNorm on accelerators, before blocks that one rank drops."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        x = self.net.stem(batch[0])
+        every = self.all_gather(x, sync_grads=True).flatten(0, 1)
+        x = (x - every.mean(0)) / (every.var(0) + 1e-5).sqrt()
+        if (batch_index + self.global_rank) % 2:
+            x = self.net.run(x)
+        return torch.nn.functional.cross_entropy(self.net.head(x), batch[1])
+
+
 class Measures(Plain):
     """Logs a torchmetrics metric, whose state is summed over ranks."""
 
@@ -655,6 +667,7 @@ FEATURES = {
     "gradients never cleared": Feature(NeverClears, settings={"batches": 6}),
     "gradients never cleared, clipping": Feature(LeavesOneOut, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "gathering": Feature(Gathers),
+    "gathering in backward, dropped layers": Feature(NormalisesOverRanks, settings={"batches": 6}),
     "metrics": Feature(
         Measures, settings={"epochs": 2}, on_the_cpu_only="gloo gathers no metric from a simulated device"
     ),

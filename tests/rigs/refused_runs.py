@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import sp_lightning
 from sp_lightning.core.host import HostMemory
+from sp_lightning.memory.pinned import libc
 from sp_lightning.runtime import preflight
+
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Net(L.LightningModule):
@@ -80,6 +87,29 @@ def another_torch() -> str:
     version = "0.1" if rank == size - 1 else torch.__version__
     with mock.patch.object(torch, "__version__", version):
         return error(lambda: trained(Net(), [torch.randn(4, 8)] * 4, size))
+
+
+@contextlib.contextmanager
+def network_of_its_own() -> Iterator[None]:
+    """Give this thread the network of another container; without the right to, let it seem so."""
+    with open("/proc/self/ns/net") as before, contextlib.ExitStack() as stack:
+        if libc().unshare(NEW_NETWORK) == 0:
+            stack.callback(libc().setns, before.fileno(), NEW_NETWORK)
+        else:
+            real = os.readlink
+            seems = lambda path: "net:[1]" if path == before.name else real(path)  # noqa: E731
+            stack.enter_context(mock.patch.object(os, "readlink", seems))
+        yield
+
+
+def another_network() -> tuple[str, float]:
+    """Stream where the last rank is in another container; return the error, and after how many seconds it came."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    began = time.monotonic()
+    with network_of_its_own() if rank == size - 1 else contextlib.nullcontext():
+        said = error(lambda: sp_lightning.stream(Net(), "cpu", group=dist.group.WORLD, timeout=timedelta(seconds=20)))
+    return said, time.monotonic() - began
 
 
 def refused_memfd(number: int) -> str:

@@ -1,9 +1,9 @@
 """Random schedules of units, another one on each rank, against a plain model that adds up what all ranks do.
 
 A *schedule* is what the ranks do until a step: for each micro-batch and rank a path over the blocks, in any order, with
-some skipped and some taken again, and the experts that get tokens. The processes of a test run many (processes.py,
-Rule 1). Each draws all of them from one seed, so that each knows the others', and computes the reference by itself:
-nothing that the library shares takes part in that.
+some skipped and some taken again, the experts that get tokens, and the place of a collective in backward, if there is
+one. The processes of a test run many (processes.py, Rule 1). Each draws all of them from one seed, so that each knows
+the others', and computes the reference by itself: nothing that the library shares takes part in that.
 """
 
 from __future__ import annotations
@@ -51,11 +51,25 @@ class Experts(nn.Module):
         return x
 
 
+class Meets(torch.autograd.Function):
+    """A collective in backward, to which a rank comes after the blocks that follow it here: SyncBatchNorm has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(()))
+        return grad
+
+
 class Net(nn.Module):
     """Blocks and a layer of experts in any order, between an embedding and a head that every path may leave out."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.meets = False
         self.embedding = nn.Embedding(11, WIDTH)
         self.blocks = nn.ModuleList([*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)), Experts()])
         self.head = nn.Linear(WIDTH, WIDTH)
@@ -64,7 +78,11 @@ class Net(nn.Module):
         if part.idle:  # a loss that reaches none of the model's weights
             return torch.ones((), requires_grad=True) * 1.0
         x = self.embedding(tokens)
-        for block in part.path:
+        for place, block in enumerate((*part.path, None)):
+            if self.meets and part.meets == place:
+                x = Meets.apply(x)
+            if block is None:
+                break
             x = x + torch.tanh(self.blocks[block](x, part.chosen) if block == BLOCKS else self.blocks[block](x))
         return (self.head(x) if part.head else x).square().mean()
 
@@ -78,6 +96,7 @@ class Part(NamedTuple):
     idle: bool
     seed: int  # of its tokens
     pause: float  # seconds, before its backward
+    meets: int | None  # the place in its path of a collective in backward, which all ranks have or none
 
 
 class Schedule(NamedTuple):
@@ -98,10 +117,16 @@ def draw(dice: random.Random, size: int) -> Schedule:
             path.insert(dice.randrange(len(path) + 1), dice.choice(path))
         chosen = tuple(dice.randrange(EXPERTS) for _ in range(dice.randint(0, 2)))
         idle, pause = dice.random() < 0.1, dice.choice([0, 0, 0, 1e-3, 4e-3])
-        return Part(tuple(path), chosen, dice.random() < 0.8, idle, dice.randrange(1 << 30), pause)
+        return Part(tuple(path), chosen, dice.random() < 0.8, idle, dice.randrange(1 << 30), pause, None)
+
+    def joint() -> list[Part]:
+        parts = [part() for _ in range(size)]
+        if dice.random() < 0.7 or any(part.idle for part in parts):
+            return parts
+        return [part._replace(meets=dice.randint(0, len(part.path))) for part in parts]
 
     micro = dice.choice([1, 1, 2, 3])
-    parts = [[part() for _ in range(size)] for _ in range(micro)]
+    parts = [joint() for _ in range(micro)]
     return Schedule(parts, dice.choice([None, *range(size)]), dice.random() < 0.2, dice.random() < 0.3)
 
 
@@ -140,6 +165,7 @@ def differences(seed: int, count: int, rank: int, size: int) -> list[str]:
     torch.manual_seed(seed)
     plain = Net()
     net, make = copy.deepcopy(plain), dice.choice(OPTIMIZERS)
+    net.meets = True
     options = {"window": dice.choice([1, 2, 9]), "units": ["Linear", "Embedding"]}
     expected = make(plain.parameters())
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, timeout=TIMEOUT, **options) as handle:

@@ -129,9 +129,9 @@ def travelling(engine: Engine) -> tuple[list[int], dict[str, float]]:
     """Bytes of the units, and the share of its bytes that each parameter has on its way (Rule 4)."""
     share = {}
     for unit in engine.units:
-        for there, host in zip(unit.store.layout.fields, unit.store.host_layout.fields, strict=True):
+        for there, host in zip(unit.store.on_device.layout.fields, unit.store.host_layout.fields, strict=True):
             share[host.name] = there.dtype.itemsize / host.dtype.itemsize
-    return [unit.store.nbytes for unit in engine.units], share
+    return [unit.store.on_device.nbytes for unit in engine.units], share
 
 
 def cast_there(engine: Engine) -> frozenset[str]:

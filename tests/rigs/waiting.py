@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import os
 import pathlib
 import tempfile
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -26,10 +28,10 @@ from torch import Tensor, nn
 
 import models
 import sp_lightning
-from sp_lightning.errors import ExactnessError, PeerError
+from sp_lightning.errors import ExactnessError, PeerError, TornStepError
 from sp_lightning.memory import unit_store
 from sp_lightning.memory.weights import same_bytes
-from sp_lightning.ranks import user_edits
+from sp_lightning.ranks import exchange, user_edits
 from sp_lightning.ranks.board import Board, Ranks
 from sp_lightning.ranks.connection import connect
 
@@ -127,16 +129,16 @@ def slow_sums(net: nn.Module) -> Iterator[Counter[tuple[int, str]]]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
-        exchange = handle.engine.team.exchange
-        sums, counted = exchange._sum, Counter()
+        of_net = handle.engine.team.exchange
+        sums, counted = of_net._sum, Counter()
 
         def slowly(store: Any) -> Any:
-            counted[exchange._count, store.unit.name] += 1
+            counted[of_net._count, store.unit.name] += 1
             found = sums(store)
             time.sleep(0.2)
             return found
 
-        exchange._sum = slowly
+        of_net._sum = slowly
         yield counted
 
 
@@ -193,6 +195,44 @@ def error_of_sums_that_fail() -> str:
     return "no error"
 
 
+class Collects(torch.autograd.Function):
+    """A collective in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(()))
+        return grad
+
+
+def rooms(kept: int, in_backward: bool = True) -> list[tuple[int, int]]:
+    """Train with blocks that the second rank drops, and a collective after them in the first one's backward.
+
+    The second rank comes to it in its backward, or before its forward. Returns for how many units this rank has room,
+    and up to which exchange, after each of five.
+    """
+    net, rank = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "KEPT", kept)
+        patch.setattr(exchange, "SHORT_S" if in_backward else "LONG_S", 0.05)
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+            for _ in range(5):
+                net.zero_grad()
+                if rank == 1 and not in_backward:
+                    dist.all_reduce(torch.zeros(()))
+                x = net[0](torch.ones(2, 8))
+                x = Collects.apply(x) if rank == 0 or in_backward else x
+                x = net[1:](x) if rank == 0 else x
+                x.sum().backward()
+                found.append((handle.engine.team.exchange._ahead, handle.engine.team.exchange._until))
+    return found
+
+
 def edited_before_a_step() -> bool:
     """Edit weights before a step, with one rank slow to compare; return whether the step is a plain run's."""
     torch.manual_seed(0)
@@ -246,6 +286,39 @@ def weights_after_a_slow_step(foreach: bool = False) -> bool:
             optimizer.step()
             found.append([state["momentum_buffer"] for state in optimizer.state.values()])
         return same_values(net, plain) and all(map(torch.equal, *found))
+
+
+def after_a_step_that_failed(where: str) -> str:
+    """Fail at a place of the first rank's step; return what the next one says, when nothing is streamed any more.
+
+    "loop": in its own loop. "settle": when what each rank owns is stepped. "options": since the ranks have others.
+    """
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + 0.1 * rank * (where == "options"))
+    fail = mock.Mock(side_effect=MemoryError)
+    errors = MemoryError, PeerError, ExactnessError
+    with contextlib.suppress(*errors), pytest.MonkeyPatch.context() as patch:
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
+            net(torch.ones(2, 8)).sum().backward()
+            if rank == 0 and where == "loop":
+                patch.setattr(importlib.import_module("torch.optim.sgd"), "sgd", fail)
+            if rank == 0 and where == "settle":
+                owners, faces = handle.engine.team.owners, handle.engine.team.faces
+
+                def fail_at_the_end() -> None:
+                    while owners._progress.read(1, 0) < 2:
+                        time.sleep(0.01)
+                    fail()
+
+                settle = faces.settle
+                patch.setattr(faces, "settle", lambda *alike: settle(*alike) if alike else fail_at_the_end())
+            optimizer.step()
+    try:
+        optimizer.step()
+    except TornStepError as error:
+        return str(error)
+    return "no error"
 
 
 def edited_without_an_optimizer() -> str:

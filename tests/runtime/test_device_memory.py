@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import parity
 import simgpu
 import sp_lightning
+from sp_lightning.core.host_bytes import aligned
 from sp_lightning.memory.device import Device
-from sp_lightning.memory.layout import aligned
 
 DEVICE = torch.device("simgpu", 0)
 BATCH, LENGTH, WIDTH, VOCABULARY, BLOCKS = 4, 32, 64, 128, 8

@@ -126,7 +126,7 @@ def wait_until_there(unit):
     """Whether a unit's bytes arrive, while nothing else goes on."""
     patience = time.monotonic() + 10
     while time.monotonic() < patience:
-        if unit.store.is_loaded and unit.store.ready.query():
+        if unit.store.on_device.is_loaded and unit.store.on_device.ready.query():
             return True
         time.sleep(0.001)
     return False
@@ -168,7 +168,7 @@ def test_with_a_window_of_one_nothing_comes_before_its_place_is_free():
         resident = []
         for block in net.blocks:
             block.register_forward_hook(
-                lambda *_: resident.append(sum(unit.store.is_loaded for unit in handle.engine.units))
+                lambda *_: resident.append(sum(unit.store.on_device.is_loaded for unit in handle.engine.units))
             )
         squares(net, x).backward()
     assert resident == [2] * BLOCKS  # the block and the resident rest

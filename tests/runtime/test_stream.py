@@ -371,7 +371,7 @@ def test_a_device_that_is_not_here_is_refused_with_those_that_are():
         ({"activations": "drop"}, r"activations must be one of 'keep', .*, got 'drop'"),
         ({"memory_budget": "much"}, r"memory_budget must be .*, got 'much'"),
         ({"windows": 2}, r"an option must be one of .*window.*, got 'windows'"),
-        ({"units": []}, r"units must be 'auto', a list of class names or a callable.*, got \[\]"),
+        ({"units": []}, r"units must be 'auto', a sequence of class names or a callable.*, got \[\]"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(device, options, message):

@@ -203,6 +203,24 @@ def test_activations_that_an_option_does_not_reach_are_named_once(kind, activati
         assert said == []
 
 
+class Distilled(models.Stack):
+    """Runs its first blocks without autograd, as a frozen teacher runs beside a student."""
+
+    def run(self, x):
+        with torch.no_grad():
+            taught = self.blocks[1](self.blocks[0](x))
+        for block in self.blocks[2:]:
+            x = block(x)
+        return x + taught
+
+
+def test_activations_of_a_unit_that_runs_without_autograd_are_not_said_to_be_out_of_reach(device, caplog):
+    make = functools.partial(Distilled, [models.Block() for _ in range(4)])
+    with streaming(make, device, activations="recompute") as (net, _):
+        train(net, device)
+    assert not [message for message in caplog.messages if "does not reach" in message]
+
+
 # --- As the device saw it
 
 
@@ -252,14 +270,18 @@ def test_the_ledger_accepts_a_good_run(monkeypatch):
 
 
 def fetch_twice(monkeypatch):
-    from sp_lightning.memory.unit_store import UnitStore
+    from sp_lightning.memory.device_copy import DeviceCopy
 
-    wait_load = UnitStore.wait_load
-    monkeypatch.setattr(UnitStore, "wait_load", lambda store: (store.load(), wait_load(store)))
+    wait_load = DeviceCopy.wait_load
+    monkeypatch.setattr(
+        DeviceCopy,
+        "wait_load",
+        lambda c: (setattr(c.counters, "bytes_up", c.counters.bytes_up + c.nbytes), wait_load(c)),
+    )
 
 
 def send_more_gradients(monkeypatch):
-    from sp_lightning.runtime.gradients import GradientReturn
+    from sp_lightning.gradients.way_down import GradientReturn
 
     receive = GradientReturn.receive
 
@@ -271,10 +293,10 @@ def send_more_gradients(monkeypatch):
 
 
 def write_weights_back(monkeypatch):
-    from sp_lightning.memory.unit_store import UnitStore
+    from sp_lightning.memory.device_copy import DeviceCopy
 
-    free = UnitStore.free
-    monkeypatch.setattr(UnitStore, "free", lambda store: (store.write_back(0), free(store)))
+    free = DeviceCopy.free
+    monkeypatch.setattr(DeviceCopy, "free", lambda c: (setattr(c.counters, "bytes_written_back", 8), free(c)))
 
 
 @pytest.mark.parametrize("fault", [fetch_twice, send_more_gradients, write_weights_back])

@@ -19,12 +19,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from .layout import aligned
-
+ALIGNMENT = 512  # at which every tensor of a slab or of a device buffer begins, as one that torch allocates does
 STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2, "SGD": 0}
 STATES |= {"Adagrad": 1, "RMSprop": 1}  # tensors per parameter with default arguments
 FACTORED = "Adafactor"  # which has means over the dimensions of a matrix
 MORE_STATES = ("momentum", "centered", "amsgrad")  # arguments that add one each
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Round `nbytes` up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
 
 
 @dataclass(frozen=True, kw_only=True)

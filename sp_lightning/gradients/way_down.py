@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..autograd.gradient_nodes import Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, will_execute
+from ..core.host_bytes import ALIGNMENT
 from ..core.telemetry import Counters
 from ..memory.device import Device
-from ..memory.gradient_store import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
-from ..memory.layout import ALIGNMENT, Layout
+from ..memory.layout import Layout
 from ..memory.staging import Arrival
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import (
@@ -42,7 +42,8 @@ from ..memory.watched_parameters import (
     true_grad,
 )
 from ..optim import native
-from ..optim.pending_step import PendingStep
+from ..optim.pending_step import Arriving, PendingStep
+from .slab import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
 
 Mark = tuple[list[int], list[int]]
 
@@ -80,7 +81,7 @@ class GradientVersions:
 def _mark(grads: Iterable[Tensor | None]) -> Mark:
     """Make a mark that changes when one of these gradients is written or replaced, and that refers to no tensor.
 
-    A reference would count as user code's (gradient_store.py, Rule 1).
+    A reference would count as user code's (slab.py, Rule 1).
     """
     grads = list(grads)
     return list(map(id, grads)), [grad._version for grad in grads if grad is not None]
@@ -126,13 +127,30 @@ class GradientTransfer:
         return self.parameters
 
 
+class GradientExchange(Protocol):
+    """The exchange of gradients with other ranks (ranks/exchange.py)."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a backward runs whose gradients are exchanged."""
+
+    def slab_for(self, store: UnitStore) -> GradientSlab:
+        """Return slots for a unit's gradients, where the other ranks read them."""
+
+    def reached(self, parameters: Iterable[Tensor]) -> None:
+        """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
+
+    def submit(self, store: UnitStore, arriving: Arriving, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Have a unit's gradients posted when they have arrived in these places."""
+
+
 class GradientReturn:
     """The way of all units' gradients to the host."""
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
-        self.exchange: Any = None  # of several ranks
+        self.exchange: GradientExchange | None = None  # of several ranks
         self._slabs: dict[UnitStore, GradientSlab] = {}
         self._under_way: list[GradientTransfer] = []
         self._accumulating = False
@@ -205,13 +223,13 @@ class GradientReturn:
     def _take(self, store: UnitStore, taken: dict[int, Tensor], step: PendingStep | None) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
-        exchanged = self.exchange is not None and self.exchange.active
-        slab = self.exchange.slab_for(store) if exchanged else self._slabs.get(store)
+        exchange = self.exchange if self.exchange is not None and self.exchange.active else None
+        slab = self._slabs.get(store) if exchange is None else exchange.slab_for(store)
         if slab is None or not slab.fits(store):
             slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = list(taken)
         if slab.narrow:
-            indices.sort(key=lambda index: index not in slab.narrow)  # gradient_store.py, Rule 2
+            indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
         grads = [taken[index] for index in indices]
         places, packing = slab.slots_for(indices, grads)
         transfer = self._send(store, grads, packing)
@@ -222,9 +240,9 @@ class GradientReturn:
         self.taken.update(map(id, transfer.parameters))
         if self.exchange is not None:
             self.exchange.reached(transfer.parameters)
-        if exchanged:
+        if exchange is not None:
             named = zip(indices, places, strict=True)
-            self.exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named])
+            exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named])
         elif step is not None and not self._under_way:
             step.submit(store, transfer)
         else:

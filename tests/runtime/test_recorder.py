@@ -9,9 +9,9 @@ import side_by_side
 import torch
 
 import sp_lightning
-from sp_lightning.core.recorder import KEPT, RecordedStep, Recorder, unit_times
 from sp_lightning.core.telemetry import CAUSES, Span
 from sp_lightning.observe.run_report import RunReport
+from sp_lightning.runtime.recorder import KEPT, RecordedStep, Recorder, unit_times
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 

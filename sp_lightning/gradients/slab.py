@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.references import references, storage_uses, storage_uses_at
-from ..compat.tensors import copy_all, storage_id
-from .device import Device
-from .layout import ALIGNMENT, Layout, aligned, as_few_runs
-from .staging import Copies
-from .unit_store import UnitStore
-from .watched_parameters import true_grad
+from ..compat.references import references, storage_uses, uses_of
+from ..compat.tensors import copy_all
+from ..core.host_bytes import ALIGNMENT, aligned
+from ..memory.device import Device
+from ..memory.layout import Layout, as_few_runs
+from ..memory.staging import Copies
+from ..memory.unit_store import UnitStore
+from ..memory.watched_parameters import true_grad
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
@@ -98,7 +99,7 @@ class GradientSlab:
         self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
         self._tensors = [slot.tensor for slot in self._slots.values()]
         self._tensors += [slot.wide_view for slot in self._slots.values() if slot.wide_view is not None]
-        self._storages = {storage_id(storage): storage for storage in map(Tensor.untyped_storage, self._tensors)}
+        self._storages = list(map(Tensor.untyped_storage, self._tensors))
         self._untouched = self._traces()
         # By the gradients that came together before, and their types.
         self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
@@ -160,7 +161,7 @@ class GradientSlab:
         """Read what changes when code refers to a slot's tensor or alters it: ``p.grad.data = ...``, ``grad.t_()``."""
         return (
             *references(self._tensors),
-            storage_uses_at(self._storages),
+            uses_of(self._storages),
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(Tensor.size, self._tensors)),
             list(map(Tensor.stride, self._tensors)),
@@ -205,10 +206,12 @@ def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
 
 @functools.cache
 def _own_references(from_slab: int) -> tuple[list[int], ...]:
-    """Count the references to a gradient that is its parameter's alone, but for so many from a slab."""
+    """Count the references to a gradient to which only its parameter refers, and a slab ``from_slab`` times."""
     parameter = torch.zeros(1, device="cpu", requires_grad=True)
     parameter.grad = torch.zeros(1, device="cpu")
-    slab = [parameter.grad] * from_slab
+    slab: list[Any] = [parameter.grad] * from_slab
+    if from_slab:
+        slab.append(parameter.grad.untyped_storage())  # which the slab refers to as well
     references = _references_to_grad(parameter)
     slab.clear()
     return references

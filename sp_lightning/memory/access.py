@@ -1,0 +1,25 @@
+"""Who still works on bytes of a module that user code may ask for: the access ledger.
+
+1. Work beside user code is entered before it can begin, and left only once its end was waited for. So an interrupted
+   wait leaves it entered, and the next one takes the wait up again.
+2. Where nothing is entered, which is nearly always so, asking is a look at an empty set: nothing is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class DeferredStep(Protocol):
+    """An optimizer's step that goes on beside the next forward."""
+
+    def wait(self, unit: Any, /) -> None:
+        """Wait until it has stepped this unit."""
+
+
+class Access:
+    """The ledger of one module."""
+
+    def __init__(self) -> None:
+        self.gradients: set[object] = set()  # that make or change gradients: a backward, a step, a clipping
+        self.steps: dict[object, DeferredStep] = {}  # that have yet to write the host bytes of a unit, by its store

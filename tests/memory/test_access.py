@@ -1,0 +1,40 @@
+"""What works on gradients is in the ledger while it does: a read of ``.grad`` waits for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from side_by_side import blocks, inputs, squares
+
+import sp_lightning
+
+
+@pytest.fixture
+def streamed(device):
+    """A streamed net, the first weight of a block, what is entered in the ledger, and a loss."""
+    net = blocks()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        yield handle, net.blocks[0], handle.engine.access.gradients, squares(net, next(inputs(device)))
+
+
+def test_a_backward_is_entered_until_its_end(streamed):
+    _, block, entered, loss = streamed
+    seen = []
+    block.up.weight.register_hook(lambda _: seen.append(len(entered)))
+    assert not entered
+    loss.backward()
+    assert seen == [1] and not entered
+
+
+def test_a_backward_that_failed_is_entered_until_the_next_forward(streamed):
+    handle, block, entered, loss = streamed
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    hook = block.up.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    assert len(entered) == 1
+    handle.module(next(inputs(loss.device)))
+    assert not entered
