@@ -1,0 +1,161 @@
+"""Whole programs, each made from a number, do streamed what they do plainly, bit for bit (tests/rigs/programs.py).
+
+A program chooses its entry, its loop, its model, the options of streaming, and what user code does in hooks and between
+steps. One that the plain run refuses tells nothing; few do, and none that is promised may be refused when it streams.
+
+    python tests/rigs/programs.py NUMBER --shrink
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+
+import program_edits
+import program_ranks
+import programs
+import pytest
+
+import parity
+from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.runtime.engine import Engine
+
+OFTEN, ALL, SHEET = 12, 600, 20  # programs in the default run, in the slow one, and in each of its tests
+RANKED = 40  # programs of two ranks
+TELL_NOTHING = 2  # of a sheet: the plain run raises, or is not the same twice
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("silence")]
+
+
+@pytest.fixture
+def silence():
+    """Keep what two Lightnings log out of the report of a failure."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def outcomes(numbers, runs, ranked=False):
+    """Run programs; return how many came out in which way, after a failure that names all that differ."""
+    found = {number: programs.outcome(programs.draw(number, ranked), runs) for number in numbers}
+    wrong = [
+        f"{programs.draw(number, ranked)}\n-> {outcome.kind} {outcome.what}"
+        for number, outcome in found.items()
+        if outcome.kind in ("differs", "refused")
+    ]
+    assert not wrong, "\n\n".join(wrong)
+    return collections.Counter(outcome.kind for outcome in found.values())
+
+
+@pytest.mark.parametrize(
+    "number, device",
+    [
+        pytest.param(number, device, marks=[pytest.mark.simgpu] * (device == "simgpu"))
+        for number, device in enumerate(parity.DEVICES * (OFTEN // 2))
+    ],
+    indirect=["device"],
+)
+def test_a_random_program_does_what_it_does_plainly(number, device):
+    assert outcomes([number], programs.runs_on(device)) == {"equal": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, ALL, SHEET))
+def test_random_programs_do_what_they_do_plainly(first, device):
+    assert outcomes(range(first, first + SHEET), programs.runs_on(device))["equal"] >= SHEET - TELL_NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, RANKED, SHEET))
+def test_random_programs_do_on_two_ranks_what_they_do_under_ddp(first, device):
+    found = outcomes(range(first, first + SHEET), program_ranks.runs_on(device), ranked=True)
+    assert found["equal"] >= SHEET - TELL_NOTHING
+
+
+# --- What they found
+
+
+def test_weights_that_are_exchanged_after_their_block_ran_without_autocast(device):
+    acts = [(7, "before step", "module", "evaluate a block", 90), (8, "batch start", "module", "exchange weights", 76)]
+    program = programs.Program(
+        1385,
+        entry="lightning",
+        kinds=("Dense",),
+        batches=5,
+        epochs=2,
+        resumes="plain first",
+        precision="bf16-mixed",
+        acts=tuple(programs.Act(*act) for act in acts),
+        options=(("window", 1), ("units", ("Linear",))),
+    )
+    assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_writes_to_storages_does_on_two_ranks_what_it_does_under_ddp():
+    program = programs.Program(0, batches=2, optimizer="by storage")
+    assert programs.outcome(program, program_ranks.runs_on(parity.device_of("cpu"))) == ("equal", "")
+
+
+# --- That they see
+
+
+def never_stale(monkeypatch):
+    monkeypatch.setattr(Engine, "mark_stale", lambda *_: None)
+
+
+def no_wait_for_a_unit(monkeypatch):
+    monkeypatch.setattr(UnitStore, "wait_step", lambda *_: None)
+
+
+def no_wait_before_a_read(monkeypatch):
+    monkeypatch.setattr(Engine, "before_host_access", lambda *_: None)
+
+
+@pytest.mark.parametrize("mutant", [never_stale, no_wait_for_a_unit, no_wait_before_a_read])
+def test_a_wrong_engine_is_found_within_forty_programs(mutant, monkeypatch):
+    runs = programs.runs_on(parity.device_of("cpu"))
+    for number in range(40):
+        program = programs.draw(number)
+        expected = runs(program, False)
+        with monkeypatch.context() as patch:
+            mutant(patch)
+            if programs.compared(expected, program, runs).kind == "differs":
+                return
+    pytest.fail("not found")
+
+
+@pytest.mark.parametrize("number", range(0, OFTEN, 4))
+def test_what_a_program_sees_changes_nothing(number, device):
+    program = programs.on(device, programs.draw(number))
+    blind = programs.run(program, device, False, observes=False)
+    seeing = programs.run(program, device, False)
+    at_end = [entry for entry in seeing.entries if entry.where == "end"]
+    assert blind.entries and len(at_end) < len(seeing.entries)
+    parity.compare(parity.Record(at_end), blind)
+
+
+# --- What they are
+
+
+def test_a_program_is_made_from_its_number_alone():
+    assert programs.draw(7) == programs.draw(7) != programs.draw(8)
+
+
+def test_programs_do_everything():
+    drawn = [programs.draw(number) for number in range(ALL)]
+    assert {act.edit for program in drawn for act in program.acts} == set(program_edits.EDITS)
+    assert {act.moment for program in drawn for act in program.acts} == set(program_edits.MOMENTS)
+    for name in ("entry", "optimizer", "groups", "loss", "resumes", "precision", "clips", "zeroes"):
+        assert min(collections.Counter(getattr(program, name) for program in drawn).values()) > ALL // 40, name
+    assert any(program.alternates for program in drawn)
+    for name in ("activations", "window", "optimizer_overlap", "disk", "host_memory", "wire_dtype"):
+        assert len({program.option.get(name) for program in drawn}) > 1, name
+
+
+def test_a_program_is_cut_to_what_is_looked_for():
+    program = next(p for p in map(programs.draw, range(100)) if p.does("mul_") and len(p.acts) > 3)
+    small = programs.shrink(program, lambda less: less.does("mul_"))
+    (act,) = small.acts
+    assert (act.edit, small.kinds, small.batches, small.entry) == ("mul_", ("Dense",), 1, "by hand")
+    assert str(small).splitlines()[-1] == f"  batch 0, {act.moment}: mul_ ({act.at})"

@@ -1,0 +1,57 @@
+"""Random programs on two ranks: under DDP on the CPU, and streamed on any device (processes.py, Rule 1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import processes
+import torch
+import torch.distributed as dist
+from processes import RankFailed
+from program_entries import run
+from programs import Program, Runs, with_kinds
+from ranked_runs import simulated
+
+import parity
+from sp_lightning.errors import SuperpipelineError
+
+SIZE = 2
+
+
+def runs_on(device: torch.device) -> Runs:
+    """Return what runs a program on two ranks; the reference computes on the CPU, by the same kernels."""
+
+    def runs(program: Program, streams: bool) -> parity.Record:
+        try:
+            records = processes.run(SIZE, ranked, on(device, program), streams, device.type if streams else "cpu")
+        except RankFailed as error:
+            if "sp_lightning.errors." in str(error):
+                raise SuperpipelineError(str(error).strip().splitlines()[-1]) from error
+            raise
+        entries = [
+            entry._replace(where=f"rank {rank}, {entry.where}")
+            for rank, record in enumerate(records)
+            for entry in record.entries
+            if entry.what != "RNG state simgpu"
+        ]
+        return parity.Record(entries, {"raised": [error for one in records for error in one.telemetry["raised"]]})
+
+    return runs
+
+
+def on(device: torch.device, program: Program) -> Program:
+    """Return what of a program has the same bits on the CPU: no random numbers, no GRU, nor autocast's types."""
+    if device.type == "cpu":
+        return program
+    kinds = tuple("Dense" if kind in ("Dropping", "Recurrent") else kind for kind in program.kinds)
+    return dataclasses.replace(with_kinds(program, kinds), precision="32-true")
+
+
+def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
+    """Run a program on this rank."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    if program.entry == "by hand":
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+    with simulated(accelerator):
+        return run(program, parity.device_of(accelerator), streams, rank=rank, size=size)
