@@ -72,6 +72,15 @@ def test_random_programs_do_on_two_ranks_what_they_do_under_ddp(first, device):
     assert found["equal"] >= SHEET - TELL_NOTHING
 
 
+@pytest.mark.parametrize("entry", ["by hand", "lightning"])
+def test_a_fault_that_comes_when_a_program_predicts_is_caught_in_both_runs(entry, device):
+    act = programs.Act(0, "epoch end", "module", "fault in forward", 0)
+    program = programs.Program(0, entry=entry, batches=1, predicts=True, acts=(act,))
+    runs = programs.runs_on(device)
+    assert [error.split(":")[0] for error in runs(program, False).telemetry["raised"]] == ["Fault"]
+    assert programs.outcome(program, runs) == ("equal", "")
+
+
 # --- What they found
 
 

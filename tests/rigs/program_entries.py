@@ -144,8 +144,11 @@ class Loop:
     def evaluate(self, what: str, x: Tensor) -> None:
         net = self.run.scene.net
         net.eval()
-        with torch.no_grad(), self.autocast():
-            self.run.scene.see(what, net(x.to(self.run.device)))
+        try:
+            with torch.no_grad(), self.autocast():
+                self.run.scene.see(what, net(x.to(self.run.device)))
+        except Exception as error:  # a fault in forward that came after the last batch
+            self.run.catch(error)
         net.train()
 
 
@@ -310,7 +313,10 @@ def by_trainer(run: Run, size: int) -> None:
         if run.program.predicts:
             loader = torch.utils.data.DataLoader([batch(70)] * size, batch_size=None)
             run.scene.where = f"epoch {epoch}"
-            run.scene.see("prediction", trainer.predict(module, loader))
+            try:
+                run.scene.see("prediction", trainer.predict(module, loader))
+            except Exception as error:  # a fault in forward that came after the last batch
+                run.catch(error)
         trainer.save_checkpoint(saved)
         run.see_file(saved)
         run.scene.optimizers = trainer.optimizers
