@@ -461,7 +461,8 @@ class AutocastWeights:
         self.recording = not recorded and any(not weight.given_up for weight in self._weights.values())
 
     def close(self) -> None:
-        """Stop watching compilations."""
+        """Stop watching compilations, and let go of the modules, which may keep graphs that lead to the engine."""
+        self._weights.clear()
         with contextlib.suppress(ValueError):
             at_compilation.remove(self.compilation_begins)
 

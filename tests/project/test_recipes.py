@@ -256,7 +256,7 @@ def test_a_recipe_for_an_idea_of_others_is_small(recipe):
 
 def test_every_recipe_has_its_command_in_the_documentation():
     named = {part for command in COMMANDS for part in re.split(r"[/. ]", command)}
-    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name.isidentifier()}
+    folders = {path.parent.name for path in (ROOT / "examples").glob("*/*.py")}
     assert folders - named == {"common"}
 
 

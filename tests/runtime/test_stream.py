@@ -200,19 +200,32 @@ def test_a_closed_module_is_plain_trained_and_off_the_device(device):
     assert used_bytes(device) == before
 
 
+class OnItsLayerBlock(models.Block):
+    """Leaves its last graph at one of its layers."""
+
+    def forward(self, x):
+        self.up.last = self.up(self.norm(x))
+        return x + self.down(self.up.last)
+
+
 @pytest.mark.simgpu
-# The second block keeps its last graph; one that torch's checkpoint made leads to the module in any case.
+# All but the first block keep their last graph; one that torch's checkpoint made leads to the module in any case.
 @pytest.mark.parametrize(
     "activations, block",
-    [*itertools.product(["keep", "offload"], [models.Block, models.AuxiliaryBlock]), ("recompute", models.Block)],
+    [
+        *itertools.product(["keep", "offload"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+        ("recompute", models.Block),
+    ],
 )
-def test_no_host_memory_outlives_the_module(activations, block):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_host_memory_outlives_the_module(activations, block, autocast):
     import simgpu
 
     before = simgpu.pinned_bytes()[0]  # of whoever else is still alive
     net, device = models.stack_of(block)(), torch.device("simgpu", 0)
     handle = sp_lightning.stream(net, device, window=2, activations=activations)
-    train(net, device)
+    with torch.autocast("simgpu", torch.bfloat16, enabled=autocast):
+        train(net, device)
     assert simgpu.pinned_bytes()[0] > before
     handle.close()
     del handle, net
