@@ -41,6 +41,10 @@ COUNTS_STEPS = "_wrapped_by_lr_sched"
 # would be copied to the device and back, and gradients be left there, where a plain run does nothing.
 CONVERT = "_apply"
 
+# What a call of a module calls, hooks included. Without it a model whose ``forward`` was replaced while it is streamed
+# would run outside of any step.
+CALL = "_call_impl"
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import os
 import sys
 import weakref
@@ -43,8 +42,7 @@ from ..memory.watched_parameters import is_watched
 from ..optim import torn_step
 from ..options import Options
 from ..ranks.board import Ranks
-from ..runtime.handle import Handle
-from ..runtime.optimizer_steps import WHOLE_STEP, OptimizerSteps
+from ..runtime.handle import Handle, close_all, close_dropped
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
 from .names import Accelerator, CheckpointIO, FabricBaseStrategy, FabricPrecision, FabricSingleDeviceStrategy
@@ -66,8 +64,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         precision: The precision plugin; Fabric sets it.
         timeout: With several devices, how long a rank waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... ``optimizer_overlap``
-            steps units beside the next forward if no code in between waits for them: call ``zero_grad()`` right
-            before ``backward``, not right after ``step``.
+            steps units beside the next forward if no code in between waits for them.
     """
 
     _backward_sync_control: Any
@@ -92,7 +89,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def _begin_without_modules(self) -> None:
         self.handles: list[Handle] = []  # of the modules that were set up
         self._copies: list[nn.Module] = []  # of streamed modules; they begin to stream when they are called
-        weakref.finalize(self, _close_all, self.handles).atexit = False  # Rule 4
+        weakref.finalize(self, close_all, self.handles).atexit = False  # Rule 4
 
     # ---- devices
 
@@ -183,7 +180,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Begin to stream a module, if it has parameters and is not a part of one that is streamed (Rule 1)."""
-        _close_dropped(self.handles)
+        close_dropped(self.handles)
         streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
         if not streamed:
             module.to(self.root_device)
@@ -227,7 +224,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def teardown(self) -> None:
         """Make all modules plain again, leave the other ranks, then tear down as the base class does."""
         try:
-            _close_all(self.handles)
+            close_all(self.handles)
         finally:
             self.leave_ranks()
         if self.is_distributed:
@@ -249,7 +246,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                 stack.enter_context(handle.explaining())
             if len(handles) == 1 and self.options.optimizer_overlap:
                 (handle,) = handles
-                may_defer = functools.partial(_may_defer, handle.steps, optimizer)
+                may_defer = functools.partial(handle.steps.may_defer, optimizer)
                 stack.enter_context(handle.steps.overlapping(optimizer, may_defer, in_backward=False))
             return super().optimizer_step(optimizer, **kwargs)
 
@@ -357,48 +354,3 @@ def _leave(ranks: Ranks | None, process: int) -> None:
         if error is not None:
             ranks.fail(isinstance(error, PeerError))
         ranks.close()
-
-
-def _may_defer(steps: OptimizerSteps, optimizer: Optimizer) -> bool:
-    reason = steps.other_hooks(optimizer, after=True)
-    steps.say(WHOLE_STEP, reason)
-    return reason is None
-
-
-class _Garbage:
-    """Mark on a handle that gives it back if both are garbage (Rule 4)."""
-
-    def __init__(self, handle: Handle, found: list[Handle]) -> None:
-        self.handle = handle
-        self.found = found
-
-    def __del__(self) -> None:
-        self.found.append(self.handle)
-
-
-def _close_dropped(handles: list[Handle]) -> None:
-    """Close the handles that only this list leads to, and remove those that are closed."""
-    dropped: list[Handle] = []
-    marks = []
-    while handles:
-        handle = handles.pop()
-        if not handle.closed:
-            handle.garbage = _Garbage(handle, dropped)
-            marks.append(weakref.ref(handle.garbage))
-        del handle
-    if marks:
-        gc.collect()
-    for mark in filter(None, (refer() for refer in reversed(marks))):
-        mark.found = []
-        handles.append(mark.handle)
-        mark.handle.garbage = None
-    if dropped:
-        _close_all(dropped)
-        gc.collect()  # now they go, before memory is allocated
-
-
-def _close_all(handles: list[Handle]) -> None:
-    with contextlib.ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.close)
-        handles.clear()

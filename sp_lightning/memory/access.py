@@ -21,5 +21,11 @@ class Access:
     """The ledger of one module."""
 
     def __init__(self) -> None:
-        self.gradients: set[object] = set()  # that make or change gradients: a backward, a step, a clipping
+        self.gradients: set[object] = set()  # that make, change or read gradients: a backward, a step, a clipping
+        self.deferred: object = None  # of these, a step that changes none, and refers itself to those that it reads
         self.steps: dict[object, DeferredStep] = {}  # that have yet to write the host bytes of a unit, by its store
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether anything that is entered may give a parameter another ``.grad``, or read it from there."""
+        return any(work is not self.deferred for work in self.gradients)

@@ -11,7 +11,8 @@
    parameter. As keys of a dictionary the two are equal.
 4. Copies (deepcopy, pickle) are plain parameters. So is the result of ``nn.Parameter(p)``, as parametrizations call it:
    torch would give it the class of ``p``. It shares the bytes of ``p``, as in a plain run.
-5. Reading ``.grad`` waits for gradients that are on their way.
+5. Reading ``.grad`` waits for gradients that are on their way, and for a step that reads them. A deferred step refers
+   to the gradients itself and changes no ``.grad``: one that is None is so at once, and so is one that is set to None.
 6. torch calls a parameter's hooks whenever the node before it ran. A unit has one node for all of its weights, so hooks
    of a weight that the graph did not use (an expert that got no token) would be called, with None. They are kept from
    it: each is wrapped as soon as that is about to happen. Hooks that run after the accumulation are given no gradient;
@@ -185,7 +186,8 @@ class HostParameter(nn.Parameter):
         owner = _watchers[id(self)].owner
         if owner.access.gradients:
             owner.check_gradient(self)
-            owner.land()
+            if owner.access.changes_gradients or _has_grad(self):
+                owner.land()
         with without_dispatch():
             return true_grad(self)
 
@@ -194,7 +196,8 @@ class HostParameter(nn.Parameter):
         owner = _watchers[id(self)].owner
         if owner.access.gradients:
             owner.check_gradient(self)
-            owner.land()
+            if owner.access.changes_gradients or value is not None:
+                owner.land()
         with without_dispatch():
             if value is not None and true_device(value) != true_device(self):
                 value = value.to(true_device(self), true_dtype(self))  # it comes from a loss on the device
@@ -335,6 +338,11 @@ class DeviceParameter(nn.Parameter):
 def _with_plain_bytes(value: Tensor) -> Tensor:
     """Return data whose bytes are its values: in a lazy conjugate or negative they are not, and only bytes travel."""
     return value.detach().resolve_conj().resolve_neg()
+
+
+def _has_grad(parameter: nn.Parameter) -> bool:
+    with without_dispatch():
+        return true_grad(parameter) is not None
 
 
 def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:

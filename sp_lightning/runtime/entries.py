@@ -15,16 +15,23 @@
    another method than ``forward`` is reached through one. In a copy of the module this leads to its class's method.
 7. The method behind an entry is what the module would have without it: the one that was set on the instance, or that
    which its class has now. A module may be given another class, and a class another method, at any time.
+8. Other code may give the managed module another ``forward`` in place of the entry (TRL's fused head does). Then a
+   call of the module is a step by an entry in front of the call itself. While ``forward`` is ours, that entry only
+   delegates: the user's hooks run outside of the step, as they do without it.
+9. Arguments are moved to the device, as code that calls a plain module there moves them. A mapping that is no node to
+   torch's pytree, such as transformers' BatchEncoding, is replaced by a copy: the caller's own stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -34,7 +41,7 @@ from torch import Tensor, nn
 from ..autograd import weight_reads
 from ..autograd.stand_ins import HiddenInVisits, InPlaceOfForward, StreamedUnit
 from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
-from ..compat.modules import CONVERT, context_decorator, tree_leaves, tree_map_only
+from ..compat.modules import CALL, CONVERT, context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, quietly, true_dtype, true_grad, true_version
@@ -72,13 +79,18 @@ class ForwardEntry(InPlaceOfForward):
         """Return what stands in the method's place."""
         return self
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether no other code has put something else in the entry's place."""
+        return self.module.__dict__.get(self.method) is self._installed
+
     def remove(self) -> None:
         """Put the module's own method back; where other code wrapped this entry, only retire it."""
-        if self.module.__dict__.get(self.method) is not self._installed:
-            self.retire()
-        else:
+        if self.is_in_place:
             self.restore()
             self.removed = True
+        else:
+            self.retire()
 
     def retire(self) -> None:
         """Only delegate from now on: other code may still refer to this entry, or put it back."""
@@ -273,6 +285,22 @@ class RootEntry(ForwardEntry):
             self.steps.close_scope()
 
 
+class CallEntry(RootEntry):
+    """An entry in front of a call of the managed module, for a forward that took the entry's place (Rule 8)."""
+
+    method = CALL
+
+    def __init__(self, root: RootEntry) -> None:
+        super().__init__(root.module, root.steps)
+        self.root = root
+
+    @not_compiled_itself  # Rule 4
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.root.is_in_place or tracing_state() is not None:
+            return self.forward(*args, **kwargs)
+        return self.step(*args, **kwargs)
+
+
 class SubmoduleEntry(RootEntry):
     """An entry in front of a submodule with units inside: a forward called by itself becomes a step."""
 
@@ -350,7 +378,19 @@ def to_device(
         return args, kwargs
 
     def move(value: Any) -> Any:
-        devices = {leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        leaves = tree_leaves(value)
+        if any(isinstance(leaf, Mapping) for leaf in leaves):
+            value = tree_map_only(Mapping, move_mapping, value)
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         return value if not devices or device in devices else tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
+
+    def move_mapping(value: Any) -> Any:
+        moved = {key: move(item) for key, item in value.items()}
+        if all(item is value[key] for key, item in moved.items()):
+            return value
+        copied = copy.copy(value) if isinstance(value, (dict, UserDict)) else type(value)(moved)
+        if isinstance(copied, (dict, UserDict)):
+            copied.update(moved)
+        return copied
 
     return tuple(map(move, args)), {key: move(value) for key, value in kwargs.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -35,6 +37,7 @@ from ..ranks.shared_memory import drop_own_pages
 from . import preflight
 from .engine import Engine
 from .entries import (
+    CallEntry,
     ConversionEntry,
     EncoderFastPathEntry,
     ForwardEntry,
@@ -107,7 +110,7 @@ class Handle:
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
-        self.garbage: Any = None  # finds out whether this handle is (fabric.py, Rule 4)
+        self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
@@ -217,7 +220,8 @@ class Handle:
             try:
                 self._attach(None if changed else self._units, again=True)
             except BaseException:
-                self._entries = [RootEntry(self.module, self)]  # the next forward tries again, and is never plain
+                root = RootEntry(self.module, self)
+                self._entries = [root, CallEntry(root)]  # the next forward tries again, and is never plain
                 raise
             if self.engine.team is not None:
                 self.engine.team.exchange.reached(used)  # the next exchange is of their gradients too
@@ -405,7 +409,9 @@ class Handle:
             self.engine.exchanges = self._exchanges
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
-            self._entries.append(RootEntry(self.module, self))
+            root = RootEntry(self.module, self)
+            self._entries.append(root)
+            self._entries.append(CallEntry(root))
             self._entries.extend(
                 Generation(part, self) for part in self.module.modules() if has_method(part, Generation.method)
             )
@@ -624,7 +630,52 @@ def stream(
     parsed = Options.parse(**options)
     ranks = None if group is None else connect(group, torch.device(device), timeout)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
-    return Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
+    handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
+    handle.steps.by_hand = True
+    return handle
+
+
+# ---- handles of modules that other code may drop
+
+
+class _Garbage:
+    """Mark on a handle that gives it back if both are garbage."""
+
+    def __init__(self, handle: Handle, found: list[Handle]) -> None:
+        self.handle = handle
+        self.found = found
+
+    def __del__(self) -> None:
+        self.found.append(self.handle)
+
+
+def close_dropped(handles: list[Handle]) -> None:
+    """Close the handles that only this list leads to, and remove those that are closed."""
+    dropped: list[Handle] = []
+    marks = []
+    while handles:
+        handle = handles.pop()
+        if not handle.closed:
+            handle.garbage = _Garbage(handle, dropped)
+            marks.append(weakref.ref(handle.garbage))
+        del handle
+    if marks:
+        gc.collect()
+    for mark in filter(None, (refer() for refer in reversed(marks))):
+        mark.found = []
+        handles.append(mark.handle)
+        mark.handle.garbage = None
+    if dropped:
+        close_all(dropped)
+        gc.collect()  # now they go, before memory is allocated
+
+
+def close_all(handles: list[Handle]) -> None:
+    """Close these handles, whatever error one of them raises, and empty the list."""
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.close)
+        handles.clear()
 
 
 # ---- the module that is streamed: whether it changed, where its buffers are, whether it has memory

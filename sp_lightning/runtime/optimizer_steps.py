@@ -7,6 +7,9 @@
    after backward: of an optimizer that does not step each parameter by itself; of one that makes tensors of torch's
    default type, which a forward or backward beside it may set; and of any where the CPU computes with several threads
    (pending_step.py, Rule 10).
+4. In a loop of the user's own nothing says what comes between ``backward`` and ``step``: no unit is stepped beside
+   backward. Each step may be deferred, as if it ran inside ``overlapping``: code that reads or writes weights,
+   gradients or state waits for it.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class OptimizerSteps:
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._thread = HostThread()
         self._closed = False
+        self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
+        self._announced: PendingStep | None = None  # the step that was announced for such a loop
         self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
         self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
         if self._maps_blocks:
@@ -95,6 +100,7 @@ class OptimizerSteps:
         if managed:
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
+            self._announce(optimizer)
         self.engine.begin_optimizer(optimizer)
         if self._shadows.get(optimizer) is None:  # a shadow step waits after the closure
             self._wait_for_copies()
@@ -129,6 +135,8 @@ class OptimizerSteps:
         team, managed = self.engine.team, self._managed_by(optimizer)
         if team is None or not managed:
             self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
+            if self._announced is not None and self._announced.optimizer is optimizer:
+                self._end_announced(self._announced)
             return
         if self._ended is not optimizer:
             self.engine.mark_stale(managed)  # by code that may have written where no version counter shows it
@@ -168,7 +176,15 @@ class OptimizerSteps:
         own = getattr(optimizer, HOOKS_AFTER_STEP if after else HOOKS_BEFORE_STEP, ())
         of_all = HOOKS_AFTER_EVERY_STEP if after else HOOKS_BEFORE_EVERY_STEP
         ours = 0 if self._shadows[optimizer] is None else 1
-        return OTHER_HOOKS if len(own) > ours or len(of_all) > 1 else None
+        # Those of other streamed modules read nothing of this one; where they step parameters too, `own` shows it.
+        others = any(not isinstance(getattr(hook, "__self__", None), OptimizerSteps) for hook in of_all.values())
+        return OTHER_HOOKS if len(own) > ours or others else None
+
+    def may_defer(self, optimizer: Optimizer) -> bool:
+        """Whether no hook of the user's runs after this optimizer's step in a loop by hand; log it if one does."""
+        reason = self.other_hooks(optimizer, after=True)
+        self.say(WHOLE_STEP, reason)
+        return reason is None
 
     @property
     def shares_cores(self) -> bool:
@@ -213,6 +229,29 @@ class OptimizerSteps:
                 step.close()
             self.say(WHOLE_STEP, step.why_whole)
             self.say(AFTER_BACKWARD, step.given_up)
+
+    def _announce(self, optimizer: Optimizer) -> None:
+        """Announce a step of the user's own loop, which may be deferred (Rule 4)."""
+        if not self.by_hand or not self._options.optimizer_overlap:
+            return
+        if self.engine.announced_step not in (None, self._announced):  # in `overlapping`
+            return
+        shadow = self._beside(optimizer)
+        self._announced = self.engine.announced_step = None
+        if shadow is not None:
+            may_defer = functools.partial(self.may_defer, optimizer)
+            self._announced = self.engine.announced_step = PendingStep(
+                self._counters, self.engine.access, optimizer, shadow, self._thread, may_defer
+            )
+
+    def _end_announced(self, step: PendingStep) -> None:
+        """End a step that was announced, but for what is deferred."""
+        self._announced = None
+        if self.engine.announced_step is step:
+            self.engine.announced_step = None
+        if not step.is_deferred:
+            step.close()
+        self.say(WHOLE_STEP, step.why_whole)
 
     def _rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer steps itself, after its closure."""

@@ -261,8 +261,15 @@ def a_plan() -> None:
     sp_lightning.plan(blocks, next(inputs(HOST)), machine="rtx4090")
 
 
+def a_deferred_step() -> None:
+    with sp_lightning.stream(blocks(), HOST, window=1) as handle:
+        train(handle, handle.module)
+        assert handle.engine.current_step.is_deferred
+
+
 RUNS: dict[str, Callable[[], None]] = {
     "a loop": a_loop,
+    "a deferred step": a_deferred_step,
     "a failing forward": functools.partial(failing_at, "forward"),
     "a failing backward": functools.partial(failing_at, "backward"),
     "a failing step": functools.partial(failing_at, "step"),

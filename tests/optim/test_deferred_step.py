@@ -224,6 +224,50 @@ def test_who_writes_writes_after_it(write, hold):
     assert_equal(list(held.optimizer.state.values()), list(optimizer.state.values()))
 
 
+def none_by_hand(net, _):
+    for p in net.parameters():
+        p.grad = None
+
+
+TAKEN_AWAY = {
+    "by the optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "by the module": lambda net, _: net.zero_grad(),
+    "by a part, then by the module": lambda net, _: (net.blocks[2].zero_grad(), net.zero_grad(set_to_none=True)),
+    "by hand": none_by_hand,
+}
+
+
+@pytest.mark.parametrize("way", TAKEN_AWAY)
+def test_gradients_are_taken_away_without_a_wait(way, hold):
+    held, (net, optimizer) = hold(), plain()
+    for one in ((held.net, held.optimizer), (net, optimizer)):
+        TAKEN_AWAY[way](*one)
+    assert [p.grad for p in held.net.parameters()] == [None] * len(list(net.parameters()))
+    assert held.is_under_way
+    x = next(inputs(held.handle.device.torch_device))
+    for one, at, by in ((held.net, x, held.optimizer), (net, x.cpu(), optimizer)):
+        squares(one, at).backward()
+        by.step()
+    assert_equal([p.grad for p in held.net.parameters()], [p.grad for p in net.parameters()])
+    assert_equal(held.net.state_dict(), net.state_dict())
+    assert_equal(list(held.optimizer.state.values()), list(optimizer.state.values()))
+
+
+def test_gradients_that_stay_as_zeros_wait(hold):
+    held = hold()
+    held.optimizer.zero_grad(set_to_none=False)
+    assert not held.is_under_way and not any(p.grad.any() for p in held.net.parameters())
+
+
+def test_nothing_takes_the_place_of_zero_grad_after_the_step(hold):
+    before = vars(nn.Module)["zero_grad"], vars(torch.optim.Optimizer)["zero_grad"]
+    held = hold()
+    while_under_way = vars(nn.Module)["zero_grad"], vars(torch.optim.Optimizer)["zero_grad"]
+    held.handle.engine.current_step.finish()
+    after = vars(nn.Module)["zero_grad"], vars(torch.optim.Optimizer)["zero_grad"]
+    assert after == before and while_under_way[0] is not before[0] and while_under_way[1] is not before[1]
+
+
 def undispatched(p):
     with torch._C.DisableTorchFunctionSubclass():
         return p.sum()
@@ -513,7 +557,7 @@ def test_a_weight_that_is_not_the_modules_is_stepped_at_once(hold):
 def test_what_is_done_leaves_nothing_behind(hold):
     held = hold()
     held.net.head.weight.sum()
-    held.optimizer.zero_grad()
+    held.optimizer.zero_grad(set_to_none=False)  # which waits
     assert not held.is_under_way and "state" in vars(held.optimizer)
     assert not hasattr(Optimizer, "__getattr__")
     held.handle.close()
@@ -940,6 +984,40 @@ def test_two_modules_do_not_mix(hold):
     one, other = hold(), hold(steps=3)
     assert_equal(other.net.state_dict(), plain(steps=3)[0].state_dict())
     assert_equal(one.net.state_dict(), plain()[0].state_dict())
+
+
+def test_another_streamed_module_keeps_no_step_from_being_deferred(device):
+    def steps(net, other):
+        optimizer = adamw(net)
+        for x in inputs(device):
+            squares(net, x).add(squares(other, x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.state_dict()
+
+    nets = blocks(), blocks()
+    expected = steps(*(copy.deepcopy(net).to(device) for net in nets))
+    with sp_lightning.stream(nets[0], device, window=1) as one, sp_lightning.stream(nets[1], device, window=1) as other:
+        steps(*nets)
+        assert (one.stats()["held_steps"], other.stats()["held_steps"]) == (2, 0)  # the first makes the state
+    assert_equal(nets[0].state_dict(), expected)
+
+
+def test_an_optimizer_of_two_streamed_modules_steps_as_a_whole(device):
+    def steps(one, other):
+        optimizer = adamw(nn.ModuleList([one, other]))
+        for x in inputs(device):
+            squares(one, x).add(squares(other, x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return one.state_dict(), other.state_dict()
+
+    nets = blocks(), blocks()
+    expected = steps(*(copy.deepcopy(net).to(device) for net in nets))
+    with sp_lightning.stream(nets[0], device, window=1) as one, sp_lightning.stream(nets[1], device, window=1) as other:
+        steps(*nets)
+        assert (one.stats()["held_steps"], other.stats()["held_steps"]) == (0, 0)
+    assert_equal([net.state_dict() for net in nets], expected)
 
 
 class Fails(Net):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import collections.abc
 import contextlib
 import copy
 import gc
 import itertools
 import logging
 import time
+import types
 
 import pytest
 import torch
@@ -465,3 +468,150 @@ def test_a_load_that_was_interrupted_is_made_again(device, at, monkeypatch):
         yield net(x)
 
     check(blocks, run, device, window=2)
+
+
+# ---- a loop of the user's own
+
+
+def zeroing_after(net, device):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, foreach=False)
+    for x in inputs(device, 4):
+        loss = squares(net, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+    yield [optimizer.state_dict()["state"]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_steps_of_a_loop_by_hand_are_deferred(device, overlap):
+    stats = check(blocks, zeroing_after, device, optimizer_overlap=overlap)
+    assert stats["held_steps"] == (3 if overlap else 0)  # the first one makes the state
+
+
+def test_a_closure_that_fails_leaves_nothing_announced(device):
+    def run(net, device):
+        optimizer = sgd(net)
+
+        def fails():
+            raise ZeroDivisionError
+
+        for x in inputs(device):
+            squares(net, x).backward()
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(fails)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert check(blocks, run, device)["held_steps"] == 2
+
+
+def test_a_hook_after_the_step_sees_it_done(device):
+    def run(net, device):
+        seen, optimizer = [], sgd(net)
+        optimizer.register_step_post_hook(lambda *_: seen.append([p.detach().clone() for p in net.parameters()]))
+        for x in inputs(device):
+            squares(net, x).backward()
+            optimizer.step()
+        yield seen
+
+    assert check(blocks, run, device)["held_steps"] == 0
+
+
+# ---- a forward that other code puts in the place of the entry
+
+
+def reading_the_head(self, x):
+    """Without a call of the head, as a fused loss reads it."""
+    return nn.functional.linear(self.run(self.stem(x)), self.head.weight, self.head.bias)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_forward_that_is_set_while_it_streams_is_a_step(device, wraps):
+    def run(net, device):
+        before = net.forward
+        net.forward = (lambda x: before(2 * x)) if wraps else types.MethodType(reading_the_head, net)
+        optimizer = sgd(net)
+        for x in inputs(device):
+            loss = squares(net, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+        with torch.no_grad():
+            yield net(x)
+        net.forward = before
+
+    check(blocks, run, device)
+
+
+def test_a_forward_that_was_set_stays_when_streaming_ends(device):
+    net = blocks()
+    with sp_lightning.stream(net, device):
+        net.forward = mine = types.MethodType(reading_the_head, net)
+        net(next(inputs(device)))
+    assert net.forward is mine and "_call_impl" not in vars(net)
+    net(next(inputs(torch.device("cpu"))))
+
+
+def test_hooks_of_the_users_run_outside_of_the_step(device):
+    phases, net = [], blocks()
+    with sp_lightning.stream(net, device) as handle:
+        net.register_forward_pre_hook(lambda *_: phases.append(handle.in_step))
+        net(next(inputs(device)))
+    assert phases == [False]
+
+
+# ---- arguments that are moved
+
+
+class Batch(collections.UserDict):
+    """As transformers' BatchEncoding: no node to pytree, with attributes of its own."""
+
+    def __init__(self, data=None, encodings=None):
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Sealed(collections.abc.Mapping):
+    """It has no way to set an item."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Plain(dict):
+    """Of a class of its own, it is no node either."""
+
+
+class TakesABatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = blocks()
+
+    def forward(self, batch, others=()):
+        self.seen = type(batch), getattr(batch, "encodings", None), {x.device.type for x in batch.values()}
+        return self.net(batch["x"]) + sum(other["x"].sum() for other in others)
+
+
+@pytest.mark.parametrize("kind", [Batch, Sealed, Plain])
+def test_a_mapping_that_is_no_node_is_moved_as_a_copy(device, kind):
+    model, x = TakesABatch(), next(inputs(torch.device("cpu")))
+    given = kind({"x": x})
+    given.encodings = "kept"
+    expected = model(given, [given])
+    with sp_lightning.stream(model, device), torch.no_grad():
+        found = model(given, [given])
+    kept = None if kind is Sealed else "kept"  # made anew from its items, as accelerate and Lightning do
+    assert model.seen == (kind, kept if device.type != "cpu" else "kept", {device.type})
+    assert torch.equal(found.cpu(), expected) and given["x"] is x
