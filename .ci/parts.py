@@ -67,6 +67,9 @@ PARTS = {
     "disk-weights": Part((f"{IN_FILES}_as_in_memory",), ("sp_lightning/disk/",)),
     "disk-autocast": Part((f"{IN_FILES}_under_autocast_as_in_memory",), ("sp_lightning/disk/",)),
     "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
+    "hf": Part(
+        ("tests/hf",), ("sp_lightning/hf/", "sp_lightning/compat/accelerate.py", "sp_lightning/runtime/entries.py")
+    ),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/planning/", "sp_lightning/commands/")),
     "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "sp_lightning/bench/")),

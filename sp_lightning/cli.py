@@ -15,6 +15,7 @@ OWN: dict[str, str] = {  # module in commands/, and its help
     "plan": "predict what training a model needs, and what to change first",
     "timeline": "draw a recorded or simulated timeline",
     "bench": "compare this strategy and its peers on this machine",
+    "launch": "run a Hugging Face script with streamed models",
 }
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",
@@ -27,7 +28,9 @@ LIGHTNINGS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ``arguments`` default to those of the process."""
     parser = _parser()
-    args, rest = parser.parse_known_args(arguments)
+    own, script = _without_script(sys.argv[1:] if arguments is None else arguments)
+    args, rest = parser.parse_known_args(own)
+    args.script = script
     if args.command in OWN:
         args.rest = rest  # of a plan in place of fit, LightningCLI knows them
         if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
@@ -37,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("jsonargparse") is None:
         parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
     _run_lightning(arguments)
+
+
+def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Split off the command line that `launch` runs, with arguments that are the script's alone."""
+    if arguments[:1] != ["launch"] or "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

@@ -100,8 +100,19 @@ def docs_world(tmp_path, monkeypatch):
         "MyLightningModule": lambda: models.ZooModule(case),
         "loader": models.loader(case, 2),
         "model": case.make(),
+        "make_hf_trainer": hf_trainer,
         "__name__": "docs",
     }
+
+
+def hf_trainer():
+    """One of transformers, of a tiny model."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    import hf_runs
+
+    arguments = transformers.TrainingArguments("out", max_steps=2, report_to=[], save_strategy="no")
+    return transformers.Trainer(hf_runs.llama(), arguments, train_dataset=hf_runs.rows(8))
 
 
 def on_cpu(device):

@@ -1,0 +1,55 @@
+"""``python -m sp_lightning launch [options] -- SCRIPT ...``: run a script whose models stream, unchanged.
+
+The script, or ``-m module``, runs in this process as Python would run it, inside of ``sp_lightning.hf.streaming``.
+"""
+
+import argparse
+import dataclasses
+import os
+import runpy
+import sys
+import traceback
+from typing import Any
+
+from ..errors import OptionError, SuperpipelineError
+from ..options import Options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments: the strategy's options."""
+    parser.usage = "%(prog)s [options] -- (script.py | -m module) [arguments of the script]"
+    for field in dataclasses.fields(Options):
+        name = field.name.replace("_", "-")
+        help = f"as the strategy's option {field.name} (default: {field.default})"
+        parser.add_argument(f"--{name}", dest=field.name, default=argparse.SUPPRESS, metavar="VALUE", help=help)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run what stands after ``--``, while models stream."""
+    from ..hf import streaming
+
+    given: dict[str, Any] = {f.name: getattr(args, f.name) for f in dataclasses.fields(Options) if f.name in args}
+    if "units" in given:
+        given["units"] = given["units"] if given["units"] == "auto" else tuple(given["units"].split(","))
+    script = list(args.script)
+    is_module = script[:1] == ["-m"]
+    if not script[is_module:]:
+        raise OptionError(argument="the script", found=" ".join(script), allowed="after --: a path, or -m and a module")
+    if not is_module and not os.path.isfile(script[0]):
+        raise OptionError(argument="the script", found=script[0], allowed="a file, or -m and a module")
+    stream = streaming(**given)
+    before = sys.argv, list(sys.path)
+    sys.argv = script[is_module:]
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python has it
+    try:
+        with stream:
+            if is_module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+    except (SuperpipelineError, OSError):  # the script's, with the place in it; others are no command's to catch
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.argv, sys.path[:] = before
+    return 0

@@ -1,0 +1,97 @@
+"""What depends on Hugging Face's accelerate: its methods that are patched, and its mark of where a model runs.
+
+Tried with accelerate 1.15, transformers 5.23 and TRL 1.16. This file is imported when streaming begins, and needs
+accelerate; nothing here needs transformers. A method that is gone, or takes other arguments, is an error that names the
+installed version.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped,unused-ignore]
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.hooks import ModelHook  # type: ignore[import-untyped,unused-ignore]
+from torch import nn
+
+from ..errors import UnsupportedError
+from .patches import Patch
+
+# hf/streaming.py, while its context is open. A model would go to the device as a whole, and be wrapped in DDP.
+PREPARE_MODEL = Patch(Accelerator, "prepare_model")
+
+# hf/streaming.py, likewise. The state of an optimizer would make a detour over the device.
+PREPARE_OPTIMIZER = Patch(Accelerator, "prepare_optimizer")
+
+# hf/streaming.py, likewise. Trainers, and loops, that move models themselves would not stream them.
+MODULE_TO = Patch(nn.Module, "to")
+
+# hf/streaming.py, likewise. Trainers would copy a streamed model to each device that they see.
+DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
+
+PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, DATA_PARALLEL]
+PARAMETERS = {  # that the replacements rely on
+    PREPARE_MODEL: ["model", "device_placement", "evaluation_mode"],
+    PREPARE_OPTIMIZER: ["optimizer", "device_placement"],
+}
+
+# Attributes of models. Without the first a model that accelerate has dispatched would be streamed over its hooks, and
+# without the second one that was prepared already would be moved once more.
+HOOK = "_hf_hook"
+PREPARED = "_is_accelerate_prepared"
+
+# In which one process has one device, or the processes of DDP do.
+PLAIN_TYPES = [DistributedType.NO, *(kind for kind in DistributedType if kind.name.startswith("MULTI_"))]
+
+# The device and the type that the arguments of ``module.to`` mean, and whatever else they say.
+parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, Any]] = torch._C._nn._parse_to
+
+
+def check_names() -> None:
+    """Raise an error if this version of accelerate is not one that can be patched."""
+    for patch, expected in PARAMETERS.items():
+        found = list(inspect.signature(patch.original).parameters)[1:] if callable(patch.original) else None
+        if found is None or found[: len(expected)] != expected:
+            has = "no such method" if found is None else f"Accelerator.{patch.name}({', '.join(found)})"
+            raise UnsupportedError(
+                f"sp_lightning.hf needs Accelerator.{patch.name}({', '.join(expected)}), but accelerate "
+                f"{accelerate.__version__} has {has}: install accelerate 1.15, or report this version"
+            )
+
+
+class RunsOn(ModelHook):  # type: ignore[misc]
+    """accelerate's mark of a model that is not on the device on which it runs; copies of the model have it as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device: torch.device | None = device
+
+    @property
+    def execution_device(self) -> torch.device | None:
+        """The device, while the model is streamed."""
+        return self.device
+
+    def __deepcopy__(self, memo: Any) -> RunsOn:
+        return self  # it says of no copy where that is once streaming has ended
+
+
+def mark(module: nn.Module, device: torch.device) -> RunsOn:
+    """Mark a model as one that runs on this device."""
+    found = RunsOn(device)
+    setattr(module, HOOK, found)
+    return found
+
+
+def unmark(module: nn.Module, found: RunsOn) -> None:
+    """Remove a mark, and make those of copies say nothing."""
+    found.device = None
+    if vars(module).get(HOOK) is found:
+        delattr(module, HOOK)
+
+
+def dispatched(module: nn.Module) -> str | None:
+    """Return the name of the first part of a model that accelerate has dispatched; None if none was."""
+    parts = ((name, getattr(part, HOOK, None)) for name, part in module.named_modules())
+    return next((name for name, hook in parts if hook is not None and not isinstance(hook, RunsOn)), None)

@@ -1,0 +1,210 @@
+"""``sp_lightning.hf.streaming``: models that code for accelerate moves to the device stream through it instead.
+
+1. A model is streamed from the moment when stock code would move it to the device: by ``Accelerator.prepare`` or, on an
+   accelerator, by ``module.to``. Four public methods are patched meanwhile (compat/accelerate.py).
+2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
+   one submodule has all parameters is moved as ever: a layer, a metric.
+3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
+   happens.
+4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing.
+5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
+   Rules 8 and 9).
+6. Optimizer state is on the host. A step is deferred where that is exact, as in a loop by hand (optimizer_steps.py,
+   Rule 4), and a ``zero_grad`` after it waits for nothing (zero_grad.py).
+7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
+   closed when a module around it begins to.
+8. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
+   undone and all models are plain, on the host. One context is open at a time in a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import MissingExtraError, UnsupportedError
+from ..memory.watched_parameters import is_watched
+from ..options import Options
+from ..runtime.handle import Handle, close_all, close_dropped
+
+if TYPE_CHECKING:
+    from ..compat.accelerate import RunsOn
+
+_open: list[streaming] = []  # at most one (Rule 8)
+RANKS = "several nodes/ranks through Hugging Face are not built yet"
+
+
+class streaming:
+    """Stream all models that code in this context moves to the device, or prepares with accelerate.
+
+    Args:
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
+            ``master_weights`` FP32 weights are bfloat16 on the device.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options.parse(**options)
+        self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
+        self._marks: dict[int, RunsOn] = {}  # by id of the handle
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> streaming:
+        if _open:
+            raise UnsupportedError(
+                "sp_lightning.hf streams already, and one context is open at a time: close() the other one, or leave "
+                "enable() out"
+            )
+        try:
+            from ..compat import accelerate as names
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "accelerate":
+                raise
+            raise MissingExtraError(feature="sp_lightning.hf", package="accelerate", extra="hf") from error
+        names.check_names()
+        self._names = names
+        replacements = {
+            names.PREPARE_MODEL: self._prepare_model,
+            names.PREPARE_OPTIMIZER: self._prepare_optimizer,
+            names.MODULE_TO: self._to,
+            names.DATA_PARALLEL: self._wrap_in_data_parallel,
+        }
+        _open.append(self)
+        for patch, replacement in replacements.items():
+            patch.install(_method(patch.original, replacement))
+            self._undo.callback(patch.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make all models plain again, on the host, and undo all patches. Safe twice."""
+        if self in _open:
+            _open.remove(self)
+        with self._undo:
+            self._undo.callback(close_all, self.handles)
+            for handle in self.handles:
+                self._unmark(handle)
+
+    # ---- models
+
+    def take(self, module: nn.Module, device: torch.device) -> None:
+        """Begin to stream a module, unless it is streamed, or a part of one that is (Rules 2 and 7)."""
+        close_dropped(self.handles)
+        streamed = [is_watched(parameter) for parameter in module.parameters()]
+        if not streamed or all(streamed):
+            return
+        self._check(module)
+        parts = set(module.modules())
+        for handle in [handle for handle in self.handles if handle.module in parts]:
+            self._unmark(handle)
+            self.handles.remove(handle)
+            handle.close()
+        compute_dtype = torch.bfloat16 if self.options.master_weights else None
+        handle = Handle(module, device, self.options, compute_dtype)
+        handle.steps.by_hand = True
+        self.handles.append(handle)
+        self._marks[id(handle)] = self._names.mark(module, device)
+
+    def _check(self, module: nn.Module) -> None:
+        """Raise an error for what is not built for a model that begins to stream."""
+        name = type(module).__name__
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UnsupportedError(
+                f"{name} trains in a process group of {dist.get_world_size()} ranks, but {RANKS}: start one process, "
+                "or train with Lightning's Trainer(strategy='superpipeline', devices=N)"
+            )
+        if (part := self._names.dispatched(module)) is not None:
+            raise UnsupportedError(
+                f"accelerate has dispatched {part or name} already (device_map, cpu_offload, dispatch_model): load the "
+                "model without it, on the host"
+            )
+        if getattr(module, "tp_size", None) not in (None, 1):
+            raise UnsupportedError(
+                f"{name} has a tensor-parallel plan for {module.tp_size} ranks, and {RANKS}: load it without tp_plan"
+            )
+        away = ((key, p.device) for key, p in module.named_parameters() if p.device.type not in ("cpu", "meta"))
+        key, device = next(away, ("", None))
+        if device is not None:
+            raise UnsupportedError(
+                f"{key} is on {device} already, and a model streams from the host: leave out device_map and .cuda(), "
+                "and open the context before the model is moved"
+            )
+
+    def _unmark(self, handle: Handle) -> None:
+        mark = self._marks.pop(id(handle), None)
+        if mark is not None:
+            self._names.unmark(handle.module, mark)
+
+    # ---- replacements (Rule 1)
+
+    def _prepare_model(
+        self, accelerator: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
+        prepare = self._names.PREPARE_MODEL.original
+        prepared = getattr(model, self._names.PREPARED, False)
+        if device_placement is False or not accelerator.device_placement or prepared:
+            return prepare(accelerator, model, device_placement, evaluation_mode)
+        if accelerator.distributed_type not in self._names.PLAIN_TYPES:
+            raise UnsupportedError(
+                f"accelerate is set up for {accelerator.distributed_type.value}, which shards models itself: leave its "
+                "plugin and its options out (deepspeed=, fsdp=), as sp_lightning.hf needs none of them"
+            )
+        self.take(model, accelerator.device)
+        return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # Rule 4
+
+    def _prepare_optimizer(self, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
+        if any(handle.steps.manages(optimizer) for handle in self.handles if not handle.closed):
+            device_placement = False  # Rule 6
+        return self._names.PREPARE_OPTIMIZER.original(accelerator, optimizer, device_placement)
+
+    def _to(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        to = self._names.MODULE_TO.original
+        device, dtype, _, memory_format = self._names.parse_to(*args, **kwargs)
+        if device is None or device.type == "meta":
+            return to(module, *args, **kwargs)  # type: ignore[no-any-return]
+        is_streamed = any(is_watched(parameter) for parameter in module.parameters())
+        if not is_streamed and (device.type == "cpu" or not _is_model(module)):
+            return to(module, *args, **kwargs)  # type: ignore[no-any-return]
+        if dtype is not None:
+            to(module, dtype)
+        if memory_format is not None:
+            to(module, memory_format=memory_format)
+        if device.type != "cpu":
+            self.take(module, device)  # also if a part of it was streamed
+        return module  # Rule 3
+
+    def _wrap_in_data_parallel(self, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(is_watched(parameter) for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"torch's DataParallel would copy {type(module).__name__}, which is streamed, to each of "
+                f"{torch.accelerator.device_count()} devices: let the process see one (CUDA_VISIBLE_DEVICES=0), as "
+                f"{RANKS}"
+            )
+        self._names.DATA_PARALLEL.original(wrapper, module, *args, **kwargs)
+
+
+def enable(**options: Any) -> streaming:
+    """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
+    return streaming(**options).__enter__()
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether several modules have parameters of their own (Rule 2)."""
+    return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1
+
+
+def _method(original: Any, replacement: Any) -> Any:
+    """Make a function, as methods are of functions only, that other code can inspect as the original."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    return method

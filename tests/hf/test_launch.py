@@ -1,0 +1,89 @@
+"""``python -m sp_lightning launch``: a script runs unchanged, as Python runs it, and its models stream."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from sp_lightning.cli import main
+
+pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
+
+SCRIPT = """
+    import json
+    import sys
+
+    import accelerate
+    import torch
+    import beside
+    from sp_lightning.hf import streaming as _
+    from sp_lightning.memory.watched_parameters import is_watched
+
+    accelerator = accelerate.Accelerator()
+    net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
+    from sp_lightning.hf.streaming import _open
+    options = _open[0].options
+    found = [__name__, sys.argv, is_watched(net[0].weight), options.window, options.units, beside.NAME]
+    print(json.dumps(found))
+    if "--fail" in sys.argv:
+        open("gone.txt")
+    if "--exit" in sys.argv:
+        sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "folder/beside.py").write_text("NAME = 'beside'")
+    monkeypatch.setattr(sys, "argv", ["sp_lightning"])
+    yield "folder/script.py"
+    sys.modules.pop("beside", None)
+
+
+def launch(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *arguments])
+    return ended.value.code
+
+
+def test_a_script_runs_with_its_own_arguments_while_its_models_stream(script, capsys):
+    path = list(sys.path)
+    code = launch("--window", "1", "--units", "Linear,LayerNorm", "--", script, "--window", "7", "--", "x")
+    assert code == 0 and sys.path == path and sys.argv == ["sp_lightning"]
+    said = f'["__main__", ["{script}", "--window", "7", "--", "x"], true, 1, ["Linear", "LayerNorm"], "beside"]'
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_a_module_runs_as_with_python_m(script, capsys, monkeypatch):
+    monkeypatch.chdir("folder")
+    assert launch("--", "-m", "script", "--quiet") == 0
+    out = capsys.readouterr().out
+    assert '"--quiet"], true, "auto", "auto", "beside"]' in out and out.startswith('["__main__"')
+
+
+def test_a_script_ends_as_it_ends(script, capsys):
+    assert launch("--", script, "--exit") == 3
+    assert launch("--", script, "--fail") == 1
+    error = capsys.readouterr().err
+    assert "FileNotFoundError" in error and 'open("gone.txt")' in error
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "the script must be after --: a path, or -m and a module, got ''"),
+        (["--", "-m"], "the script must be after --: a path, or -m and a module, got '-m'"),
+        (["--", "gone.py"], "the script must be a file, or -m and a module, got 'gone.py'"),
+        (["--window", "0", "--", "script.py"], "window must be an int >= 1 or 'auto', got '0'"),
+        (["--windows", "1", "--", "script.py"], "launch does not know --windows 1"),
+        (["script.py"], "launch does not know script.py"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments, said, script, capsys, monkeypatch):
+    monkeypatch.chdir("folder")
+    assert launch(*arguments) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,300 @@
+"""The context streams what stock code would move, refuses what is not built, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from side_by_side import assert_plain, blocks, inputs
+from torch import nn
+
+import sp_lightning.hf
+from sp_lightning.errors import MissingExtraError, OptionError, UnsupportedError
+from sp_lightning.memory.watched_parameters import is_watched
+
+accelerate = pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
+ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+
+
+def streams(module):
+    return all(is_watched(parameter) for parameter in module.parameters())
+
+
+def holders():
+    from sp_lightning.compat.accelerate import PATCHES
+
+    return {patch.holder for patch in PATCHES} | {torch.optim.Optimizer, accelerate.optimizer.AcceleratedOptimizer}
+
+
+def attributes():
+    return {(holder, name): value for holder in holders() for name, value in vars(holder).items()}
+
+
+# ---- the end
+
+
+def loop(device, fails=False):
+    accelerator = accelerate.Accelerator()
+    net = blocks()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    for x in inputs(device):
+        accelerator.backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if fails:
+            raise ZeroDivisionError
+    return net
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_after_the_context(fails, device):
+    before = attributes()
+    with contextlib.suppress(ZeroDivisionError), sp_lightning.hf.streaming(window=1) as stream:
+        replaced = [at for at, value in attributes().items() if before.get(at) is not value]
+        try:
+            loop(device, fails)
+        finally:
+            net = stream.handles[0].module
+    assert {name for _, name in replaced} == {"prepare_model", "prepare_optimizer", "to", "__init__"}
+    after = attributes()
+    assert [at for at in before.keys() | after.keys() if before.get(at) is not after.get(at)] == []
+    assert_plain(net)
+    assert not {"_hf_hook", "_call_impl", "forward"} & vars(net).keys()
+
+
+def test_patched_methods_look_as_they_did():
+    before = {at: value for at, value in attributes().items() if callable(value)}
+    with sp_lightning.hf.streaming():
+        for at, value in attributes().items():
+            if before.get(at, value) is not value:
+                assert inspect.signature(value) == inspect.signature(before[at]), at
+
+
+def test_streaming_on_demand_ends_with_close(device):
+    stream = sp_lightning.hf.enable(window=1)
+    try:
+        net = loop(device)
+        assert streams(net)
+    finally:
+        stream.close()
+    stream.close()
+    assert_plain(net)
+
+
+# ---- what streams
+
+
+@ON_DEVICE
+def test_a_model_that_is_moved_streams_and_its_place_is_ours(device):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net = blocks()
+        assert net.to(device) is net and streams(net) and len(stream.handles) == 1
+        assert net.to("cpu") is net.to(device) is net and streams(net) and len(stream.handles) == 1
+        assert net.blocks[1].to(device) is net.blocks[1]
+        assert net(next(inputs(device))).device == device
+    assert_plain(net)
+
+
+@ON_DEVICE
+def test_a_conversion_of_type_happens(device):
+    x = next(inputs(device))
+    torch.manual_seed(0)
+    expected = blocks().to(device, torch.bfloat16)(x.bfloat16())
+    for late in (False, True):
+        torch.manual_seed(0)
+        with sp_lightning.hf.streaming(window=1), torch.no_grad():
+            net = blocks()
+            if late:
+                net.to(device)
+            net.to(device, dtype=torch.bfloat16)
+            assert torch.equal(net(x.bfloat16()), expected)
+        assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+
+
+@ON_DEVICE
+def test_a_layer_is_moved_as_ever(device):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        layers = nn.Linear(2, 2).to(device), nn.Sequential(nn.ReLU(), nn.LayerNorm(2)).to(device), nn.ReLU().to(device)
+        assert stream.handles == [] and layers[0].weight.device == layers[1][1].weight.device == device
+
+
+def test_moves_on_the_host_stream_nothing():
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net = blocks().to("cpu").to(torch.float64).to("meta")
+        assert stream.handles == [] and net.stem.weight.is_meta and net.stem.weight.dtype is torch.float64
+
+
+@ON_DEVICE
+def test_a_part_that_streams_by_itself_becomes_a_part_of_the_whole(device):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.last = blocks(), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.net(x)
+
+    with sp_lightning.hf.streaming(window=1) as stream:
+        whole = Whole()
+        whole.net.to(device)
+        part = stream.handles[0]
+        whole.to(device)
+        assert part.closed and [handle.module for handle in stream.handles] == [whole] and streams(whole)
+        whole(next(inputs(device)))
+
+
+@ON_DEVICE
+def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(device):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net = blocks().to(device)
+        refer = weakref.ref(net)
+        del net
+        gc.collect()
+        other = blocks().to(device)
+        assert refer() is None and [handle.module for handle in stream.handles] == [other]
+
+
+@ON_DEVICE
+def test_code_that_asks_accelerates_hook_finds_where_a_model_runs(device):
+    with sp_lightning.hf.streaming(window=1):
+        net = blocks().to(device)
+        copied = copy.deepcopy(net)
+        assert net._hf_hook.execution_device == device
+        copied.to(device)
+        assert streams(copied)
+    assert not hasattr(net, "_hf_hook") and not hasattr(copied, "_hf_hook")
+
+
+def test_a_model_that_accelerate_is_told_not_to_place_is_left_alone(device):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        accelerate.Accelerator().prepare_model(blocks(), device_placement=False)
+        accelerate.Accelerator(device_placement=False).prepare_model(blocks())
+        assert stream.handles == []
+
+
+# ---- what is refused
+
+
+def test_a_wrong_option_is_refused_by_name():
+    with pytest.raises(OptionError, match=r"an option must be one of window, .* got 'windows'"):
+        sp_lightning.hf.streaming(windows=1)
+    with pytest.raises(OptionError, match="window must be an int >= 1 or 'auto', got 0"):
+        sp_lightning.hf.enable(window=0)
+
+
+def test_a_second_context_is_refused():
+    with sp_lightning.hf.streaming(), pytest.raises(UnsupportedError, match="one context is open at a time"):
+        sp_lightning.hf.enable()
+
+
+def test_a_model_that_is_on_the_device_already_is_refused(device):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
+    net = net.to_empty(device=device) if device.type != "cpu" else net
+    if device.type != "cpu":
+        with (
+            sp_lightning.hf.streaming(),
+            pytest.raises(UnsupportedError, match=r"0\.weight is on .* leave out device_map"),
+        ):
+            accelerate.Accelerator().prepare_model(net)
+
+
+def test_a_model_that_accelerate_has_dispatched_is_refused(device):
+    net = blocks()
+    accelerate.hooks.add_hook_to_module(net.head, accelerate.hooks.ModelHook())
+    with sp_lightning.hf.streaming(), pytest.raises(UnsupportedError, match="accelerate has dispatched head already"):
+        accelerate.Accelerator().prepare_model(net)
+
+
+def test_a_tensor_parallel_plan_is_refused(device):
+    net = blocks()
+    net.tp_size = 2
+    with sp_lightning.hf.streaming(), pytest.raises(UnsupportedError, match="tensor-parallel plan for 2 ranks"):
+        accelerate.Accelerator().prepare_model(net)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_plugin_that_shards_models_is_refused(kind, device):
+    accelerator = accelerate.Accelerator()
+    accelerator.state.distributed_type = accelerate.DistributedType[kind]
+    with sp_lightning.hf.streaming(), pytest.raises(UnsupportedError, match=f"accelerate is set up for {kind}"):
+        accelerator.prepare_model(blocks(), device_placement=True)
+
+
+def test_data_parallel_is_refused(device):
+    with sp_lightning.hf.streaming():
+        net = accelerate.Accelerator().prepare_model(blocks())
+        with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES=0"):
+            nn.DataParallel(net)
+        nn.DataParallel(blocks())
+
+
+def test_training_in_a_process_group_is_refused_and_a_frozen_model_streams(device, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with sp_lightning.hf.streaming() as stream:
+        accelerator = accelerate.Accelerator()
+        with pytest.raises(
+            UnsupportedError, match="several nodes/ranks through Hugging Face are not built yet: start one"
+        ):
+            accelerator.prepare_model(blocks())
+        assert streams(accelerator.prepare_model(blocks().requires_grad_(False)))
+        assert len(stream.handles) == 1
+
+
+@pytest.mark.parametrize("change", ["gone", "other arguments"])
+def test_a_version_with_other_names_is_an_error_that_names_it(change, monkeypatch):
+    from sp_lightning.compat.accelerate import PREPARE_MODEL
+    from sp_lightning.compat.patches import ABSENT
+
+    def prepare_model(self, model, placement): ...
+
+    monkeypatch.setattr(PREPARE_MODEL, "original", ABSENT if change == "gone" else prepare_model)
+    has = "no such method" if change == "gone" else r"Accelerator\.prepare_model\(model, placement\)"
+    with pytest.raises(UnsupportedError, match=rf"but accelerate {accelerate.__version__} has {has}"):
+        sp_lightning.hf.enable()
+    sp_lightning.hf.streaming(window=1)  # none was opened
+
+
+# ---- imports
+
+
+def python(source):
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_package_imports_nothing_of_theirs_before_it_is_used(pytestconfig, monkeypatch):
+    """More than Lightning does."""
+    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+    source = """
+import sys
+import lightning.pytorch
+before = set(sys.modules)
+def new():
+    names = {name.partition(".")[0] for name in set(sys.modules) - before}
+    print(sorted(names & {"accelerate", "transformers", "trl"}))
+import sp_lightning.hf
+new()
+sp_lightning.hf.enable().close()
+new()
+"""
+    unused, used = python(source).split("\n")
+    assert unused == "[]" and used in ("['accelerate']", "['accelerate', 'transformers']")  # accelerate looks for it
+
+
+def test_without_accelerate_an_error_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "sp_lightning.compat.accelerate", raising=False)
+    monkeypatch.delattr("sp_lightning.compat.accelerate", raising=False)
+    with pytest.raises(MissingExtraError, match=r"needs accelerate, .* pip install 'sp-lightning\[hf\]'"):
+        sp_lightning.hf.enable()
