@@ -13,7 +13,7 @@ def accelerate_on(request, monkeypatch):
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None
     if device is not None and device.type != "cpu":
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
-        # The simulated device computes in bfloat16, which they ask of CUDA and of a few others only.
+    if device is not None:  # both compute in bfloat16, which they ask of CUDA and of a few others only
         monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
         monkeypatch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
     yield

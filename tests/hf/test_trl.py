@@ -51,6 +51,9 @@ def train(folder, kind, adapters=False, reference=False, **settings):
     given = {"model": judge() if kind == "Reward" else llama()}
     if reference:
         given["ref_model"] = llama()
+    if settings.get("beta") and not adapters:  # TRL loads the reference from where the model came from
+        given["model"].save_pretrained(folder / "base")
+        given["model"] = type(given["model"]).from_pretrained(folder / "base", dtype=torch.float32)
     if adapters:
         given["peft_config"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear")
     if kind == "GRPO":

@@ -120,7 +120,7 @@ def train(
     model = make()
     defaults = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 1, "seed": 3}
     defaults |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    given = {"model_init": make} if makes_model else {"model": model}
+    given = {"model_init": lambda: make()} if makes_model else {"model": model}
     trainer = (kind or transformers.Trainer)(
         **given,
         args=arguments(output_dir=str(folder), **(defaults | settings)),
