@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import sp_lightning
+import sp_lightning.hf
 from sp_lightning import errors
 
 PAGE = pathlib.Path(__file__).with_name("api.md")
@@ -29,6 +30,8 @@ def page() -> str:
     parts = [HEAD]
     for name in sp_lightning.__all__:
         parts += described(f"sp_lightning.{name}", getattr(sp_lightning, name))
+    for name in sp_lightning.hf.__all__:
+        parts += described(f"sp_lightning.hf.{name}", getattr(sp_lightning.hf, name))
     parts.append("## sp_lightning.errors\n")
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and kind.__module__ == errors.__name__:

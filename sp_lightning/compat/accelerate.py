@@ -20,16 +20,16 @@ from torch import nn
 from ..errors import UnsupportedError
 from .patches import Patch
 
-# hf/streaming.py, while its context is open. A model would go to the device as a whole, and be wrapped in DDP.
+# hf/context.py, while its context is open. A model would go to the device as a whole, and be wrapped in DDP.
 PREPARE_MODEL = Patch(Accelerator, "prepare_model")
 
-# hf/streaming.py, likewise. The state of an optimizer would make a detour over the device.
+# hf/context.py, likewise. The state of an optimizer would make a detour over the device.
 PREPARE_OPTIMIZER = Patch(Accelerator, "prepare_optimizer")
 
-# hf/streaming.py, likewise. Trainers, and loops, that move models themselves would not stream them.
+# hf/context.py, likewise. Trainers, and loops, that move models themselves would not stream them.
 MODULE_TO = Patch(nn.Module, "to")
 
-# hf/streaming.py, likewise. Trainers would copy a streamed model to each device that they see.
+# hf/context.py, likewise. Trainers would copy a streamed model to each device that they see.
 DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
 
 PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, DATA_PARALLEL]

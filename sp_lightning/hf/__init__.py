@@ -3,6 +3,6 @@
 Importing this package imports nothing of theirs; opening the context imports accelerate.
 """
 
-from .streaming import enable, streaming
+from .context import enable, streaming
 
 __all__ = ["enable", "streaming"]

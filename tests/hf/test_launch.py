@@ -23,7 +23,7 @@ SCRIPT = """
 
     accelerator = accelerate.Accelerator()
     net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
-    from sp_lightning.hf.streaming import _open
+    from sp_lightning.hf.context import _open
     options = _open[0].options
     found = [__name__, sys.argv, is_watched(net[0].weight), options.window, options.units, beside.NAME]
     print(json.dumps(found))

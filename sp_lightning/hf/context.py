@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ class streaming:
     def __init__(self, **options: Any) -> None:
         self.options = Options.parse(**options)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
-        self._marks: dict[int, RunsOn] = {}  # by id of the handle
+        self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> streaming:
@@ -94,12 +95,11 @@ class streaming:
     # ---- models
 
     def take(self, module: nn.Module, device: torch.device) -> None:
-        """Begin to stream a module, unless it is streamed, or a part of one that is (Rules 2 and 7)."""
-        close_dropped(self.handles)
-        streamed = [is_watched(parameter) for parameter in module.parameters()]
-        if not streamed or all(streamed):
-            return
+        """Begin to stream a module, unless it is streamed, or a part of one that is, as moving it would."""
+        if all(is_watched(parameter) for parameter in module.parameters()):
+            return  # also without any
         self._check(module)
+        close_dropped(self.handles)  # Rule 7
         parts = set(module.modules())
         for handle in [handle for handle in self.handles if handle.module in parts]:
             self._unmark(handle)
@@ -109,7 +109,7 @@ class streaming:
         handle = Handle(module, device, self.options, compute_dtype)
         handle.steps.by_hand = True
         self.handles.append(handle)
-        self._marks[id(handle)] = self._names.mark(module, device)
+        self._marks[handle] = self._names.mark(module, device)
 
     def _check(self, module: nn.Module) -> None:
         """Raise an error for what is not built for a model that begins to stream."""
@@ -138,7 +138,7 @@ class streaming:
             )
 
     def _unmark(self, handle: Handle) -> None:
-        mark = self._marks.pop(id(handle), None)
+        mark = self._marks.pop(handle, None)
         if mark is not None:
             self._names.unmark(handle.module, mark)
 
