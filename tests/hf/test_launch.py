@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import textwrap
 
@@ -87,3 +89,26 @@ def test_a_wrong_command_line_is_refused(arguments, said, script, capsys, monkey
     monkeypatch.chdir("folder")
     assert launch(*arguments) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_script_of_trls_command_runs_unchanged(tmp_path, monkeypatch):
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package, reason="trl.scripts.sft trains a model of TRL on a data set")
+    import hf_runs
+    from safetensors.torch import load_file
+
+    hf_runs.torch.manual_seed(0)
+    hf_runs.llama().save_pretrained("base")
+    hf_runs.tokenizer().save_pretrained("base")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"text": "w1 w2 w3 w4 w5"}\n' * 8)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    own = "-m trl.scripts.sft --model_name_or_path base --dtype float32 --dataset_name data --max_steps 3"
+    own += " --report_to none --per_device_train_batch_size 2 --use_cpu --bf16 False --save_strategy no --output_dir"
+    for out, command in {"stock": [], "streamed": ["-m", "sp_lightning", "launch", "--window", "1", "--"]}.items():
+        done = subprocess.run([sys.executable, *command, *own.split(), out], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    stock, streamed = (load_file(f"{out}/model.safetensors") for out in ("stock", "streamed"))
+    assert all(hf_runs.torch.equal(stock[name], streamed[name]) for name in stock) and stock.keys() == streamed.keys()
