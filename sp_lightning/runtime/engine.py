@@ -2,7 +2,8 @@
 
 1. A *visit* is the time in which code of a unit runs. Entering makes the unit resident (window.py), orders the caller's
    stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost visit of a unit
-   acts.
+   acts. Where calls take turns (lockstep.py), the stand-ins in the slots are those of the running call's visits, and a
+   visit of any call keeps its unit on the device.
 2. A *scope* is a step, or a forward outside of any step. The outermost scope begins a pass (window.py, Rule 1), so each
    forward that the model's ``generate`` calls predicts the next one. A scope inside a backward (a checkpoint around the
    whole module) belongs to the pass of that backward.
@@ -21,7 +22,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,20 @@ if TYPE_CHECKING:
     from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
+
+
+class Turns(Protocol):
+    """Calls that run by turns (lockstep.py)."""
+
+    def arrive(self, unit: StreamedUnit, /) -> None:
+        """Wait until it is the turn of the calling thread's call to enter this unit."""
+
+
+class Turn(NamedTuple):
+    """Where one of several calls is: the units that it visits, and the phases that it is in."""
+
+    visits: list[StreamedUnit]
+    phases: list[Any]
 
 
 class Engine:
@@ -114,7 +129,8 @@ class Engine:
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass(self.access)
-        self._open: list[StreamedUnit] = []  # the visited units, in order of entering
+        self.turns: Turns | None = None  # of calls that share the trips of the units
+        self._open: list[StreamedUnit] = []  # the units that the running call visits, in order of entering
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks
         self._borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
@@ -167,12 +183,16 @@ class Engine:
             with quietly():
                 if self._open or self.backward_pass in self.access.gradients:
                     self.reset()  # what an interrupted step left
-                self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
-                self.autocast_weights.begin_pass(kind)
-                self.window.begin_pass(kind, self.autocast_weights.recording)
+                self.begin_pass(kind)
                 if self.team is not None:
                     self.team.exchange.note_forward(ended=False)
         self.phases.begin_step()
+
+    def begin_pass(self, kind: Any) -> None:
+        """Begin a pass of this kind (window.py, Rule 1)."""
+        self.counters.listener.begin_pass(kind if isinstance(kind, str) else kind[0], torch.is_grad_enabled())
+        self.autocast_weights.begin_pass(kind)
+        self.window.begin_pass(kind, self.autocast_weights.recording)
 
     def close_scope(self) -> None:
         """End a scope: user code runs next (Rule 4)."""
@@ -303,13 +323,15 @@ class Engine:
         if not self._compared_calls and torch.is_grad_enabled():
             self._recorded.update(unit.index for unit in units)
         for unit in units:
-            if not unit.visits:
+            if unit not in self._open:
                 self.enter(unit)
         return depth
 
     def enter(self, unit: StreamedUnit) -> None:
         """Begin a visit: code of this unit is about to run (Rule 1)."""
-        if not self._open:
+        if self.turns is not None and unit not in self._open:
+            self.turns.arrive(unit)
+        if not self._open or self.turns is not None:
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident() and not in_backward():
             raise UnsupportedError(
@@ -318,7 +340,7 @@ class Engine:
                 "module in each"
             )
         with quietly():
-            if not unit.visits:
+            if unit not in self._open:
                 weight_reads.resume()
                 backward = in_backward()
                 if not (backward and self._came_last(unit)):
@@ -344,13 +366,29 @@ class Engine:
                     self._packs = False
                     self.saved.pop()
                 unit.visits -= 1
-                if not unit.visits:
+                if unit not in self._open:
                     replayed: list[int] = []  # a recomputed forward writes these weights a second time
                     if self.written.restored:
                         replayed = [index for store, index in self.written.restored if store is unit.store]
                     unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
+
+    def new_turn(self) -> Turn:
+        """Return where a call is that begins here."""
+        return Turn([], self.phases.copied())
+
+    @never_compiled
+    def change_turn(self, turn: Turn) -> Turn:
+        """Let another call run, whose stand-ins are put into the slots; return where the one is that ran until now."""
+        ran = Turn(self._open, self.phases.change(turn.phases))
+        with quietly():
+            for unit in ran.visits:
+                unit.stand_ins.unbind()
+            for unit in turn.visits:
+                unit.stand_ins.bind()
+        self._open = turn.visits
+        return ran
 
     @not_compiled_itself
     def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

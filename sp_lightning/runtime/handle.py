@@ -9,7 +9,7 @@ import logging
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from ..compat.modules import compiled_call
 from ..compat.tensors import tensor_id, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.window_choice import UnitBytes
-from ..errors import DiskError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import DeviceParameter, is_watched, unwatch
@@ -50,6 +50,7 @@ from .entries import (
     UnitEntry,
     has_method,
 )
+from .lockstep import Lockstep
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .phases import Phase
@@ -243,6 +244,33 @@ class Handle:
         self._follow_changes()
         with self.engine.phases.generating(), self.explaining():
             yield
+
+    def lockstep(
+        self, calls: Iterable[Callable[[], Any]], at_once: int = 8, return_exceptions: bool = False
+    ) -> list[Any]:
+        """Run calls of the module that share each trip of its weights, ``at_once`` of them at a time.
+
+        A call is a function without arguments, such as ``lambda: model.generate(**inputs)``: a forward, or any number
+        of them, without gradients. Its bits are those of the call alone. The more at once, the fewer trips, and the
+        more memory for activations and caches. Results come back in the order of the calls. If calls raise, the others
+        go on; then the first error is raised, or with ``return_exceptions`` returned in its call's place.
+        """
+        if at_once < 1:
+            raise OptionError(argument="at_once", found=at_once, allowed="at least 1")
+        if self.closed or self.engine.turns is not None:
+            state = "after close()" if self.closed else "in a call of another lockstep"
+            raise UnsupportedError(f"lockstep was called {state}, where no weights can be shared: call it elsewhere")
+        with torch.no_grad():
+            self.open_scope("lockstep")
+            try:
+                lockstep = Lockstep(self.engine, list(calls))
+                lockstep.run(at_once)
+            finally:
+                self.close_scope()
+        for call in lockstep.calls:
+            if call.error is not None and not return_exceptions:
+                raise call.error
+        return [call.result if call.error is None else call.error for call in lockstep.calls]
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

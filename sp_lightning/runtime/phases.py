@@ -124,6 +124,16 @@ class Phases:
             del self._stack[depth:]
             self._watch_reads()
 
+    def copied(self) -> list[Phase | Optimizer]:
+        """Return the phases that code is in which begins here."""
+        return list(self._stack)
+
+    def change(self, stack: list[Phase | Optimizer]) -> list[Phase | Optimizer]:
+        """Have other code run, which is in these phases; return those of the code that ran until now."""
+        ran, self._stack = self._stack, stack
+        self._watch_reads()
+        return ran
+
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step."""
         self._remove(optimizer)

@@ -1,0 +1,389 @@
+"""Calls in lockstep: each has the bits of the call alone, and they share the trips of the weights (lockstep.py)."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import signal
+import threading
+
+import pytest
+import torch
+from families import FAMILIES, predictions
+from side_by_side import assert_plain, blocks
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+import models
+import sp_lightning
+from sp_lightning.errors import OptionError, UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = ((2, 5, 12), (1, 17, 7), (3, 9, 20), (1, 3, 12), (2, 7, 6))  # texts, their tokens, and new tokens
+OFTEN = {"qwen3", "deepseek_v3", "mamba", "whisper", "paligemma", "tv_regnet"}  # in the default run
+
+
+@functools.cache
+def decoder_config():
+    config = transformers.LlamaConfig
+    return config(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=97)
+
+
+def decoder():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(decoder_config()).eval()
+
+
+def generations(model, device, **how):
+    """Calls of `generate` of unequal lengths."""
+    numbers = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(97, (count, length), generator=numbers).to(device) for count, length, _ in LENGTHS]
+    options = {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True, **how}
+
+    def call(prompt, new):
+        return lambda: model.generate(prompt, max_new_tokens=new, **options)
+
+    return [call(prompt, new) for prompt, (_, _, new) in zip(prompts, LENGTHS, strict=True)]
+
+
+def bits(output):
+    return [output.sequences, *output.logits]
+
+
+def same(found, expected):
+    found, expected = list(found), list(expected)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def squares_of(net, x):
+    return lambda: net(x).square().sum()
+
+
+# --- Bits and trips
+
+
+@pytest.mark.parametrize(
+    "at_once", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"do_sample": False}, id="greedy"),
+        pytest.param({"do_sample": False, "num_beams": 3}, id="beams"),
+        pytest.param({"do_sample": False, "cache_implementation": "static"}, id="static cache"),
+        pytest.param({"do_sample": False, "use_cache": False}, id="no cache"),
+    ],
+)
+def test_calls_of_generate_have_the_bits_of_each_alone(device, how, at_once):
+    model = decoder()
+    with sp_lightning.stream(model, device, window=2) as handle:
+        for _ in range(2):  # the model remembers the longest static cache, for its later calls
+            alone = [bits(call()) for call in generations(model, device, **how)]
+        together = [bits(output) for output in handle.lockstep(generations(model, device, **how), at_once)]
+    assert all(map(same, together, alone))
+    assert_plain(model)
+
+
+def test_calls_at_once_need_the_trips_of_the_longest_alone(device):
+    model = decoder()
+    with sp_lightning.stream(model, device, window=2) as handle:
+        begin = handle.stats()["fetches"]
+        generations(model, device)[2]()  # the longest
+        middle = handle.stats()["fetches"]
+        handle.lockstep(generations(model, device), at_once=5)
+        end = handle.stats()["fetches"]
+        longest = LENGTHS[2][2] * sum(not unit.resident for unit in handle.units)
+    assert middle - begin == pytest.approx(longest, abs=3)  # the window begins and ends with some
+    assert end - middle == pytest.approx(longest, abs=3)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_weights_travel_once_for_all_forwards_at_once(device, count):
+    net, x = models.stack_of(models.Block, 8)(), torch.ones(2, 12, device=device)
+    calls = [squares_of(net, x * number) for number in range(4 * count)]
+    with sp_lightning.stream(net, device, window=2) as handle, torch.no_grad():
+        alone = [call() for call in calls]
+        before = handle.stats()["bytes_up"]
+        together = handle.lockstep(calls, at_once=count)
+        travelled = handle.stats()["bytes_up"] - before
+    assert same(together, alone)
+    once = sum(p.nbytes for p in net.blocks.parameters())
+    assert 4 * once <= travelled <= 4 * once * 1.3  # and what the window has fetched for a pass that does not come
+
+
+@pytest.mark.parametrize(
+    "name, at_once",
+    [
+        pytest.param(name, at_once, marks=[] if name in OFTEN and at_once == 3 else [pytest.mark.slow])
+        for name in FAMILIES
+        for at_once in (2, 3, 8)
+    ],
+)
+def test_forwards_of_every_family_have_the_bits_of_each_alone(name, at_once, device):
+    case = FAMILIES[name].case
+    for library in case.tags:
+        if library in ("transformers", "torchvision"):
+            pytest.importorskip(library)
+    torch.manual_seed(0)
+    net = case.make().eval()
+
+    def call(index):
+        def run():
+            torch.manual_seed(index)
+            return predictions(net, tree_map_only(torch.Tensor, lambda t: t.to(device), case.batch(index)))
+
+        return run
+
+    with sp_lightning.stream(net, device, window=1, units=case.units) as handle, torch.no_grad():
+        alone = [call(index)() for index in range(5)]
+        together = handle.lockstep(map(call, range(5)), at_once)
+    assert all(map(same, together, alone))
+
+
+class Around(nn.Module):
+    """Blocks inside a module with a weight of its own, which is read before and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, skip):
+        x = x * self.scale
+        for index, block in enumerate(self.blocks):
+            if index != skip:
+                x = block(x).tanh() * self.scale
+        return x * self.scale
+
+
+def test_a_call_may_wait_inside_of_another_unit_s_visit(device):
+    torch.manual_seed(0)
+    net = nn.Sequential(Around(), Around())
+    net.forward = lambda x, skip: net[1](net[0](x, skip), skip)
+    calls = [functools.partial(net, torch.full((2, 4), float(number), device=device), number) for number in range(4)]
+    with sp_lightning.stream(net, device, window=1, units=["Linear", "Around"]) as handle, torch.no_grad():
+        alone = [call() for call in calls]
+        assert same(handle.lockstep(calls, at_once=3), alone)
+        assert all(not unit.visits and not unit.stand_ins.bound for unit in handle.engine.units)
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_calls_are_in_the_autocast_and_the_inference_mode_of_the_caller(device, inference):
+    net, x = models.TokenStack(), torch.arange(6, device=device).reshape(2, 3)
+
+    def call():
+        assert torch.is_inference_mode_enabled() is inference and not torch.is_grad_enabled()
+        return net(x)
+
+    with sp_lightning.stream(net, device, window=1) as handle:
+        mode = torch.inference_mode() if inference else torch.no_grad()
+        with mode, torch.autocast(device.type, torch.bfloat16):
+            alone = call()
+            assert same(handle.lockstep([call] * 3), [alone] * 3)
+        assert alone.dtype is torch.bfloat16
+
+
+def test_calls_see_the_caller_s_context_variables(device):
+    variable = contextvars.ContextVar("variable")
+    variable.set(7)
+    net = blocks()
+    with sp_lightning.stream(net, device) as handle:
+        assert handle.lockstep([variable.get] * 2) == [7, 7]
+
+
+# --- Numbers drawn at random
+
+
+def drawing(net, device):
+    """A call that draws on the host and on the device, around a forward."""
+
+    def call():
+        x = torch.rand(2, 12).to(device)
+        return net(x + torch.rand(2, 12, device=device)) + torch.rand(2, 5, device=device)
+
+    return call
+
+
+def test_what_calls_draw_depends_on_their_number_alone(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        drawn, after = [], []
+        for at_once in (1, 2, 5):
+            torch.manual_seed(3)
+            drawn.append(handle.lockstep([drawing(net, device)] * 5, at_once))
+            after.append([torch.rand(3), torch.rand(3, device=device)])
+    assert all(same(other, drawn[0]) for other in drawn) and all(same(other, after[0]) for other in after)
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_a_call_that_seeds_draws_what_it_draws_alone(device):
+    net = blocks()
+
+    def seeded(number):
+        def call():
+            torch.manual_seed(number)
+            return drawing(net, device)()
+
+        return call
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [seeded(number)() for number in range(4)]
+        assert same(handle.lockstep(map(seeded, range(4)), at_once=3), alone)
+
+
+# --- Ends
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_a_call_that_raises_ends_alone(at, device):
+    net = blocks()
+
+    def fail(*_):
+        raise Failure
+
+    def failing():
+        hook = net.blocks[at].register_forward_pre_hook(fail)
+        try:
+            return net(x)
+        finally:
+            hook.remove()
+
+    x = torch.ones(2, 12, device=device)
+    calls = [squares_of(net, x), failing, squares_of(net, 2 * x)]
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [calls[0](), calls[2]()]
+        first, error, last = handle.lockstep(calls, at_once=1, return_exceptions=True)
+        assert same([first, last], alone) and type(error) is Failure
+        with pytest.raises(Failure):
+            handle.lockstep(calls, at_once=1)
+        assert same(handle.lockstep([calls[0], calls[2]]), alone)
+    assert_plain(net)
+
+
+def test_others_go_on_where_calls_raise_between_their_visits(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+
+    def failing(after):
+        y = net.stem(x)
+        for block in net.blocks[:after]:
+            y = block(y)
+        raise Failure(after)
+
+    calls = [squares_of(net, x), *(functools.partial(failing, after) for after in range(4)), squares_of(net, 3 * x)]
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [calls[0](), calls[-1]()]
+        first, *errors, last = handle.lockstep(calls, at_once=6, return_exceptions=True)
+    assert same([first, last], alone) and [error.args for error in errors] == [(0,), (1,), (2,), (3,)]
+
+
+def test_others_wait_for_a_call_that_hangs_for_a_while(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    released = threading.Event()
+
+    def slow():
+        first = net(x)
+        threading.Timer(0.1, released.set).start()
+        assert released.wait(60)
+        return first + net(x)
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        expected = net(x)
+        calls = [functools.partial(net, x), slow, functools.partial(net, x)]
+        assert same(handle.lockstep(calls), [expected, 2 * expected, expected])
+
+
+def test_an_interrupt_ends_all_calls_where_they_wait(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    ran, interrupted = [], threading.Event()
+
+    def on_interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+
+    def call(number):
+        try:
+            net(x)
+            if number == 1:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                assert interrupted.wait(60)
+            for _ in range(100):
+                net(x)
+            ran.append(number)
+        finally:
+            ran.append("ended")
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        expected = net(x)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                handle.lockstep([functools.partial(call, number) for number in range(5)], at_once=3)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert ran == ["ended"] * 3
+        assert torch.equal(net(x), expected)
+    assert_plain(net)
+
+
+# --- Refused
+
+
+def test_gradients_are_refused_in_a_call(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+
+    def call():
+        with torch.enable_grad():
+            return net(x)
+
+    with sp_lightning.stream(net, device) as handle, pytest.raises(UnsupportedError, match="gradients enabled"):
+        handle.lockstep([call])
+
+
+def test_calls_make_no_gradients_where_the_caller_would(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    with sp_lightning.stream(net, device) as handle:
+        (output,) = handle.lockstep([lambda: net(x)])
+        assert not output.requires_grad
+        net(x).sum().backward()
+
+
+def test_a_thread_of_a_call_s_own_is_refused(device):
+    net, x, errors = blocks(), torch.ones(2, 12, device=device), []
+
+    def other():
+        try:
+            with torch.no_grad():
+                net(x)
+        except UnsupportedError as error:
+            errors.append(str(error))
+
+    def call():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return net(x)
+
+    with sp_lightning.stream(net, device) as handle, torch.no_grad():
+        assert same(handle.lockstep([call, call]), [net(x)] * 2)
+    assert len(errors) == 2 and "by a thread that a call in lockstep began" in errors[0]
+
+
+def test_lockstep_is_refused_where_no_weights_can_be_shared(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    with sp_lightning.stream(net, device) as handle:
+        with pytest.raises(UnsupportedError, match="another lockstep"):
+            handle.lockstep([lambda: handle.lockstep([lambda: net(x)])])
+        with pytest.raises(OptionError, match="at_once must be at least 1, got 0"):
+            handle.lockstep([lambda: net(x)], at_once=0)
+        with torch.device("meta"), pytest.raises(UnsupportedError, match="enter it inside of each call"):
+            handle.lockstep([lambda: net(x)])
+        assert handle.lockstep([]) == []
+    with pytest.raises(UnsupportedError, match="after close"):
+        handle.lockstep([lambda: net(x)])
