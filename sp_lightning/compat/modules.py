@@ -5,8 +5,10 @@ Tried with torch 2.11 and 2.15.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,8 +47,18 @@ CONVERT = "_apply"
 # would run outside of any step.
 CALL = "_call_impl"
 
+# The code of torch's ``zero_grad``, of modules and of optimizers, which asks whether there is a gradient before it
+# takes it away. Without it loops that call ``zero_grad`` after ``step`` would wait for the whole step. It is recognised
+# and not replaced: a function in its place would hide what others wrapped around it.
+ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
+
+
+def takes_grad_away(frame: FrameType) -> bool:
+    """Whether this is the frame of a ``zero_grad`` that sets gradients to None."""
+    return frame.f_code in ZERO_GRADS and bool(frame.f_locals["set_to_none"])
 
 
 def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> None:

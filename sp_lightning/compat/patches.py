@@ -92,10 +92,6 @@ OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")
 # arrived there: garbage, now and then.
 UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 
-# optim/zero_grad.py, while any step is deferred. Loops that call ``zero_grad`` after ``step`` would wait for the whole
-# step: it asks whether there is a gradient before it takes it away.
-ZERO_GRAD = [Patch(nn.Module, "zero_grad"), Patch(Optimizer, "zero_grad")]
-
 # ranks/clipping.py, while several devices train a module. Each rank would have a copy of all gradients once they are
 # clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
 CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")

@@ -10,7 +10,8 @@
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
    Rules 8 and 9).
 6. Optimizer state is on the host. A step is deferred where that is exact, as in a loop by hand (optimizer_steps.py,
-   Rule 4), and a ``zero_grad`` after it waits for nothing (zero_grad.py).
+   Rule 4), and a ``zero_grad`` after it waits for nothing (watched_parameters.py,
+   Rule 5).
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
    closed when a module around it begins to.
 8. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are

@@ -13,6 +13,7 @@
    torch would give it the class of ``p``. It shares the bytes of ``p``, as in a plain run.
 5. Reading ``.grad`` waits for gradients that are on their way, and for a step that reads them. A deferred step refers
    to the gradients itself and changes no ``.grad``: one that is None is so at once, and so is one that is set to None.
+   torch's ``zero_grad`` asks whether there is a gradient only to take it away, so that waits for no deferred step.
 6. torch calls a parameter's hooks whenever the node before it ran. A unit has one node for all of its weights, so hooks
    of a weight that the graph did not use (an expert that got no token) would be called, with None. They are kept from
    it: each is wrapped as soon as that is about to happen. Hooks that run after the accumulation are given no gradient;
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
@@ -30,6 +32,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..compat.modules import takes_grad_away
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
@@ -186,7 +189,7 @@ class HostParameter(nn.Parameter):
         owner = _watchers[id(self)].owner
         if owner.access.gradients:
             owner.check_gradient(self)
-            if owner.access.changes_gradients or _has_grad(self):
+            if owner.access.changes_gradients or (_has_grad(self) and not takes_grad_away(sys._getframe(1))):
                 owner.land()
         with without_dispatch():
             return true_grad(self)

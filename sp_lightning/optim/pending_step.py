@@ -22,7 +22,7 @@
    the step, and while the step is deferred: a read waits, or is an error (backward_pass.py, Rule 5). A parameter's data
    is *vacant* while its step is deferred: reading it from Python waits (watched_parameters.py, weight_reads.py), and
    any other access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either
-   order; taking it away waits in the first one (zero_grad.py).
+   order; taking it away waits in the first one.
 7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
    attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
 8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (unit_store.py, Rule 7).
@@ -69,7 +69,7 @@ from ..memory.access import Access
 from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.weights import Conversion
-from . import torn_step, zero_grad
+from . import torn_step
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 
@@ -301,7 +301,6 @@ class PendingStep:
         self.optimizer = self._source = None
         self._may_defer = bool
         if self._deferred:
-            zero_grad.end()
             self._access.deferred = None
         for store in self._deferred:
             self._access.steps.pop(store, None)
@@ -491,7 +490,6 @@ class PendingStep:
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
         weight_reads.hold(self.finish)
-        zero_grad.begin()
         self._access.deferred = self
         self._source = shadow_of(self.optimizer)
         self._source.param_groups = [
