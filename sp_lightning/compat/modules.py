@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -56,8 +56,9 @@ ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Op
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 
 
-def takes_grad_away(frame: FrameType) -> bool:
-    """Whether this is the frame of a ``zero_grad`` that sets gradients to None."""
+def grad_is_taken_away() -> bool:
+    """Whether the caller of the calling function is a ``zero_grad`` that sets gradients to None."""
+    frame = sys._getframe(2)
     return frame.f_code in ZERO_GRADS and bool(frame.f_locals["set_to_none"])
 
 

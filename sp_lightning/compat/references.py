@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .tensors import has_storage, storage_id
 
-_use_count: Any = Tensor._use_count
+_use_count: Any = vars(torch._C.TensorBase)["_use_count"]  # no annotation of torch's has it in 2.14
 _storage_uses: Any = torch._C._storage_Use_Count
 OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
 
@@ -87,7 +87,7 @@ def _extent(tensor: Tensor) -> int:
 
 def is_referenced_elsewhere(parameter: Tensor) -> bool:
     """Whether code in C++, such as a graph, refers to a parameter beyond its own accumulation of gradients."""
-    return int(parameter._use_count()) > OWN_PARAMETER_USES
+    return int(_use_count(parameter)) > OWN_PARAMETER_USES
 
 
 def is_entry_shared(holder: Mapping[Any, Any], key: Any) -> bool:

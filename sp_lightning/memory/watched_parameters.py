@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
@@ -32,7 +31,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import takes_grad_away
+from ..compat.modules import grad_is_taken_away
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
@@ -189,7 +188,7 @@ class HostParameter(nn.Parameter):
         owner = _watchers[id(self)].owner
         if owner.access.gradients:
             owner.check_gradient(self)
-            if owner.access.changes_gradients or (_has_grad(self) and not takes_grad_away(sys._getframe(1))):
+            if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
                 owner.land()
         with without_dispatch():
             return true_grad(self)

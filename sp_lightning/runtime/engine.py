@@ -33,6 +33,7 @@ from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
+from ..autograd.phases import MODEL_CODE, USER_CODE, Phase, Phases
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
@@ -49,7 +50,6 @@ from ..memory.unit_store import SharedMemory, UnitStore
 from ..memory.watched_parameters import quietly, true_device
 from ..optim.pending_step import PendingStep
 from ..options import Options
-from .phases import MODEL_CODE, USER_CODE, Phase, Phases
 from .window import Window
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Turns(Protocol):
+class SharedTrips(Protocol):
     """Calls that run by turns (lockstep.py)."""
 
     def arrive(self, unit: StreamedUnit, /) -> None:
@@ -129,7 +129,7 @@ class Engine:
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass(self.access)
-        self.turns: Turns | None = None  # of calls that share the trips of the units
+        self.turns: SharedTrips | None = None  # of calls that share the trips of the units
         self._open: list[StreamedUnit] = []  # the units that the running call visits, in order of entering
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks

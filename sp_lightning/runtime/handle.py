@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..autograd.autocast_weights import castable
+from ..autograd.phases import Phase
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..compat.tensors import tensor_id, without_dispatch
@@ -53,7 +54,6 @@ from .entries import (
 from .lockstep import Lockstep
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
-from .phases import Phase
 from .recorder import Recorder
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..autograd import weight_reads
-from ..autograd.backward_pass import at_leaf, in_backward
 from ..memory.access import Access
+from . import weight_reads
+from .backward_pass import at_leaf, in_backward
 
 
 class Phase(enum.Enum):
