@@ -485,8 +485,9 @@ class PendingStep:
         return units
 
     def _defer(self, units: dict[UnitStore, _Unit]) -> None:
-        for store in units:
-            store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
+        for store, unit in units.items():
+            if unit.left:
+                store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
         weight_reads.hold(self.finish)

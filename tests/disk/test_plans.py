@@ -61,6 +61,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
             step(net, x)
             optimizer.step()
             optimizer.zero_grad()
+            handle.engine.current_step.finish()  # its transfers count, too
             read.append(handle.stats()["disk_read"] - before)
         assert handle.engine.files.placed.host.ring == expected.host.ring
     assert read[-1] == read[-2] == expected.disk_nbytes
@@ -97,6 +98,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
             step(net, torch.ones(4, 64, device=device))
             optimizer.step()
             optimizer.zero_grad()
+            handle.engine.current_step.finish()  # its transfers count, too
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         ring = 0 if handle._disk is None else handle._disk.ring_nbytes
@@ -119,6 +121,7 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
             step(net, torch.ones(4, 64, device=device, dtype=torch.bfloat16))
             optimizer.step()
             optimizer.zero_grad()
+            handle.engine.current_step.finish()  # its transfers count, too
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
     assert moved[-1] == moved[-2] == [expected.on_disk] * 2
@@ -158,6 +161,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            handle.engine.current_step.finish()  # its transfers count, too
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         rings = handle.engine.files.ring_nbytes + handle._disk.ring_nbytes

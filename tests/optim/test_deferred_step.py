@@ -563,6 +563,23 @@ def test_a_weight_that_is_not_the_modules_is_stepped_at_once(hold):
 # --- Endings
 
 
+def test_frozen_units_stay_on_the_device_past_a_deferred_step(device):
+    """As they do past one that is not deferred: the step writes none of their bytes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    net[:4].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net[4:].parameters())
+    with sp_lightning.stream(net, device, window=6, units=["Sequential"]) as handle:
+        for _ in range(3):
+            before = handle.stats()
+            optimizer.zero_grad()
+            net(torch.ones(3, 8, device=device)).square().mean().backward()
+            optimizer.step()
+        after = handle.stats()
+        assert after["held_steps"] == before["held_steps"] + 1
+        assert after["fetches"] - before["fetches"] == 2
+
+
 def test_what_is_done_leaves_nothing_behind(hold):
     held = hold()
     held.net.head.weight.sum()

@@ -46,6 +46,7 @@ class Torn:
         with monkeypatch.context() as broken, pytest.raises(raised):
             broken.setattr(os, "pwritev", failing)
             train(net, self.optimizer)
+            handle.engine.current_step.finish()
 
     def is_stepped(self, optimizer=None):
         """Whether a step is taken, and not refused."""
