@@ -482,12 +482,11 @@ class PendingStep:
             units[store].left.append(param)
             units[store].data[index] = data_of(param)
             units[store].placeholders[index] = _placeholder(param, store.names[index])
-        return units
+        return {store: unit for store, unit in units.items() if unit.left}
 
     def _defer(self, units: dict[UnitStore, _Unit]) -> None:
-        for store, unit in units.items():
-            if unit.left:
-                store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
+        for store in units:
+            store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
         weight_reads.hold(self.finish)
@@ -501,12 +500,11 @@ class PendingStep:
         _all.add(self)
         self._guard = GuardedState(self.optimizer, self.finish)
         for store, unit in units.items():
-            if unit.left:
-                for index, placeholder in unit.placeholders.items():
-                    set_true_data(store.params[index], placeholder)
-                self._deferred[store] = unit
-                self._access.steps[store] = self
-                self._enqueue(unit)
+            for index, placeholder in unit.placeholders.items():
+                set_true_data(store.params[index], placeholder)
+            self._deferred[store] = unit
+            self._access.steps[store] = self
+            self._enqueue(unit)
 
 
 def data_of(parameter: Tensor) -> Tensor:

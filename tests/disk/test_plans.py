@@ -44,6 +44,13 @@ def step(net, x):
     net(x).square().mean().backward()
 
 
+def take_step(handle, optimizer):
+    """All of it: transfers of what is deferred would count for the next step."""
+    optimizer.step()
+    optimizer.zero_grad()
+    handle.engine.current_step.finish()
+
+
 def planned(net, **options):
     return plan(net, torch.ones(4, 64), machine="rtx4090", device="cpu", units=UNITS, transfer=1, **options)
 
@@ -59,9 +66,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
         for _ in range(4):
             before = handle.stats()["disk_read"]
             step(net, x)
-            optimizer.step()
-            optimizer.zero_grad()
-            handle.engine.current_step.finish()  # its transfers count, too
+            take_step(handle, optimizer)
             read.append(handle.stats()["disk_read"] - before)
         assert handle.engine.files.placed.host.ring == expected.host.ring
     assert read[-1] == read[-2] == expected.disk_nbytes
@@ -96,9 +101,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
         for _ in range(4):
             before = handle.stats()
             step(net, torch.ones(4, 64, device=device))
-            optimizer.step()
-            optimizer.zero_grad()
-            handle.engine.current_step.finish()  # its transfers count, too
+            take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         ring = 0 if handle._disk is None else handle._disk.ring_nbytes
@@ -119,9 +122,7 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
         for _ in range(4):
             before = handle.stats()
             step(net, torch.ones(4, 64, device=device, dtype=torch.bfloat16))
-            optimizer.step()
-            optimizer.zero_grad()
-            handle.engine.current_step.finish()  # its transfers count, too
+            take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
     assert moved[-1] == moved[-2] == [expected.on_disk] * 2
@@ -159,9 +160,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = net(torch.ones(4, 64, device=device)).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            handle.engine.current_step.finish()  # its transfers count, too
+            take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         rings = handle.engine.files.ring_nbytes + handle._disk.ring_nbytes

@@ -560,9 +560,6 @@ def test_a_weight_that_is_not_the_modules_is_stepped_at_once(hold):
     held.gate.event.set()
 
 
-# --- Endings
-
-
 def test_frozen_units_stay_on_the_device_past_a_deferred_step(device):
     """As they do past one that is not deferred: the step writes none of their bytes."""
     torch.manual_seed(0)
@@ -578,6 +575,9 @@ def test_frozen_units_stay_on_the_device_past_a_deferred_step(device):
         after = handle.stats()
         assert after["held_steps"] == before["held_steps"] + 1
         assert after["fetches"] - before["fetches"] == 2
+
+
+# --- Endings
 
 
 def test_what_is_done_leaves_nothing_behind(hold):
