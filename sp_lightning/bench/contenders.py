@@ -169,7 +169,7 @@ class Torchao:
             raise UnsupportedError(
                 "torchao's CPUOffloadOptimizer moves gradients to the host as they are made: they cannot be clipped"
             )
-        from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
+        from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         module = work.module_for_loop().to(work.device)
         kind, options = work.optimizer_class
