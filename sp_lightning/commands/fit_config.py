@@ -4,7 +4,7 @@
    and without a logger. The first batch is that of the Trainer's own loader.
 2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
    ``configure_model``. Code that reads weights there can see it by ``torch.get_default_device()``, and read none.
-   A model that depends on data (planned_model.py, Rule 1) is made with weights.
+   A model that depends on data (traced_model.py, Rule 1) is made with weights.
 3. ``training_step`` has the Trainer with optimizers and schedulers, but nothing is logged, and the optimizers that it
    is given (with manual optimization) change nothing.
 4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
@@ -58,7 +58,7 @@ def find(arguments: Sequence[str]) -> Run:
     from ..compat.lightning import attach_data, set_epochs
     from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
-    from ..planning.planner import OF_TRAINING
+    from ..planning.settings import OF_TRAINING
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the words are those of this command line
@@ -146,8 +146,8 @@ def _maker(cli: Any) -> Callable[[], nn.Module]:
     """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2)."""
     from ..compat.lightning import add_configured_optimizers
     from ..lightning.names import Strategy
-    from ..planning.fake_tensors import without_data
     from ..planning.planned_model import optimizers_in
+    from ..tracing.fake_tensors import without_data
 
     def make() -> nn.Module:
         with META if without_data() else contextlib.nullcontext():

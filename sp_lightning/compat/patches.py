@@ -96,15 +96,15 @@ UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 # clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
 CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")
 
-# planning/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
+# tracing/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
 RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 
-# planning/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
+# tracing/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
 # device than the first, and raise an error.
 DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")
 
 
-# planning/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
+# tracing/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
 @functools.cache
 def chunked_loss() -> Patch:
     """Make the patch of the loop over chunks: its module is slow to import, and absent before torch 2.15."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.machine import Machine
 from ..core.simulation import simulate
 from ..errors import OptionError
-from ..options import HOST_MEMORY
+from ..options import HOST_MEMORY, Options
 from .forecast import Change, Plan, SweepPoint
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def plan(
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
+    from .settings import PlannedMachine, PlannedRun, answers_of
 
     if host_nbytes is not None:
         if host_memory not in (None, *HOST_MEMORY):
@@ -98,27 +99,28 @@ def plan(
         host_nbytes, host_memory = host_memory, None
     if host_memory is not None:
         options["host_memory"] = host_memory
-    return make_plan(
-        module,
-        batch,
-        precision,
-        optimizer,
+    trains = {"loss": loss, "optimizer": optimizer, "copies": copies, "trained_copies": trained_copies}
+    run = PlannedRun(
+        options=Options.parse(**options),
+        precision=str(precision),
+        optimizer=optimizer,
+        loss=loss,
+        answers=answers_of(answer, cache, {**trains, **options}),
+        copies=copies,
+        trained_copies=trained_copies,
+        devices=devices,
+        own_gradients=own_gradients,
+        accumulate=accumulate,
+    )
+    on = PlannedMachine.of(
         machine,
         device,
-        device_memory,
-        loss,
-        answer,
-        cache,
-        name,
-        host_nbytes,
-        host_headroom,
-        cores,
-        link,
-        disk_speed,
-        copies,
-        trained_copies,
-        devices,
-        own_gradients,
-        accumulate,
-        options,
+        run.precision,
+        device_memory=device_memory,
+        host_memory=host_nbytes,
+        host_headroom=host_headroom,
+        cores=cores,
+        link=link,
+        disk_speed=disk_speed,
     )
+    return make_plan(module, batch, run, on, name)

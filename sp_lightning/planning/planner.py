@@ -1,6 +1,6 @@
 """Try windows, transfers, batches and policies for a model, in numbers, and choose.
 
-1. Nothing here is a rule of thumb about models: a training step is traced on tensors without data (planned_model.py),
+1. Nothing here is a rule of thumb about models: a training step is traced on tensors without data (traced_model.py),
    and its visits go through the runtime's own schedule, for bytes (`StepTrace.peak`) and for time (simulation.py).
 2. The device's context, and what its allocator wastes, are a reserve that is assumed, not measured (`RESERVE`).
 3. Bytes and time are linear in a batch's rows: straight lines through two traces, of the batch and of twice its rows.
@@ -28,21 +28,22 @@ import torch
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
 from ..core.host_bytes import HostBytes
-from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
+from ..core.machine import Machine
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, UnitCost, floor, simulate
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
-from ..memory.device import find
 from ..optim.pieces import ELEMENTWISE
-from ..options import Options, is_int, parse_bytes
+from ..options import Options
 from ..ranks.exchange import AHEAD
-from ..runtime.measure import measure
 from ..runtime.preflight import finer_classes
-from .dry_run import Answers, Runner
+from ..tracing.dry_run import Answers
 from .forecast import MANY, SLOW, Change, Plan, RunTimes, SweepPoint, mean_s
-from .planned_model import ListedModel, PlannedModel, Requirements, TracedModel, states_of
+from .listed_model import ListedModel
+from .planned_model import PlannedModel, Requirements, states_of
+from .settings import PlannedMachine, PlannedRun
+from .traced_model import TracedModel
 from .workloads import WORKLOADS, Workload, listed
 
 RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
@@ -62,89 +63,40 @@ CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
-def make_plan(
-    module: Any,
-    batch: Any,
-    precision: str | int,
-    optimizer: Any,
-    machine: Machine | str,
-    device: torch.device | str | None,
-    device_memory: int | str | None,
-    loss: Runner | str | None,
-    answer: int | None,
-    cache: str | None,
-    name: str | None,
-    host_nbytes: int | str | None,
-    host_headroom: int | str | None,
-    cores: int | None,
-    link: str | float | None,
-    disk_speed: str | None,
-    copies: int,
-    trained_copies: int,
-    devices: int,
-    own_gradients: bool,
-    accumulate: int,
-    options: dict[str, Any],
-) -> Plan:
-    """Make the plan; the arguments are those of `planning.plan`."""
-    parsed = Options.parse(**options)
-    precision = _precision(precision)
-    trains = {"loss": loss, "optimizer": optimizer, "copies": copies, "trained_copies": trained_copies}
-    answers = _answers(answer, cache, {**trains, **options})
-    chunked = loss == "chunked"
-    if isinstance(loss, str):
-        if loss not in ("full", "chunked"):
-            raise OptionError(argument="loss", found=loss, allowed="'full', 'chunked' or a function")
-        loss = None
-    profile, target = _machine(machine, device, precision)
-    if device_memory is not None:
-        profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
-    if host_nbytes is not None:
-        profile = replace(profile, host_nbytes=_nbytes(host_nbytes, "host_memory"))
-    if cores is not None:
-        profile = with_cores(profile, cores)
-    if link is not None:
-        profile = with_link(profile, link)
-    if disk_speed is not None:
-        profile = with_disk(profile, disk_speed)
-    left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", least=0)
-    if parsed.disk is not None and parsed.host_budget is None:
-        parsed = replace(parsed, host_budget=max(1, profile.host_nbytes - left))
+def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine, name: str | None) -> Plan:
+    """Make the plan of a run of this module or workload, or of the workload of this name, on this machine."""
+    run = run.within_host(machine.profile.host_nbytes - machine.headroom_nbytes)
+    source = _source(module, batch, run, machine.target)
+    source.name = name or source.name
+    if run.loss == "chunked":
+        source = _in_chunks(source, run.options, machine.profile)
+    with _no_collections():
+        planner = _Planner(source, run, machine)
+        if machine.is_disk_assumed and any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs):
+            read, written = machine.profile.disk_bytes_per_s / 1e9, machine.profile.disk_out_bytes_per_s / 1e9
+            assumed = "the disk's speed is assumed, not measured"
+            source.notes.append(
+                f"{assumed}: {read:g} GB/s read, {written:g} written (disk_speed; doctor --disk measures)"
+            )
+        return planner.plan()
+
+
+def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedModel:
+    """Return the model to plan for: a workload, by its name too, or a module."""
     if isinstance(module, str):
         found = listed(module)
         if found is None:
             raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
         module = found
-    if isinstance(module, Workload):
-        if loss is not None:
-            allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
-            raise OptionError(argument="loss", found=loss, allowed=allowed)
-        if answers is not None:
-            allowed = "left out for a workload (give a module, or a function that makes one)"
-            raise OptionError(argument="answer", found=answer, allowed=allowed)
-        tokens = 8 * 2048 if batch is None else batch
-        source: PlannedModel = ListedModel(module, tokens, parsed, precision, optimizer)
-    else:
-        source = TracedModel(module, batch, precision, optimizer, target, answers or loss)
-    source.name = name or source.name
-    if chunked:
-        source = _in_chunks(source, parsed, profile)
-    for argument, count in (("copies", copies), ("trained_copies", trained_copies)):
-        if not is_int(count) or count < 0:
-            raise OptionError(argument=argument, found=count, allowed="an int >= 0")
-    for argument, count in (("devices", devices), ("accumulate", accumulate)):
-        if not is_int(count) or count < 1:
-            raise OptionError(argument=argument, found=count, allowed="an int >= 1")
-    own_gradients = own_gradients or accumulate > 1 or precision == "16-mixed"  # which scales them
-    both, ranks = (copies, trained_copies), PlannedRanks(devices, own_gradients)
-    with _no_collections():
-        optimizer = _named(optimizer)
-        planner = _Planner(source, profile, target, precision, parsed, left, optimizer, both, ranks, accumulate)
-        if disk_speed is None and any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs):
-            rates = f"{profile.disk_bytes_per_s / 1e9:g} GB/s read, {profile.disk_out_bytes_per_s / 1e9:g} written"
-            assumed = "the disk's speed is assumed, not measured"
-            source.notes.append(f"{assumed}: {rates} (disk_speed; doctor --disk measures)")
-        return planner.plan()
+    if not isinstance(module, Workload):
+        return TracedModel(module, batch, run.precision, run.optimizer, target, run.answers or run.own_loss)
+    if run.own_loss is not None:
+        allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
+        raise OptionError(argument="loss", found=run.own_loss, allowed=allowed)
+    if run.answers is not None:
+        allowed = "left out for a workload (give a module, or a function that makes one)"
+        raise OptionError(argument="answer", found=run.answers.tokens, allowed=allowed)
+    return ListedModel(module, 8 * 2048 if batch is None else batch, run.options, run.precision, run.optimizer)
 
 
 @contextlib.contextmanager
@@ -157,46 +109,6 @@ def _no_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
-    nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
-    if not is_int(nbytes) or nbytes < least:
-        allowed = f'bytes, at least {least}: an int, or text with a unit such as "10GiB"'
-        raise OptionError(argument=argument, found=given, allowed=allowed)
-    return nbytes
-
-
-OF_TRAINING = (
-    *("loss", "optimizer", "copies", "trained_copies"),
-    *("activations", "optimizer_overlap", "fused_optimizer", "master_weights"),
-)
-
-
-def _answers(answer: int | None, cache: str | None, given: dict[str, Any]) -> Answers | None:
-    """Return what the model generates, if it is not trained; refuse what only training has."""
-    if cache not in (None, "device", "host"):
-        raise OptionError(argument="cache", found=cache, allowed="'device' or 'host'")
-    if answer is None:
-        if cache is not None:
-            raise OptionError(argument="cache", found=cache, allowed="given together with answer")
-        return None
-    if not is_int(answer) or answer < 1:
-        raise OptionError(argument="answer", found=answer, allowed="an int >= 1, the tokens of each answer")
-    for name in OF_TRAINING:
-        if given.get(name) not in (None, 0, getattr(Options(), name, None)):
-            raise OptionError(argument=name, found=given[name], allowed="left out beside answer: nothing is trained")
-    return Answers(answer, cache or "device")
-
-
-def _named(optimizer: Any) -> str:
-    """Return the name of an optimizer, such as "AdamW"; "" where only the module knows it."""
-    if isinstance(optimizer, str):
-        return next((name for name in PACE if name.lower() == optimizer.lower()), optimizer)
-    return getattr(optimizer, "__name__", "")
-
-
-# ---- arguments
 
 
 def _in_chunks(source: PlannedModel, options: Options, machine: Machine) -> PlannedModel:
@@ -212,86 +124,40 @@ def _in_chunks(source: PlannedModel, options: Options, machine: Machine) -> Plan
     return found
 
 
-def _precision(given: str | int) -> str:
-    precision = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}.get(str(given), str(given))
-    if precision not in PRECISIONS:
-        raise OptionError(argument="precision", found=given, allowed="one of " + ", ".join(map(repr, PRECISIONS)))
-    return precision
-
-
-def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
-    """Return the machine's profile, and the device type whose kernels count."""
-    here = torch.accelerator.current_accelerator(check_available=True)
-    target = torch.device(device).type if device is not None else None
-    if given == "here":
-        found = find(None if device is None else str(device))
-        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
-        return measure(found, dtype=dtype), target or found.type
-    if isinstance(given, Machine):
-        return given, target or (here.type if here is not None else "cuda")
-    if given not in PROFILES:
-        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, PROFILES))
-        raise OptionError(argument="machine", found=given, allowed=allowed)
-    return PROFILES[given], target or "cuda"
-
-
 # ---- deciding
-
-
-class PlannedRanks(NamedTuple):
-    """The processes of a run, one for each device."""
-
-    size: int
-    own_gradients: bool  # whether each has gradients of its own (host_bytes.py, Rule 5)
 
 
 class _Planner:
     """Tries windows, transfers and other changes for one model."""
 
-    def __init__(
-        self,
-        source: PlannedModel,
-        machine: Machine,
-        target: str,
-        precision: str,
-        options: Options,
-        left: int,
-        optimizer: str,
-        copies: tuple[int, int],  # of all weights, and of those that are trained
-        ranks: PlannedRanks,
-        accumulate: int,
-    ) -> None:
-        self.copies = copies
-        self.ranks = ranks
-        self.accumulate = accumulate
+    def __init__(self, source: PlannedModel, run: PlannedRun, machine: PlannedMachine) -> None:
         self.source = source
-        self.options = options
-        self.precision = precision
-        self.target = target
-        self.machine = machine
-        self.needs = source.needs(options, machine)
-        self.optimizer = optimizer or source.optimizer
-        self.profile = machine
+        self.run = run
+        self.options = run.options
+        self.target = machine.target
+        self.profile = machine.profile
+        self.needs = source.needs(self.options, self.profile)
+        self.optimizer = run.optimizer_name or source.optimizer
         self.machine = self._stepping(source.states(), self.optimizer)
-        self.available = machine.device_nbytes
-        self.headroom = left
-        self.host_available = min(machine.host_nbytes - left, options.host_budget or machine.host_nbytes)
-        self.run = _Sizes(self, options, self.needs, self.machine)
+        self.available = self.profile.device_nbytes
+        self.headroom = machine.headroom_nbytes
+        host_nbytes = self.profile.host_nbytes
+        self.host_available = min(host_nbytes - self.headroom, self.options.host_budget or host_nbytes)
+        self.tried = _Sizes(self, self.options, self.needs, self.machine)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer)
 
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
-        whole, trained = self.copies
         weights = host.weights + needs.weights_on_disk  # a copy is in memory
-        return replace(host, copies=whole * weights + trained * host.gradients)
+        return replace(host, copies=self.run.copies * weights + self.run.trained_copies * host.gradients)
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
         cut = not optimizer or optimizer.lower() in CUT
-        return host.of_ranks(self.ranks.size, under_way, self.ranks.own_gradients, cut)
+        return host.of_ranks(self.run.devices, under_way, self.run.own_gradients, cut)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
@@ -300,9 +166,9 @@ class _Planner:
         return replace(self.profile, optimizer_bytes_per_parameter=scaled)
 
     def plan(self) -> Plan:
-        chosen, paced = self.run.sizes()
+        chosen, paced = self.tried.sizes()
         terms = self.terms(self.needs, *chosen)
-        sweep = self.run.sweep()
+        sweep = self.tried.sweep()
         largest_batch = self._largest_batch()
         parameters, reading = sum(cost.parameters for cost in self.needs.costs), self.needs.reading
         return Plan(
@@ -311,7 +177,7 @@ class _Planner:
             trained=parameters,
             rows=self.source.rows,
             counted=self.source.counted,
-            precision=self.precision,
+            precision=self.run.precision,
             machine=self.machine,
             options=self.options,
             window=chosen.window,
@@ -320,21 +186,21 @@ class _Planner:
             device_terms=terms,
             host=self._host(self.source, self.options, self.needs),
             available=self.available,
-            simulation=self.run.simulated(chosen),
-            largest_window=self.run.largest_window(),
+            simulation=self.tried.simulated(chosen),
+            largest_window=self.tried.largest_window(),
             largest_batch=largest_batch,
             sweep=tuple(sweep),
             changes=tuple(self._changes(chosen, largest_batch)),
-            host_changes=tuple(self._host_changes(self.run.batch_s(paced))),
+            host_changes=tuple(self._host_changes(self.tried.batch_s(paced))),
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
-            devices=self.ranks.size,
-            accumulating_s=self.run.accumulating_s(chosen),
-            accumulate=self.accumulate,
+            devices=self.run.devices,
+            accumulating_s=self.tried.accumulating_s(chosen),
+            accumulate=self.run.accumulate,
             answer=self.source.answers.tokens if self.source.answers else 0,
             reading_s=self._reading_s(reading, chosen),
-            with_memory=RunTimes(*self.run.times(paced), self._reading_s(reading, paced)),
+            with_memory=RunTimes(*self.tried.times(paced), self._reading_s(reading, paced)),
             on_disk=self.needs.on_disk,
         )
 
@@ -354,7 +220,7 @@ class _Planner:
 
     def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
         """Simulate a step with these needs."""
-        overlap = self.options.optimizer_overlap and self.ranks.size == 1
+        overlap = self.options.optimizer_overlap and self.run.devices == 1
         return simulate(
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
@@ -362,12 +228,12 @@ class _Planner:
             optimizer_overlap=overlap,
             steps_into_forward=overlap,
             works=needs.works,
-            ranks=self.ranks.size,
+            ranks=self.run.devices,
         )
 
     def floor_s(self, needs: Requirements, window: int, machine: Machine) -> float:
         """Return the lower bound of the time of a step with these needs."""
-        return floor(needs.costs, window, machine, False, self.ranks.size).seconds
+        return floor(needs.costs, window, machine, False, self.run.devices).seconds
 
     @property
     def accumulating(self) -> Machine:
@@ -410,7 +276,7 @@ class _Planner:
         changes = list(self._other_windows(chosen))
         changes += self._other_batches(largest_batch)
         changes += self._other_policies() if self.source.answers is None else self._other_cache()
-        if self.run.nbytes(chosen) > self.available:
+        if self.tried.nbytes(chosen) > self.available:
             rescues = self._rescues()
             while sum(change.nbytes <= self.available for change in changes) < ENOUGH:
                 change = next(rescues, None)
@@ -419,7 +285,7 @@ class _Planner:
                 changes.append(change)
 
         def cost(change: Change) -> tuple[bool, float]:
-            return change.nbytes > self.available, change.batch_s(self.accumulate) / change.samples
+            return change.nbytes > self.available, change.batch_s(self.run.accumulate) / change.samples
 
         first = list(self._loss_in_chunks(chosen))
         if first and first[0].nbytes > self.available:
@@ -442,7 +308,7 @@ class _Planner:
 
     def _other_windows(self, chosen: Pair) -> Iterable[Change]:
         if chosen.window > 1:
-            window, transfer = self.run.largest_window(chosen.window - 1) or 1, self.options.transfer
+            window, transfer = self.tried.largest_window(chosen.window - 1) or 1, self.options.transfer
             remedy = remedies.window(window)
             transfer = transfer if transfer == "auto" else min(transfer, window)
             options = replace(self.options, **remedy.options, transfer=transfer)
@@ -486,7 +352,7 @@ class _Planner:
         for remedy in (*further, *remedies.smaller_units(classes)):
             yield from self._changed(remedy)
         # Under autocast most weights travel in half precision already: not worth a dry run.
-        worth = self.precision == "32-true" or isinstance(self.source, ListedModel)
+        worth = self.run.precision == "32-true" or isinstance(self.source, ListedModel)
         half = self.source.in_half() if worth else None
         for remedy in remedies.half_precision(half is not None):
             yield from self._changed(remedy, half)
@@ -518,7 +384,7 @@ class _Planner:
         ):
             change = self._host_change(remedy, (half or self.source) if remedy.half else self.source)
             if change is not None and (change.host_nbytes or 0) < host.total:
-                found.append((remedy.adapters, change.batch_s(self.accumulate) > SLOW * batch_s, change))
+                found.append((remedy.adapters, change.batch_s(self.run.accumulate) > SLOW * batch_s, change))
         yield from (change for *_, change in sorted(found, key=lambda item: item[:2]))
 
     def _host_change(self, remedy: HostRemedy, source: PlannedModel) -> Change | None:
@@ -582,9 +448,9 @@ class _Planner:
         """Return the change to these needs and options: with the bytes and times that they lead to (Rule 4)."""
         run = _Sizes(self, options or self.options, needs, machine or self.machine)
         sizes, paced = run.sizes()
-        accumulating_s = run.accumulating_s(paced) if self.accumulate > 1 else None
+        accumulating_s = run.accumulating_s(paced) if self.run.accumulate > 1 else None
         step_s, many_s = run.simulated(paced).step_s, None
-        if steps and self.accumulate == 1:
+        if steps and self.run.accumulate == 1:
             many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
             many_s = many.batch_s(many.sizes()[1])
         return Change(what, run.nbytes(sizes), step_s, *sizes, accumulating_s=accumulating_s, many_s=many_s)
@@ -615,7 +481,7 @@ class _Sizes:
         self._nbytes: dict[Pair, int] = {}
         self._simulated: dict[Pair, Simulation] = {}
         self._accumulating_s: dict[Pair, float] = {}
-        self._accumulate = planner.accumulate if accumulate is None else accumulate
+        self._accumulate = planner.run.accumulate if accumulate is None else accumulate
 
     @functools.cached_property
     def most(self) -> int:

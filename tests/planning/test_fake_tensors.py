@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from sp_lightning.planning.fake_kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
-from sp_lightning.planning.fake_tensors import FakeTensors, Unknown
-from sp_lightning.planning.memory_tracker import MemoryTracker
+from sp_lightning.tracing.fake_kernels import FP32, FP32_RESULT, LOWER, PROMOTED, Attention, attention_kernel
+from sp_lightning.tracing.fake_tensors import FakeTensors, Unknown
+from sp_lightning.tracing.memory_tracker import MemoryTracker
 
 HALF = torch.bfloat16
 

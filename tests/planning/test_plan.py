@@ -22,8 +22,9 @@ from sp_lightning.core.machine import GIB, Machine
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
 from sp_lightning.options import Options
 from sp_lightning.planning import Plan, SweepPoint, plan, simulate
-from sp_lightning.planning.planned_model import TracedModel, states_of
+from sp_lightning.planning.planned_model import states_of
 from sp_lightning.planning.shapes import SHAPES
+from sp_lightning.planning.traced_model import TracedModel
 from sp_lightning.planning.workloads import WORKLOADS
 
 CHUNKED = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
@@ -412,7 +413,7 @@ LISTED = {
 
 @parity.product(of=list(LISTED), activations=["keep", "recompute"], precision=["bf16-mixed", "bf16-true"])
 def test_listed_numbers_agree_with_a_dry_run_of_the_model(of, activations, precision):
-    """planned_model.py, Rule 4: here for models of three layers."""
+    """listed_model.py, Rule 1: here for models of three layers."""
     pytest.importorskip("transformers")
     name, listed, loss, rows = LISTED[of]
     if loss == "chunked" and not hasattr(nn, "LinearCrossEntropyOptions"):
@@ -955,7 +956,7 @@ def test_a_training_step_s_own_error_is_told_rather_than_that_forward_is_not_the
 
 
 def test_too_large_to_be_tried_with_data_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("sp_lightning.planning.planned_model.LARGEST_REAL", 1000)
+    monkeypatch.setattr("sp_lightning.planning.traced_model.LARGEST_REAL", 1000)
     case = models.case("mixture_of_experts")
     said = r"depends on values that it computes \(.*\), and [\d.]+ KiB of weights are more than the 1000 B that may run"
     with pytest.raises(UnsupportedError, match=said):

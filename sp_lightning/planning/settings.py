@@ -1,0 +1,152 @@
+"""The arguments of `sp_lightning.plan` beside the model, validated and normalised once; all other code trusts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
+from ..core.remedies import STATE_NBYTES
+from ..errors import OptionError
+from ..memory.device import find
+from ..options import Options, is_int, parse_bytes
+from ..runtime.measure import measure
+from ..tracing.dry_run import Answers, Runner
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+OF_TRAINING = (
+    *("loss", "optimizer", "copies", "trained_copies"),
+    *("activations", "optimizer_overlap", "fused_optimizer", "master_weights"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """How the model is trained, or asked for answers. Creating an instance checks every value."""
+
+    options: Options
+    precision: str  # one of `PRECISIONS`, or a short name of one
+    optimizer: Any  # a name, a class, a function of parameters, or None for the module's own
+    loss: Runner | str | None  # a function of module and batch, "full", "chunked", or None for the module's own
+    answers: Answers | None  # what the model generates, if it is not trained
+    copies: int  # of all weights, beside the module
+    trained_copies: int  # of the weights that are trained
+    devices: int
+    own_gradients: bool  # whether each rank has all gradients once more (host_bytes.py, Rule 5)
+    accumulate: int  # batches in a step of the optimizer
+
+    def __post_init__(self) -> None:
+        precision = SHORT_PRECISIONS.get(self.precision, self.precision)
+        if precision not in PRECISIONS:
+            allowed = "one of " + ", ".join(map(repr, PRECISIONS))
+            raise OptionError(argument="precision", found=self.precision, allowed=allowed)
+        object.__setattr__(self, "precision", precision)  # a frozen instance may change only while it is made
+        if isinstance(self.loss, str) and self.loss not in ("full", "chunked"):
+            raise OptionError(argument="loss", found=self.loss, allowed="'full', 'chunked' or a function")
+        for name, least in (("copies", 0), ("trained_copies", 0), ("devices", 1), ("accumulate", 1)):
+            value = getattr(self, name)
+            if not is_int(value) or value < least:
+                raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
+        if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
+            object.__setattr__(self, "own_gradients", True)
+
+    @property
+    def own_loss(self) -> Runner | None:
+        """The user's function of module and batch, if there is one."""
+        return None if isinstance(self.loss, str) else self.loss
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the optimizer, such as "AdamW"; empty where only the module knows it."""
+        if isinstance(self.optimizer, str):
+            found = (name for name in STATE_NBYTES if name.lower() == self.optimizer.lower())
+            return next(found, self.optimizer)
+        return getattr(self.optimizer, "__name__", "")
+
+    def within_host(self, available_nbytes: int) -> PlannedRun:
+        """Return the run with a host budget of all available bytes, if it has a disk and no other budget."""
+        if self.options.disk is None or self.options.host_budget is not None:
+            return self
+        return replace(self, options=replace(self.options, host_budget=max(1, available_nbytes)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """The machine that a run is planned for."""
+
+    profile: Machine  # with the memory, cores, link and disk that were given for it
+    target: str  # the device type whose kernels count
+    headroom_nbytes: int  # of host memory, left to the system
+    is_disk_assumed: bool  # the disk's speed was not given
+
+    @classmethod
+    def of(
+        cls,
+        machine: Machine | str,
+        device: torch.device | str | None,
+        precision: str,
+        *,
+        device_memory: int | str | None,
+        host_memory: int | str | None,
+        host_headroom: int | str | None,
+        cores: int | None,
+        link: str | float | None,
+        disk_speed: str | None,
+    ) -> PlannedMachine:
+        """Return the machine with this profile, changed by what is given; the arguments are those of `plan`."""
+        profile, target = _profile(machine, device, precision)
+        if device_memory is not None:
+            profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
+        if host_memory is not None:
+            profile = replace(profile, host_nbytes=_nbytes(host_memory, "host_memory"))
+        if cores is not None:
+            profile = with_cores(profile, cores)
+        if link is not None:
+            profile = with_link(profile, link)
+        if disk_speed is not None:
+            profile = with_disk(profile, disk_speed)
+        left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", 0)
+        return cls(profile=profile, target=target, headroom_nbytes=left, is_disk_assumed=disk_speed is None)
+
+
+def answers_of(tokens: int | None, cache: str | None, given: dict[str, Any]) -> Answers | None:
+    """Return what the model generates, if it is not trained; refuse those given arguments that only training has."""
+    if cache not in (None, "device", "host"):
+        raise OptionError(argument="cache", found=cache, allowed="'device' or 'host'")
+    if tokens is None:
+        if cache is not None:
+            raise OptionError(argument="cache", found=cache, allowed="given together with answer")
+        return None
+    if not is_int(tokens) or tokens < 1:
+        raise OptionError(argument="answer", found=tokens, allowed="an int >= 1, the tokens of each answer")
+    for name in OF_TRAINING:
+        if given.get(name) not in (None, 0, getattr(Options(), name, None)):
+            raise OptionError(argument=name, found=given[name], allowed="left out beside answer: nothing is trained")
+    return Answers(tokens, cache or "device")
+
+
+def _profile(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
+    """Return the machine's profile, and the device type whose kernels count."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    target = torch.device(device).type if device is not None else None
+    if given == "here":
+        found = find(None if device is None else str(device))
+        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+        return measure(found, dtype=dtype), target or found.type
+    if isinstance(given, Machine):
+        return given, target or (here.type if here is not None else "cuda")
+    if given not in PROFILES:
+        allowed = "'here', a machine.Machine, or one of " + ", ".join(map(repr, PROFILES))
+        raise OptionError(argument="machine", found=given, allowed=allowed)
+    return PROFILES[given], target or "cuda"
+
+
+def _nbytes(given: int | str, argument: str, least: int = 1) -> int:
+    nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
+    if not is_int(nbytes) or nbytes < least:
+        allowed = f'bytes, at least {least}: an int, or text with a unit such as "10GiB"'
+        raise OptionError(argument=argument, found=given, allowed=allowed)
+    return nbytes

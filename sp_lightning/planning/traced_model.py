@@ -1,0 +1,514 @@
+"""A module to plan for, measured by a dry run.
+
+1. ``notes`` report what a dry run (dry_run.py) cannot do: a training_step that needs its Trainer is replaced by
+   ``forward``; a model whose control flow depends on values that it computes runs on the CPU, with data, if it is small
+   enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import pathlib
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from ..autograd.saved_tensors import tensors_in
+from ..compat.kernels import has_chunked_loss
+from ..compat.tensors import storage_id
+from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..core.machine import Machine
+from ..core.simulation import SimulatedVisit, UnitCost
+from ..disk.placement import Budgeted, choose, may_move
+from ..errors import OptionError, SuperpipelineError, UnsupportedError
+from ..memory.partition import Unit
+from ..options import Options, format_bytes
+from ..tracing.dry_run import Answers, RealTensors, Runner, dry_run, generating
+from ..tracing.fake_tensors import FakeTensors, Unknown
+from ..tracing.step_trace import StepTrace
+from .planned_model import (
+    PlannedModel,
+    Requirements,
+    check_master_weights,
+    half_of,
+    mean_states,
+    optimizers_in,
+    states_of,
+    with_moved,
+    without_disk,
+)
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
+
+
+class TracedModel(PlannedModel):
+    """A module, measured by a dry run."""
+
+    def __init__(
+        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | Answers | None
+    ) -> None:
+        if batch is None:
+            raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
+        self._module = module
+        self._batch = batch() if callable(batch) else batch
+        self._precision = precision
+        self._optimizer = optimizer
+        self._target = target
+        self._loss = loss
+        self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
+        self._traces: dict[tuple[Options, int], StepTrace] = {}
+        self._states: float | None = None
+        self._nbytes = 0  # of weights; known once the module was made
+        self._real = False  # whether the model has to run with data
+        self._forward = False  # whether forward replaces training_step
+        self._made_class: Any = None  # class of the module that was made, if one was
+        self._logits_nbytes = 0
+        self.rows = _rows(self._batch)
+        self.notes: list[str] = []
+        self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
+
+    def needs(self, options: Options, machine: Machine) -> Requirements:
+        return self._needs(self._trace(options, 1), options, machine)
+
+    def with_rows(self, rows: int, options: Options, machine: Machine) -> Requirements | None:
+        """Return the requirements on the straight line through this batch and one of twice the rows."""
+        if options not in self._lines:
+            self._lines[options] = self._line(options)
+        line = self._lines[options]
+        if line is None:
+            return None
+        return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine)
+
+    def _line(self, options: Options) -> tuple[StepTrace, StepTrace] | None:
+        one = self._trace(options, 1)
+        try:
+            two = self._trace(options, 2)
+        except SuperpipelineError:
+            self.notes.append("a batch of twice the rows could not be measured, so the largest batch is unknown")
+            return None
+        if not one.is_like(two):  # the first step of a process may make what later ones find
+            one = self._traces[options, 1] = self._find_trace(options, 1)
+        return (one, two) if one.is_like(two) else None
+
+    def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
+        in_files, placed = self._placed(trace, options)
+        filed = {index: sum(of_unit.values()) for index, of_unit in in_files.items()}
+        moved = {index: self._may_move(trace, index, options) for index in placed.masters}
+        trained = [
+            sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
+            for unit in trace.units
+        ]
+        stepped = {index: sum(p.nbytes for p in of_unit if p.requires_grad) for index, of_unit in moved.items()}
+        as_it_is = {index: sum(p.nbytes for p in of_unit if id(p) in trace.uncast) for index, of_unit in moved.items()}
+        read = {unit.name: filed.get(unit.index, 0) + as_it_is.get(unit.index, 0) for unit in trace.units}
+        on_disk = sum(filed.values()) + sum(p.nbytes for of_unit in moved.values() for p in of_unit)
+
+        def of(part: StepTrace) -> Requirements:
+            costs, works = _costs(part, options, machine)
+            costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
+            costs = with_moved(costs, [unit.name for unit in trace.units], placed, trained, stepped, self.states())
+            return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
+
+        if not trace.passes:
+            return of(trace)
+        return replace(of(trace.of_pass(1)), reading=of(trace.of_pass(0)))  # planned_model.py, Rule 4
+
+    def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
+        """Return the bytes of weights that stay in files, and what is where (planned_model.py, Rule 3).
+
+        The former are by the indices of units and the ids of parameters.
+        """
+        if options.host_budget is None:
+            return {}, Budgeted(units=[], host=HostBytes(), in_files=0)
+        filed = [self._filed(unit) for unit in trace.units]
+        everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
+        dtype = self._half() if options.master_weights else None
+        may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
+        spills, trains = options.disk is not None, self.answers is None
+        budget, known = options.host_budget, trace.castable
+        placed = choose(trace.units, everything, budget, dtype, may_cast, trains=trains, spills=spills, castable=known)
+        if placed.units and self._names_in_files is None:
+            self.notes.append("frozen weights are taken to be in local files as they are")
+        return {index: filed[index] for index in placed.units}, placed
+
+    def _may_move(self, trace: StepTrace, index: int, options: Options) -> list[Tensor]:
+        """List a unit's FP32 weights that can be on disk (planned_model.py, Rule 3)."""
+        parameters = [parameter for _, parameter in trace.units[index].params]
+        return may_move(parameters, self._half() if options.master_weights else None, trace.castable)
+
+    def _filed(self, unit: Unit) -> dict[int, int]:
+        """Return the bytes of a unit's weights that can stay in files, by the ids of parameters."""
+        names = self._names_in_files
+        frozen = ((name, p) for name, p in unit.params if not p.requires_grad)
+        return {id(p): p.nbytes for name, p in frozen if names is None or name in names}
+
+    @functools.cached_property
+    def _names_in_files(self) -> set[str] | None:
+        """The names of the weights that are in files; None if there is no telling."""
+        if not isinstance(self._module, nn.Module) or any(p.is_meta for p in self._module.parameters()):
+            return None
+        from ..disk.source_files import find
+
+        found = find(self._module.parameters())
+        return {name for name, parameter in self._module.named_parameters() if id(parameter) in found}
+
+    def host(self, options: Options, needs: Requirements) -> HostBytes:
+        assert needs.trace is not None
+        trace = needs.trace
+        in_files, placed = self._placed(trace, options)
+        units = []
+        for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
+            filed = in_files.get(unit.index, {})
+            kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
+            units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
+        if trace.passes:  # the last one has the longest cache
+            waiting = sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
+            return replace(host_bytes(units, ring=placed.host.ring), keys_and_values=waiting)
+        stowed = sum(work.stowed_nbytes for work in needs.works)
+        host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
+        return without_disk(host, placed, units, self.states())
+
+    def states(self) -> float:
+        assert self._states is not None
+        return self._states
+
+    def in_half(self) -> PlannedModel | None:
+        single = self._precision == "32-true" or self._precision.endswith("mixed")
+        return self._with(precision="bf16-true") if single else None
+
+    @property
+    def logits_nbytes(self) -> int:
+        return self._logits_nbytes if has_chunked_loss else 0
+
+    def in_chunks(self) -> PlannedModel | None:
+        if not self.logits_nbytes:
+            return None
+        return self._with(loss=_loss_in_chunks)
+
+    @property
+    def answers(self) -> Answers | None:
+        return self._loss if isinstance(self._loss, Answers) else None
+
+    def with_answers(self, answers: Answers) -> TracedModel:
+        """Return the same model that generates something else."""
+        return self._with(loss=answers)
+
+    def _with(self, precision: str | None = None, loss: Runner | Answers | None = None) -> TracedModel:
+        """Return the same model with another precision or another loss."""
+        precision, loss = precision or self._precision, loss or self._loss
+        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss)
+
+    def _half(self) -> torch.dtype | None:
+        return half_of(self._precision)
+
+    def _trace(self, options: Options, scale: int) -> StepTrace:
+        if (options, scale) not in self._traces:
+            self._traces[options, scale] = self._find_trace(options, scale)
+        return self._traces[options, scale]
+
+    def _find_trace(self, options: Options, scale: int) -> StepTrace:
+        """Trace a step in the plainest way that works; the first trace decides the way of all others (Rule 1)."""
+        batch = _scaled(self._batch, self.rows, scale)
+        first: Exception | None = None
+        while True:
+            try:
+                return self._dry_run(options, batch)
+            except Unknown as error:
+                if self._real or self._traces:
+                    raise
+                if self._nbytes > LARGEST_REAL:
+                    raise UnsupportedError(
+                        f"{self.name} depends on values that it computes ({error}), and {format_bytes(self._nbytes)} "
+                        f"of weights are more than the {format_bytes(LARGEST_REAL)} that may run on the CPU instead: "
+                        "plan with fewer layers, or pass loss=, a function of module and batch without those values"
+                    ) from error
+                self._real = True
+                self.notes.append(
+                    "the model depends on values that it computes: measured on the CPU, with data, by the CPU's kernels"
+                )
+            except SuperpipelineError:
+                raise
+            except Exception as error:
+                first = first or error
+                if self._forward or self._traces or self._loss is not None or not self._has_training_step():
+                    raise UnsupportedError(
+                        f"{self.name} does not run without a Trainer and without data: {_in_a_line(first)}; pass "
+                        "another batch (--data), or loss=, a function that takes the module and a batch and returns "
+                        "the loss"
+                    ) from error
+                self._forward = True
+                self.notes.append(
+                    f"training_step was not measured, because it needs more than a batch ({_in_a_line(error)}): "
+                    "forward, and backward from all its outputs, were measured instead"
+                )
+
+    def _has_training_step(self) -> bool:
+        return hasattr(type(self._module) if isinstance(self._module, nn.Module) else self._made_class, "training_step")
+
+    def _dry_run(self, options: Options, batch: Any) -> StepTrace:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing is trained here
+            return self._run_in_context(options, batch)
+
+    def _run_in_context(self, options: Options, batch: Any) -> StepTrace:
+        mixed = self._precision.endswith("mixed")
+        autocast = self._half() if mixed else None
+        if self._real:
+            with torch.autocast("cpu", dtype=autocast, enabled=mixed), torch.random.fork_rng(devices=[]):
+                with (real := RealTensors()):
+                    return self._run_on(real, batch, options)
+        with (tensors := FakeTensors(self._target, autocast)):
+            return self._run_on(tensors, batch, options)
+
+    def _run_on(self, tensors: FakeTensors | RealTensors, batch: Any, options: Options) -> StepTrace:
+        module = self._make(tensors)
+        self._made_class = type(module)
+        self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
+        if not self._nbytes:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
+        adopted = apply_to_collection(batch, Tensor, tensors.adopt)
+        half = self._half()
+        check_master_weights(options, self._precision)
+        if self._precision.endswith("true"):
+            dtype = half or (torch.float64 if self._precision == "64-true" else None)
+            adopted = adopted if dtype is None else apply_to_collection(adopted, Tensor, _to(dtype))
+            if dtype is not None:
+                _convert(module, dtype, options.master_weights)
+        if self.answers is None:
+            module.train()
+        elif generating(module.eval().requires_grad_(False)) is None:
+            allowed = f"left out: {self.name} is no decoder of transformers that continues texts"
+            raise OptionError(argument="answer", found=self.answers.tokens, allowed=allowed)
+        if self._states is None:
+            self._states = self._states_of_optimizer(module) if self.answers is None else 0.0
+        compute_dtype = half if options.master_weights else None
+        run = self.answers or self._runner(module)
+        with self._seeing_logits(module) if run is _forward else contextlib.nullcontext():
+            return dry_run(module, adopted, run, options, tensors, compute_dtype)
+
+    @contextlib.contextmanager
+    def _seeing_logits(self, module: nn.Module) -> Iterator[None]:
+        """Find out, within this context, whether the loss may be in chunks (planned_model.py, Rule 2)."""
+        model, seen = _language_model(module), []
+        if model is None or self._forward:
+            yield
+            return
+
+        def base_ran(_module: Any, _args: Any, output: Any) -> None:
+            seen.append(_storage(output[0]))
+
+        def head_ran(_module: Any, args: Any, logits: Tensor) -> None:
+            seen.extend((_storage(args[0]), _storage(logits)))
+
+        def model_ran(_module: Any, _args: Any, output: Any) -> None:
+            logits, node = getattr(output, "logits", None), getattr(getattr(output, "loss", None), "grad_fn", None)
+            alone = node is not None and node.name().startswith("NllLoss")
+            if alone and isinstance(logits, Tensor) and len(seen) == 3:
+                base, given, made = seen
+                self._logits_nbytes = 4 * logits.numel() * (given == base and made == _storage(logits))
+
+        hooks = [
+            model.base_model.register_forward_hook(base_ran),
+            model.get_output_embeddings().register_forward_hook(head_ran),
+            model.register_forward_hook(model_ran),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _make(self, tensors: FakeTensors | RealTensors) -> nn.Module:
+        if not isinstance(self._module, nn.Module):
+            tensors.building = True
+            try:
+                made = self._module()
+            except SuperpipelineError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(f"{self.name} could not be made: {_in_a_line(error)}") from error
+            finally:
+                tensors.building = False
+            if not isinstance(made, nn.Module):
+                raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
+            return made
+        return _copied(self._module, tensors)
+
+    def _runner(self, module: nn.Module) -> Runner:
+        if self._loss is not None:
+            assert not isinstance(self._loss, Answers)
+            return self._loss
+        step = getattr(module, "training_step", None)
+        if step is not None and not self._forward:
+            takes = len(inspect.signature(step).parameters)
+            return lambda _, batch: step(*(batch, 0)[:takes])
+        return _forward
+
+    def _states_of_optimizer(self, module: nn.Module) -> float:
+        try:
+            configure: Any = getattr(module, "configure_optimizers", None)
+            if self._optimizer is None and configure is not None:
+                made = list(optimizers_in(configure()))
+                self.optimizer = type(made[0]).__name__ if made else ""
+                return mean_states(made)
+            widest = max(module.parameters(), key=lambda parameter: parameter.numel())
+            return states_of(self._optimizer, module, widest.dtype)
+        except OptionError:
+            raise
+        except Exception as error:
+            self.notes.append(
+                f"the module's own optimizer could not be made ({_in_a_line(error)}): planned with AdamW's state"
+            )
+            return STATES["AdamW"]
+
+
+def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitCost], list[SimulatedVisit]]:
+    """Turn a trace into the simulation's costs and visits, with units in the order of their first visits."""
+    order = list(dict.fromkeys(trace.order))
+    order += [unit.index for unit in trace.units if unit.index not in order]
+    place = {index: position for position, index in enumerate(order)}
+    ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    works: list[SimulatedVisit] = []
+    first = order[0]
+    for visit in trace.visits:
+        index = first if visit.unit is None else visit.unit
+        flops = visit.flops + ratio * visit.fp32_flops
+        flops_of = backward if visit.backward else forward
+        flops_of[index] = flops_of.get(index, 0.0) + flops
+        if visit.unit is None and not flops and not visit.sends:
+            continue
+        works.append(
+            SimulatedVisit(
+                place[index],
+                flops,
+                tuple(place[unit] for unit in visit.in_use),
+                tuple(place[unit] for unit in visit.sends),
+                visit.stowed_nbytes,
+                visit.fetched_nbytes,
+                visit.nbytes,
+            )
+        )
+    costs = []
+    for index in order:
+        size = trace.wire[index]
+        costs.append(
+            UnitCost(
+                name=size.name,
+                up_nbytes=size.nbytes,
+                down_nbytes=size.gradient_nbytes,
+                parameters=size.trained,
+                cast=size.cast,
+                forward_flops=forward.get(index, 0.0),
+                backward_flops=backward.get(index, 0.0),
+                resident=size.resident,
+            )
+        )
+    return costs, works
+
+
+def _in_a_line(error: Exception) -> str:
+    """Describe an error with the last line of the user's code that led to it: one outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not pathlib.Path(frame.filename).is_relative_to(PACKAGE)]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
+    return ": ".join([*places[-1:], type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
+    """Convert a module as the precision plugin does; with master weights, parameters become FP32."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
+
+
+def _copied(module: nn.Module, tensors: FakeTensors | RealTensors) -> nn.Module:
+    """Copy a module to tensors of this kind; the module itself is not changed."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        with torch.no_grad():
+            memo[id(parameter)] = nn.Parameter(tensors.adopt(parameter.detach()), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = tensors.adopt(buffer.detach())
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "pass a function without arguments that makes it"
+        ) from error
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def _language_model(module: nn.Module) -> Any:
+    """Return the language model of transformers in a module, if its head is one linear layer; else None."""
+    for child in module.modules():
+        if (head_of := getattr(child, "get_output_embeddings", None)) is not None:
+            return child if type(head_of()) is nn.Linear and child.base_model is not child else None
+    return None
+
+
+def _loss_in_chunks(module: nn.Module, batch: Any) -> Tensor:
+    """Compute the loss of next tokens in chunks of rows, as the recipes do (examples/common/loss.py)."""
+    model = _language_model(module)
+    head = model.get_output_embeddings()
+    hidden = model.base_model(**{name: batch[name] for name in batch if name != "labels"}, use_cache=False)[0]
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+    weight, bias = (
+        each if each is None or each.dtype is dtype else each.to(dtype) for each in (head.weight, head.bias)
+    )
+    with torch.autocast("cpu", enabled=False):
+        losses = nn.functional.linear_cross_entropy(
+            *(hidden.flatten(0, 1).to(dtype), weight, labels),
+            linear_bias=bias,
+            reduction="none",
+            options=nn.LinearCrossEntropyOptions(),
+        )
+    return losses.float().mean()
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    if hasattr(batch, "keys"):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def _rows(batch: Any) -> int:
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _scaled(batch: Any, rows: int, scale: int) -> Any:
+    """Return a batch of ``scale`` times the rows."""
+    if scale == 1:
+        return batch
+
+    def repeated(tensor: Tensor) -> Tensor:
+        fits = tensor.dim() and tensor.shape[0] and tensor.shape[0] % rows == 0
+        return torch.cat([tensor] * scale) if fits else tensor
+
+    return apply_to_collection(batch, Tensor, repeated)
