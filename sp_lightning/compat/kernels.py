@@ -30,6 +30,60 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 ]
 
+
+def _matmul_precision() -> str | None:
+    """Return the precision of FP32 products, or None: torch does not tell it after other functions have set it."""
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch._C._set_float32_matmul_precision(precision)
+
+
+def _precision(backend: str, operator: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    get, choose = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return functools.partial(get, backend, operator), functools.partial(choose, backend, operator)
+
+
+# All settings of the process on which results may depend; what sets several comes before what sets one of them.
+SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    *CHOICES,
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (_matmul_precision, _set_matmul_precision),
+    *(_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
+    *(_precision(backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn")),
+    (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed),
+    ),
+    (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed),
+    ),
+    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
+    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+]
+
+
+def settings() -> list[Any]:
+    """Read all settings of the process on which results may depend."""
+    return [get() for get, _ in SETTINGS]
+
+
+def set_settings(values: list[Any]) -> None:
+    """Set what `settings` read; those that are in effect already are not touched."""
+    for (get, choose), value in zip(SETTINGS, values, strict=True):
+        if get() != value:
+            choose(value)
+
+
 # Whether torch has the loss of a linear layer's logits in chunks: operators in Python, whose own operators a dry run
 # would not see otherwise.
 has_chunked_loss = hasattr(torch.nn, "LinearCrossEntropyOptions")

@@ -66,6 +66,9 @@ class SharedTrips(Protocol):
     def arrive(self, unit: StreamedUnit, /) -> None:
         """Wait until it is the turn of the calling thread's call to enter this unit."""
 
+    def stop(self) -> None:
+        """End the calls where they wait."""
+
 
 class Turn(NamedTuple):
     """Where one of several calls is: the units that it visits, and the phases that it is in."""

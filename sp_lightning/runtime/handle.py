@@ -31,7 +31,7 @@ from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import DeviceParameter, is_watched, unwatch
 from ..optim import torn_step
-from ..options import Options
+from ..options import Options, is_int
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
@@ -51,7 +51,7 @@ from .entries import (
     UnitEntry,
     has_method,
 )
-from .lockstep import Lockstep
+from .lockstep import Call, Lockstep
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .recorder import Recorder
@@ -66,6 +66,7 @@ BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
 )
 
 _is_some = functools.partial(operator.is_not, None)
+_attached: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles that may stream something
 SUBSTITUTE = "a tensor that is no parameter"  # the mark of a slot where something else stands for a parameter
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Handle:
         self._attach()
         self.steps = OptimizerSteps(self.engine, self._disk)
         torn_step.notice_loads(module)
+        _attached.add(self)
 
     # ---- units and figures
 
@@ -255,22 +257,42 @@ class Handle:
         more memory for activations and caches. Results come back in the order of the calls. If calls raise, the others
         go on; then the first error is raised, or with ``return_exceptions`` returned in its call's place.
         """
-        if at_once < 1:
-            raise OptionError(argument="at_once", found=at_once, allowed="at least 1")
+        ended = sorted(self.calls_ended(calls, at_once), key=lambda call: call.number)
+        for call in ended:
+            if call.error is not None and not return_exceptions:
+                raise call.error
+        return [call.result if call.error is None else call.error for call in ended]
+
+    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int) -> Iterator[Call]:
+        """Run calls as `lockstep` does, and yield each when it has ended; a call is made when it is to begin."""
+        if not (is_int(at_once) and at_once >= 1):
+            raise OptionError(argument="at_once", found=at_once, allowed="an int >= 1")
         if self.closed or self.engine.turns is not None:
             state = "after close()" if self.closed else "in a call of another lockstep"
             raise UnsupportedError(f"lockstep was called {state}, where no weights can be shared: call it elsewhere")
         with torch.no_grad():
             self.open_scope("lockstep")
             try:
-                lockstep = Lockstep(self.engine, list(calls))
-                lockstep.run(at_once)
+                lockstep = Lockstep(self.engine, calls, at_once)
             finally:
                 self.close_scope()
-        for call in lockstep.calls:
-            if call.error is not None and not return_exceptions:
-                raise call.error
-        return [call.result if call.error is None else call.error for call in lockstep.calls]
+        self.engine.turns = lockstep
+        try:
+            while (call := self._next_ended(lockstep.next_ended)) is not None:
+                yield call
+        finally:
+            self._next_ended(lockstep.stop)
+            self.engine.turns = None
+
+    def _next_ended(self, run: Callable[[], Call | None]) -> Call | None:
+        """Run calls until one has ended, and make sure that the code which follows finds the host's bytes."""
+        try:
+            with torch.no_grad():
+                return run()
+        finally:
+            self.engine.phases.begin_step()
+            with torch.no_grad():
+                self.close_scope()
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -370,6 +392,8 @@ class Handle:
         if self.closed:
             return
         self.closed = True
+        if self.engine.turns is not None:
+            self.engine.turns.stop()  # of an iteration that was left
         try:
             try:
                 self.stop_recording()
@@ -661,6 +685,45 @@ def stream(
     handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
     handle.steps.by_hand = True
     return handle
+
+
+def handle_of(module: nn.Module) -> Handle:
+    """Return the handle that streams a module, or one that it is a part of or leads to, such as Fabric's wrapper."""
+    parameters = [id(parameter) for parameter in module.parameters()]
+    handles = [
+        handle for handle in _attached if not handle.closed and any(map(handle.engine.managed.__contains__, parameters))
+    ]
+    if len(handles) != 1:
+        kind = type(module).__name__
+        found = f"{kind}, which is streamed in {len(handles)} parts" if handles else f"{kind}, which is not streamed"
+        raise UnsupportedError(
+            f"calls in lockstep share the weights of one module that is streamed, and were given {found}: pass the one "
+            "that the strategy or sp_lightning.stream() streams, while it does"
+        )
+    return handles[0]
+
+
+def lockstep(
+    module: nn.Module, calls: Iterable[Callable[[], Any]], at_once: int = 8, return_exceptions: bool = False
+) -> list[Any]:
+    """Run calls of a streamed module that share each trip of its weights, ``at_once`` of them at a time.
+
+    A call is a function without arguments that calls the module, once or often, and makes no gradients. It runs in a
+    thread of its own, of which one runs at a time, and has the bits of the call alone: it has settings of torch's and
+    random states of its own, and may end early, take other paths than the others, or raise.
+
+    Args:
+        module: The module that ``sp_lightning.stream``, a Trainer's or Fabric's strategy or ``sp_lightning.hf``
+            streams, or a part of it.
+        calls: Functions such as ``lambda: model.generate(**inputs)``. Each is taken when it is to begin.
+        at_once: How many run at a time. The more, the fewer trips, and the more memory for activations and caches.
+        return_exceptions: If calls raise, the others go on, and then the first error is raised; or, with True,
+            returned in its call's place.
+
+    Returns:
+        What the calls returned, in their order.
+    """
+    return handle_of(module).lockstep(calls, at_once, return_exceptions)
 
 
 # ---- handles of modules that other code may drop

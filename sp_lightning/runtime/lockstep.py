@@ -1,34 +1,40 @@
-"""Calls of one streamed module that share each trip of its weights: `Handle.lockstep`.
+"""Calls of one streamed module that share each trip of its weights: `sp_lightning.lockstep`, `Handle.lockstep`.
 
 1. Each call runs in a thread of its own, one at a time. The running call gives the turn away only where it is about to
-   enter a unit, and where it ends; so the others wait in front of units. Only the running call's thread changes what
+   enter a unit, and where it ends; so the others wait in front of units. Only the thread that has the turn changes what
    follows, so nothing is locked.
 2. The calls stay with a unit until none of them waits for it, and go on to the one that most of them wait for: of
    several, to the first in the module, so that calls which are behind catch up. New calls begin before that. A unit
    that always stays on the device is not waited for.
 3. A pass of the window ends where they go on to a unit that they have been to in it.
-4. With the turn go a call's visits, its phases, and the states of torch's default generators. Each call begins with a
-   seed of its own, drawn in the order of the calls: what it draws depends neither on the others nor on how many run at
-   once.
-5. A thread has the autocast, the inference mode, the stream and the context variables of the caller's.
+4. With the turn go a call's visits, its phases, its random states (torch's default generators, Python's, NumPy's) and
+   torch's settings, which belong to the process: a call begins with the caller's settings, and what it sets holds for
+   it alone. It begins with a seed of its own, drawn in the order of the calls: what it draws depends neither on the
+   others nor on how many run at once.
+5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
+   variables of the caller's.
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
-7. What a call raises ends that call alone. If the caller's wait is interrupted, no call begins any more, and the others
-   end where they wait.
+7. What a call raises ends that call alone. A call that has ended gives the turn to the caller, which takes the result,
+   begins the next call, and may run any code that enters no unit. If the caller is interrupted, or wants no more, no
+   call begins any more, and the others end where they wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
+import random
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..autograd.stand_ins import StreamedUnit
+from ..compat.kernels import set_settings, settings
 from ..compat.tensors import dispatch_mode_count, function_mode_count
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -36,21 +42,24 @@ from ..memory.watched_parameters import quietly
 from .engine import Engine, Turn
 
 BEGIN = -1  # in place of the index of a unit: the call has not begun
+SEEDS = 2**63 - 1
+MERSENNE_TWISTER = 2500  # bytes: 624 numbers, and the place in them
 
 
 class _Interrupted(BaseException):
     """Ends a call whose result nobody waits for any more (Rule 7)."""
 
 
-class _Call:
+class Call:
     """A call: what it runs, where it waits, and what came of it."""
 
-    def __init__(self, function: Callable[[], Any], seed: int, turn: Turn) -> None:
+    def __init__(self, number: int, function: Callable[[], Any], seed: int, turn: Turn, state: list[Any]) -> None:
+        self.number = number  # in the order of the calls
         self.function = function
         self.seed = seed
         self.unit = BEGIN  # the index of the unit that it waits for
         self.turn = turn  # while it waits
-        self.random: list[Tensor] = []  # likewise, the states of the generators
+        self.state = state  # likewise, what Rule 4 names
         self.goes_on = threading.Semaphore(0)
         self.thread: int | None = None
         self.result: Any = None
@@ -58,84 +67,98 @@ class _Call:
 
 
 class Lockstep:
-    """Calls that run in turns."""
+    """Calls that run in turns, ``at_once`` of them; made within the scope that they run in."""
 
-    def __init__(self, engine: Engine, calls: Collection[Callable[[], Any]]) -> None:
+    def __init__(self, engine: Engine, calls: Iterable[Callable[[], Any]], at_once: int) -> None:
         if function_mode_count() or dispatch_mode_count():
             raise UnsupportedError(
                 "calls in lockstep run in threads of their own, where a default device or another mode of torch's that "
                 "is on here is off: enter it inside of each call"
             )
         self._engine = engine
+        self._at_once = at_once
         self._surroundings = _surroundings(engine.device)
-        self._generators = _generators(engine.device)
-        seeds = torch.randint(2**63 - 1, (len(calls),)).tolist()
-        self.calls = [_Call(call, seed, engine.new_turn()) for call, seed in zip(calls, seeds, strict=True)]
-        self._to_begin = iter(self.calls)
-        self._live: list[_Call] = []  # in order
-        self._running: _Call | None = None
+        self._random = _RandomStates(engine.device)
+        self._seeds = torch.Generator().manual_seed(int(torch.randint(SEEDS, ())))
+        self._phases = engine.new_turn().phases
+        self._settings = settings()
+        self._to_begin = enumerate(calls)
+        self._live: list[Call] = []  # in order
+        self._running: Call | None = None  # None: the caller has the turn
         self._here = BEGIN  # the index of the unit that the calls are at
         self._passed: set[int] = set()  # the indices of those that they have been to in this pass (Rule 3)
         self._interrupted = False
-        self._all_ended = threading.Semaphore(0)
+        self._ended: Call | None = None
+        self._callers_turn = threading.Semaphore(0)
 
-    def run(self, at_once: int) -> None:
-        """Run the calls, so many at once, and keep with each its result, or what it raised."""
-        for _ in range(at_once):
-            self._begin_next()
+    def next_ended(self) -> Call | None:
+        """Run calls until one of them ends, and return it; None if all have ended."""
+        while len(self._live) < self._at_once and not self._interrupted:
+            following = next(self._to_begin, None)  # code of the caller's
+            if following is None:
+                break
+            self._begin(*following)
         if not self._live:
-            return
-        random = self._states()
-        self._engine.turns = self
-        own = self._give_turn()
+            return None
+        before = self._state()
+        own = self._give_turn(self._next())
         try:
             self._wait()
         finally:
-            self._engine.turns = None
             self._engine.change_turn(own)
-            self._set_states(random)
+            self._set_state(before)
+        return self._ended
+
+    def stop(self) -> None:
+        """End the calls where they wait, and begin no more."""
+        self._interrupted = True
+        while self.next_ended() is not None:
+            pass
 
     def _wait(self) -> None:
+        """Wait until the turn is the caller's again."""
         try:
-            self._all_ended.acquire()
+            self._callers_turn.acquire()
         except BaseException:
             self._interrupted = True
-            self._all_ended.acquire()
+            self._callers_turn.acquire()
             raise
 
-    def _begin_next(self) -> None:
-        """Give the next call a thread, in which it waits for its turn, if there is a call to begin."""
-        call = None if self._interrupted else next(self._to_begin, None)
-        if call is not None:
-            run = contextvars.copy_context().run
-            threading.Thread(target=run, args=(self._run, call), name="superpipeline-call", daemon=True).start()
-            self._live.append(call)
+    def _begin(self, number: int, function: Callable[[], Any]) -> None:
+        """Give a call a thread, in which it waits for its turn."""
+        seed = int(torch.randint(SEEDS, (), generator=self._seeds))
+        turn = Turn([], list(self._phases))
+        call = Call(number, function, seed, turn, [self._settings, self._random.seeded(seed)])
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(self._run, call), name="superpipeline-call", daemon=True).start()
+        self._live.append(call)
 
     # ---- turns
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: Call) -> None:
         """Run a call, on its own thread."""
         call.goes_on.acquire()
         call.thread = threading.get_ident()
-        for generator in self._generators:
-            generator.manual_seed(call.seed)
         try:
             if not self._interrupted:
+                self._set_state(call.state)
                 with self._surroundings():
                     call.result = call.function()
         except BaseException as error:
             call.error = error
+        self._random.forget()
         self._live.remove(call)
-        self._begin_next()
-        if self._live:
-            self._give_turn()
-        else:
-            self._all_ended.release()
+        self._ended, self._running = call, None
+        self._callers_turn.release()
 
     def arrive(self, unit: StreamedUnit) -> None:
         """Wait until it is the turn of the calling thread's call to enter a unit."""
         call = self._running
-        assert call is not None
+        if call is None:
+            raise UnsupportedError(
+                f"{unit.name} was entered between calls in lockstep, whose forwards are under way: run this forward "
+                "inside of a call, or after them"
+            )
         if call.thread != threading.get_ident():
             raise UnsupportedError(
                 f"{unit.name} was entered by a thread that a call in lockstep began; only the call's own thread has "
@@ -150,21 +173,21 @@ class Lockstep:
             call.unit = unit.index
             following = self._next()
             if following is not call:
-                call.random = self._states()
+                call.state = self._state()
                 call.turn = self._give_turn(following)
                 call.goes_on.acquire()
-                self._set_states(call.random)
+                self._set_state(call.state)
         if self._interrupted:
             raise _Interrupted
 
-    def _give_turn(self, call: _Call | None = None) -> Turn:
-        """Let this call run, or the next one; return where the one is that ran until now."""
-        call = self._running = call or self._next()
+    def _give_turn(self, call: Call) -> Turn:
+        """Let this call run; return where the one is that ran until now."""
+        self._running = call
         ran = self._engine.change_turn(call.turn)
         call.goes_on.release()
         return ran
 
-    def _next(self) -> _Call:
+    def _next(self) -> Call:
         """Return the call that runs next, where all of them wait (Rule 2)."""
         wanted = Counter(call.unit for call in self._live)
         if wanted[BEGIN]:
@@ -180,19 +203,85 @@ class Lockstep:
             self._passed.add(unit)
         return next(call for call in self._live if call.unit == unit)
 
-    # ---- generators (Rule 4)
+    # ---- what belongs to the process (Rule 4)
 
-    def _states(self) -> list[Tensor]:
-        return [generator.get_rng_state() for generator in self._generators]
+    def _state(self) -> list[Any]:
+        return [settings(), self._random.states()]
 
-    def _set_states(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
+    def _set_state(self, state: list[Any]) -> None:
+        set_settings(state[0])
+        self._random.set(state[1])
+
+
+class _RandomStates:
+    """The states of the generators that code draws from by default.
+
+    NumPy takes as long as a small unit to tell its state, and to take another: where it did not change, or its bytes
+    are all of it, the bytes are read and written (numpy.random.MT19937.ctypes).
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._torch = [torch.random] if device.is_host else [torch.random, torch.get_device_module(device.torch_device)]
+        self._numpy = sys.modules.get("numpy")
+        self._in_effect: _NumpyState | None = None  # None: not known
+
+    def states(self) -> list[Any]:
+        return [*(generator.get_rng_state() for generator in self._torch), random.getstate(), self._numpy_state()]
+
+    def set(self, states: list[Any]) -> None:
+        *of_torch, of_python, of_numpy = states
+        for generator, state in zip(self._torch, of_torch, strict=True):
             generator.set_rng_state(state)
+        random.setstate(of_python)
+        if self._numpy is not None:
+            here = self._in_effect
+            if here is None or here.is_more or of_numpy.is_more:
+                self._numpy.random.set_state(of_numpy.whole)
+            else:
+                ctypes.memmove(here.address, of_numpy.contents, MERSENNE_TWISTER)
+            self._in_effect = of_numpy
+
+    def forget(self) -> None:
+        """Note that code drew numbers whose states nobody needs."""
+        self._in_effect = None
+
+    def _numpy_state(self) -> _NumpyState | None:
+        if self._numpy is None:
+            return None
+        here, generator = self._in_effect, self._numpy.random.get_bit_generator()
+        address = generator.ctypes.state_address
+        contents = ctypes.string_at(address, MERSENNE_TWISTER) if type(generator).__name__ == "MT19937" else b""
+        if here is None or here.is_more or here.address != address or here.contents != contents:
+            self._in_effect = here = _NumpyState(address, contents, self._numpy.random.get_state(legacy=False))
+        return here
+
+    def seeded(self, seed: int) -> list[Any]:
+        """Return the states of generators with this seed; those that are in effect stay."""
+        before = self.states()
+        try:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
+            for generator in self._torch[1:]:
+                generator.manual_seed(seed)
+            random.seed(seed)
+            if self._numpy is not None:
+                self._numpy.random.seed(seed % 2**32)
+                self.forget()
+            return self.states()
+        finally:
+            self.set(before)
 
 
-def _generators(device: Device) -> list[Any]:
-    """List what has the functions of the default generators: of the CPU, and of the device."""
-    return [torch.random] if device.is_host else [torch.random, torch.get_device_module(device.torch_device)]
+class _NumpyState(NamedTuple):
+    """The state of NumPy's own generator."""
+
+    address: int  # of the bytes that its generator changes
+    contents: bytes
+    whole: dict[str, Any]
+
+    @property
+    def is_more(self) -> bool:
+        """Whether the state is more than these bytes: half a pair of normal numbers, or another generator's."""
+        return not self.contents or bool(self.whole["has_gauss"])
 
 
 def _surroundings(device: Device) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -203,13 +292,19 @@ def _surroundings(device: Device) -> Callable[[], contextlib.AbstractContextMana
         for kind in kinds
         if torch.is_autocast_enabled(kind)
     ]
-    infers, stream = torch.is_inference_mode_enabled(), device.compute
+    infers, stream, threads = torch.is_inference_mode_enabled(), device.compute, torch.get_num_threads()
+
+    def share_operators() -> None:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     @contextlib.contextmanager
     def surroundings() -> Iterator[None]:
         if not device.is_host:
             torch.accelerator.set_stream(stream)
+        share_operators()
         with contextlib.ExitStack() as contexts:
+            contexts.callback(share_operators)  # the number also holds for threads that begin later
             contexts.enter_context(torch.inference_mode() if infers else torch.no_grad())
             for kind, dtype, caches in casts:
                 contexts.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import functools
+import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from families import FAMILIES, predictions
@@ -233,6 +237,201 @@ def test_a_call_that_seeds_draws_what_it_draws_alone(device):
         assert same(handle.lockstep(map(seeded, range(4)), at_once=3), alone)
 
 
+def drawing_anywhere(net, x, count):
+    """A call that draws from Python's, NumPy's and torch's own generators, before, between and after its visits."""
+
+    def numbers():
+        # Of two normal numbers NumPy keeps the second one beside its generator's state.
+        return [random.random(), numpy.random.random(), *numpy.random.standard_normal(count), float(torch.rand(()))]
+
+    def call():
+        drawn = numbers()
+        net(x)
+        drawn += numbers()
+        net(x)
+        return drawn + numbers()
+
+    return call
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_python_s_and_numpy_s_generators_are_each_call_s_own(count, device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    calls = [drawing_anywhere(net, x, count) for count in (1, 2, 1, 3, 0)]
+    with sp_lightning.stream(net, device, window=1) as handle:
+        drawn, after = [], []
+        for at_once in (1, 2, 5):
+            torch.manual_seed(3), random.seed(4), numpy.random.seed(5)
+            numpy.random.standard_normal(count)
+            drawn.append(handle.lockstep(calls, at_once))
+            after.append([random.random(), numpy.random.standard_normal(), numpy.random.random()])
+    random.seed(4), numpy.random.seed(5)
+    numpy.random.standard_normal(count)
+    assert after == [[random.random(), numpy.random.standard_normal(), numpy.random.random()]] * 3
+    assert drawn == [drawn[0]] * 3 and drawn[0][0] != drawn[0][2]
+
+
+# --- Settings of the process, and of threads
+
+SETTINGS = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "determinism": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 2),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "all precisions": (
+        lambda: torch.backends.fp32_precision,
+        functools.partial(setattr, torch.backends, "fp32_precision"),
+        "tf32",
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.benchmark,
+        functools.partial(setattr, torch.backends.cudnn, "benchmark"),
+        True,
+    ),
+    "attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "fast path": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_call_sets_holds_for_it_alone(name, device):
+    get, choose, other = SETTINGS[name]
+    net, x, before = blocks(), torch.ones(2, 12, device=device), SETTINGS[name][0]()
+
+    def call(value):
+        found = [get()]
+        if value is not None:
+            choose(value)
+        for _ in range(2):
+            net(x)
+            found.append(get())
+        return found
+
+    calls = [functools.partial(call, value) for value in (None, other, before, None, other)]
+    expected = [[before, value, value] for value in (before, other, before, before, other)]
+    try:
+        with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+            for at_once in (1, 2, 5):
+                assert handle.lockstep(calls, at_once) == expected
+                assert get() == before
+                if device.type == "cpu":  # threads that begin at the same time, as a device's may, can undo it
+                    with ThreadPoolExecutor(1) as pool:
+                        assert pool.submit(get).result() == before
+    finally:
+        choose(before)
+
+
+def test_calls_run_in_the_settings_of_the_caller(device):
+    net = blocks().double()
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert handle.lockstep([lambda: net(torch.ones(2, 12, device=device)).dtype] * 3) == [torch.float64] * 3
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_autocast_that_a_call_enters_holds_for_it_alone(device):
+    net, x = models.TokenStack(), torch.arange(6, device=device).reshape(2, 3)
+
+    def call(dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            return net(x)
+
+    calls = [functools.partial(call, dtype) for dtype in (torch.bfloat16, None, torch.bfloat16, None)]
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [call() for call in calls]
+        assert same(handle.lockstep(calls), alone)
+        assert [output.dtype for output in alone[:2]] == [torch.bfloat16, torch.float32]
+
+
+# --- Which module
+
+
+def test_a_module_s_calls_are_found_by_any_part_of_it(device):
+    net, other = nn.Sequential(blocks(), nn.Identity()), blocks()
+    x = torch.ones(2, 12, device=device)
+    with sp_lightning.stream(net, device, window=1), sp_lightning.stream(other, device, window=1), torch.no_grad():
+        expected = net(x)
+        for part in (net, net[0], net[0].blocks[1], nn.ModuleList([net])):
+            assert same(sp_lightning.lockstep(part, [lambda: net(x)] * 3, at_once=2), [expected] * 3)
+        with pytest.raises(UnsupportedError, match="ModuleList, which is streamed in 2 parts"):
+            sp_lightning.lockstep(nn.ModuleList([net, other]), [lambda: net(x)])
+    with pytest.raises(UnsupportedError, match="Sequential, which is not streamed"):
+        sp_lightning.lockstep(net, [lambda: net(x)])
+
+
+# --- Between the ends of calls
+
+
+def test_each_call_is_there_when_it_has_ended_and_begins_when_another_has(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    begun, ended = [], []
+
+    def call(number, times):
+        begun.append(number)
+        return [net(x * number) for _ in range(times)][-1]
+
+    def calls():
+        for number, times in enumerate((3, 1, 1, 2, 1)):
+            assert len(begun) <= len(ended) + 2
+            yield functools.partial(call, number, times)
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [net(x * number) for number in range(5)]
+        for one in handle.calls_ended(calls(), at_once=2):
+            assert torch.equal(one.result, alone[one.number]) and torch.is_grad_enabled() is False
+            ended.append(one.number)
+    assert sorted(ended) == [0, 1, 2, 3, 4] and ended[0] == 1
+
+
+def test_user_code_between_calls_finds_weights_and_enters_no_unit(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    sums = [float(p.detach().sum()) for p in net.parameters()]
+    with sp_lightning.stream(net, device, window=1) as handle:
+        for one in handle.calls_ended([lambda: net(x)] * 3, at_once=2):
+            assert torch.is_grad_enabled() and not one.result.requires_grad
+            assert [float(p.detach().sum()) for p in net.parameters()] == sums
+            with pytest.raises(UnsupportedError, match="between calls in lockstep"), torch.no_grad():
+                net(x)
+        net(x).sum().backward()
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("how", ["break", "close", "calls raise"])
+def test_calls_end_where_they_wait_if_nobody_wants_more(how, device):
+    net, x, ends = blocks(), torch.ones(2, 12, device=device), []
+
+    def call(number):
+        try:
+            for _ in range(1 + 100 * (number > 0)):
+                net(x)
+        finally:
+            ends.append(number)
+
+    def calls():
+        yield from (functools.partial(call, number) for number in range(3))
+        if how == "calls raise":
+            raise Failure
+        yield from (functools.partial(call, number) for number in range(3, 9))
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        expected = net(x)
+        ended = handle.calls_ended(calls(), at_once=3)
+        assert next(ended).number == 0
+        if how == "close":
+            handle.close()
+        elif how == "break":
+            ended.close()
+        else:
+            with pytest.raises(Failure):
+                next(ended)
+        assert sorted(ends) == [0, 1, 2]
+        if how != "close":
+            assert torch.equal(net(x), expected)
+    assert_plain(net)
+
+
 # --- Ends
 
 
@@ -264,6 +463,20 @@ def test_a_call_that_raises_ends_alone(at, device):
             handle.lockstep(calls, at_once=1)
         assert same(handle.lockstep([calls[0], calls[2]]), alone)
     assert_plain(net)
+
+
+def test_a_call_that_is_cancelled_ends_alone(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+
+    def cancelled():
+        net(x)
+        raise asyncio.CancelledError
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        expected = net(x)
+        calls = [lambda: net(x), cancelled, lambda: net(x)]
+        first, error, last = handle.lockstep(calls, return_exceptions=True)
+    assert same([first, last], [expected] * 2) and type(error) is asyncio.CancelledError
 
 
 def test_others_go_on_where_calls_raise_between_their_visits(device):
@@ -380,7 +593,7 @@ def test_lockstep_is_refused_where_no_weights_can_be_shared(device):
     with sp_lightning.stream(net, device) as handle:
         with pytest.raises(UnsupportedError, match="another lockstep"):
             handle.lockstep([lambda: handle.lockstep([lambda: net(x)])])
-        with pytest.raises(OptionError, match="at_once must be at least 1, got 0"):
+        with pytest.raises(OptionError, match="at_once must be an int >= 1, got 0"):
             handle.lockstep([lambda: net(x)], at_once=0)
         with torch.device("meta"), pytest.raises(UnsupportedError, match="enter it inside of each call"):
             handle.lockstep([lambda: net(x)])
