@@ -1,14 +1,18 @@
-"""The command line: this package's commands, and LightningCLI's with superpipeline as the default strategy."""
+"""The command line: this package's commands, and LightningCLI's with superpipeline as the default strategy.
+
+An error of this package, wherever a command meets it, is one line that says what to do next, and exit status 2.
+"""
 
 import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from .errors import SuperpipelineError
+from .errors import SuperpipelineError, did_you_mean
 
 OWN: dict[str, str] = {  # module in commands/, and its help
     "doctor": "what this machine offers for streaming, and what to fix",
@@ -25,21 +29,43 @@ LIGHTNINGS = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line and exit status 2."""
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ``arguments`` default to those of the process."""
-    parser = _parser()
-    own, script = _without_script(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser, parsers = _parsers()
+    own, script = _without_script(given)
+    if own[:1] and own[0] not in parsers and own[0] not in ("-h", "--help", "--version"):
+        what = "an option" if own[0].startswith("-") else "a command"
+        known = [*parsers, "--help", "--version"]
+        parser.error(f"{own[0]!r} is not {what}{did_you_mean(own[0], known) or ': ' + ', '.join(parsers)}")
     args, rest = parser.parse_known_args(own)
     args.script = script
-    if args.command in OWN:
-        args.rest = rest  # of a plan in place of fit, LightningCLI knows them
-        if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
-            parser.error(f"{args.command} does not know {' '.join(rest)}")
-        sys.exit(_run_own(parser, args))
-    # LightningCLI parses the arguments itself.
-    if importlib.util.find_spec("jsonargparse") is None:
-        parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
-    _run_lightning(arguments)
+    try:
+        if args.command in OWN:
+            args.rest = rest  # of a plan in place of fit, LightningCLI knows them
+            if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
+                options = re.findall(r"--[\w-]+", parsers[args.command].format_help())
+                meant = did_you_mean(rest[0], options)
+                parsers[args.command].error(f"{args.command} does not know {' '.join(rest)}{meant}")
+            sys.exit(_run_own(parser, args))
+        # LightningCLI parses the arguments itself.
+        if importlib.util.find_spec("jsonargparse") is None:
+            parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
+        _run_lightning(arguments)
+    except SuperpipelineError as error:
+        parser.exit(2, f"{parser.prog} {args.command}: {_in_a_line(error)}\n")
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -53,12 +79,13 @@ def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[s
 def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         return int(_module(args.command).main(args))
-    except (SuperpipelineError, OSError) as error:  # such as a folder or a file that cannot be written
-        parser.exit(2, f"{parser.prog} {args.command}: {error}\n")
+    except OSError as error:  # such as a folder or a file that cannot be written
+        parser.exit(2, f"{parser.prog} {args.command}: {_in_a_line(error)}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parsers() -> tuple[OneLineParser, dict[str, argparse.ArgumentParser]]:
+    """Make the parser, and those of its commands."""
+    parser = OneLineParser(
         prog="python -m sp_lightning",
         description="Train, validate and predict with LightningModules larger than the accelerator's memory.",
         epilog=f"{', '.join(LIGHTNINGS)} are LightningCLI's, with strategy superpipeline unless another is named.",
@@ -68,11 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="command", title="commands", description="COMMAND --help for options."
     )
+    made: dict[str, argparse.ArgumentParser] = {}
     for name, what in LIGHTNINGS.items():
-        commands.add_parser(name, help=what, add_help=False)
+        made[name] = commands.add_parser(name, help=what, add_help=False)
     for name, what in OWN.items():
-        _module(name).add_arguments(commands.add_parser(name, help=what, description=what, allow_abbrev=False))
-    return parser
+        made[name] = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        _module(name).add_arguments(made[name])
+    return parser, made
 
 
 def _version() -> str:
@@ -87,10 +116,6 @@ def _module(command: str) -> Any:
 
 
 def _run_lightning(arguments: Sequence[str] | None) -> None:
-    from lightning.pytorch.cli import LightningCLI  # needs the extra
+    from .commands.fit_cli import FitCLI  # needs the extra
 
-    LightningCLI(
-        args=None if arguments is None else list(arguments),
-        trainer_defaults={"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}},
-        parser_kwargs={"prog": "python -m sp_lightning"},
-    )
+    FitCLI(args=None if arguments is None else list(arguments), parser_kwargs={"prog": "python -m sp_lightning"})

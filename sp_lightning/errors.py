@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import copyreg
 import os
+import re
+from collections.abc import Iterable
 from typing import Any
 
 
 class SuperpipelineError(Exception):
     """Base class of all errors that this package raises on purpose."""
+
+
+def did_you_mean(found: str, names: Iterable[str]) -> str:
+    """Name the one of these names that looks most like what was found, as the end of a message; or say nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(found, [name for name in names if name != found], 1, 0.7)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class OptionError(SuperpipelineError, ValueError):
@@ -19,7 +29,10 @@ class OptionError(SuperpipelineError, ValueError):
         # The text instead of the value: a value may be any object, but an error must travel between processes.
         self.found = repr(found)
         self.allowed = allowed
-        super().__init__(f"{argument} must be {allowed}, got {self.found}")
+        named = re.search(r"(?:one of|among) ([^;(]+)", allowed)
+        names = re.findall(r"[\w.+-]+", named[1]) if named else []
+        meant = did_you_mean(found, names) if isinstance(found, str) else ""
+        super().__init__(f"{argument} must be {allowed}, got {self.found}{meant}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are rebuilt from their positional arguments, and this one takes none.

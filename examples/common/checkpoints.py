@@ -15,6 +15,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from sp_lightning.hf.hub import why_not_there
+
 from .errors import BadInput
 from .files import existing, whole
 
@@ -30,8 +32,14 @@ def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directo
     """What a class of transformers reads from there, or an error that names it."""
     from safetensors import SafetensorError
 
+    place = found(name_or_path, what)
+    if reason := why_not_there(place):
+        raise BadInput(
+            f"{what} {name_or_path} is neither a folder here nor in the hub's cache, and {reason}; give a folder, or "
+            f"fetch it where there is a network: hf download {name_or_path}"
+        )
     try:
-        return auto_class.from_pretrained(found(name_or_path, what), **options)
+        return auto_class.from_pretrained(place, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(f"{what} {name_or_path} can not be read (looked from {Path.cwd()}): {error}") from error
 

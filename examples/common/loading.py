@@ -67,6 +67,8 @@ class Data(L.LightningDataModule):
 
     def train_loader(self, dataset: Any, batch_size: int, **options: Any) -> TrainLoader:
         assert self.trainer is not None
+        if batch_size < 1:
+            raise BadInput(f"data.batch_size={batch_size}: a batch has at least 1 row")
         self.made = TrainLoader(self.trainer, dataset, batch_size, **options)
         if not len(self.made):
             each = f" on each of {self.trainer.world_size} devices" if self.trainer.world_size > 1 else ""

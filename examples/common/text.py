@@ -71,11 +71,23 @@ def templated(messages: list[dict[str, Any]], tokenizer: Any, where: str, answer
     if not _is_chat(messages):
         raise BadInput(f'{where}: "messages" needs a list of {{"role": ..., "content": ...}}, all texts')
     if not tokenizer.chat_template:
-        raise BadInput(f"{where} is a chat, and the tokenizer has no chat template; give it one, or use prompts")
+        name = tokenizer.name_or_path
+        raise BadInput(
+            f"{where} is a chat, but the tokenizer of {name} has no chat template, as those of base models have none: "
+            f"set model.name_or_path={chat_variant(name)}, or write each record as prompt and completion"
+        )
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer, return_dict=False))
     except Exception as error:  # a template may refuse with any error; it says what it does not like
         raise BadInput(f"{where}: the tokenizer's chat template refuses these messages: {error}") from error
+
+
+def chat_variant(name: str) -> str:
+    """Name the checkpoint that is trained on chats beside this one, as its family usually calls it."""
+    family = name.rstrip("/").removesuffix("-Base").removesuffix("-base").removesuffix("-pt")
+    if family != name:
+        return family + ("-it" if name.endswith("-pt") else "")
+    return family + ("-it" if "gemma" in name.lower() else "-Instruct")
 
 
 def _encode_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:

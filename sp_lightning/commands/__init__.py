@@ -6,7 +6,35 @@ exit status. Commands only translate: a library module, which can be called with
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
+from typing import Any
+
+STDOUT = "-"
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, with which a command prints everything as JSON, or writes it to a file beside its text."""
+    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help="write everything as JSON, or print it")
+
+
+def write_json(found: dict[str, Any], place: str) -> None:
+    """Write what a command found to a file, or print it."""
+    import json
+
+    text = json.dumps(found, indent=2) + "\n"
+    if place == STDOUT:
+        sys.stdout.write(text)
+    else:
+        Path(place).write_text(text)
+
+
+def make_room(*paths: str | Path | None) -> None:
+    """Make the folders of files that a command will write, before any work."""
+    for path in paths:
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def check_picture(path: str) -> None:

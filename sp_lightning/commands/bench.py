@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import make_room
+
 SETTING = "model batch seq precision optimizer clip activations inference steps repetitions device device_memory"
 SETTING += " time_limit devices"
 
@@ -47,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         report.check_plot()
+    make_room(args.json, args.plot)
     setting = Setting.parse(**{name: getattr(args, name) for name in SETTING.split()})
     rows = entries(_names(args), args.windows.split(","), _options(args.set))
     progress = Console(stderr=True, highlight=False, markup=False)

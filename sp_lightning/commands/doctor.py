@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from . import STDOUT, add_json, make_room, write_json
+
 if TYPE_CHECKING:
     from ..observe.disk_speed import DiskSpeed
     from ..observe.doctor import Report
@@ -16,19 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
     parser.add_argument("--disk", help="a folder on the disk that is to have weights or state, to be measured as well")
     parser.add_argument("--quick", action="store_true", help="measure for seconds instead of half a minute")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_json(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Examine the machine and print the report."""
-    import json
-
     from ..observe.doctor import doctor
 
+    make_room(args.json)
     report = doctor(args.device, args.folder, args.quick, args.disk)
     if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
+        write_json(report.to_dict(), args.json)
+    if args.json != STDOUT:
         _print(report)
     return 0
 

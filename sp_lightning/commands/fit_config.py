@@ -108,15 +108,14 @@ def find(arguments: Sequence[str]) -> Run:
 
 def _parser() -> Any:
     """Return the class of a LightningCLI that makes all but the model (Rule 1)."""
-    from lightning.pytorch.cli import LightningCLI  # needs the extra
+    from .fit_cli import FitCLI  # needs the extra
 
-    class Parser(LightningCLI):
+    class Parser(FitCLI):
         def __init__(self, arguments: Sequence[str]) -> None:
             super().__init__(
                 args=list(arguments),
                 run=False,
                 save_config_callback=None,
-                trainer_defaults={"strategy": {"class_path": "sp_lightning.SuperpipelineStrategy"}},
                 parser_kwargs={"prog": "python -m sp_lightning plan"},
             )
 

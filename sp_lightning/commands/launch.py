@@ -4,7 +4,9 @@ The script, or ``-m module``, runs in this process as Python would run it, insid
 """
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import runpy
 import sys
@@ -42,6 +44,15 @@ def main(args: argparse.Namespace) -> int:
     sys.argv = script[is_module:]
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python has it
     try:
+        if is_module and not _is_there(sys.argv[0]):
+            raise OptionError(argument="the module", found=sys.argv[0], allowed="one that Python can import")
+        return _run(stream, is_module)
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _run(stream: contextlib.AbstractContextManager[Any], is_module: bool) -> int:
+    try:
         with stream:
             if is_module:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -50,6 +61,11 @@ def main(args: argparse.Namespace) -> int:
     except (SuperpipelineError, OSError):  # the script's, with the place in it; others are no command's to catch
         traceback.print_exc()
         return 1
-    finally:
-        sys.argv, sys.path[:] = before
     return 0
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of a package around it
+        return False

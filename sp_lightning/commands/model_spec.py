@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import OptionError
+from ..hf.hub import why_not_there
 from ..planning.shapes import SHAPES
 from ..planning.workloads import SAME, WORKLOADS, Workload, listed
 
@@ -141,19 +142,17 @@ def own_function(argument: str, text: str) -> Any:
 def _on_hub(name: str) -> Path:
     """Return the config.json of a name on the hub: from the cache, or else from the network."""
     utils = _needed("transformers.utils")
-    try:
+    reason, cause = why_not_there(name), None
+    if not reason:
         try:
-            found = utils.cached_file(name, "config.json", local_files_only=True)
-        except OSError:
-            found = utils.cached_file(name, "config.json")
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
-        allowed = (
-            "a directory with a config.json, or a name on the hub whose config.json is cached or can be fetched "
-            f"({first}); without a network, give a directory or a known name"
-        )
-        raise OptionError(argument="model", found=name, allowed=allowed) from error
-    return Path(found)
+            return Path(utils.cached_file(name, "config.json"))
+        except OSError as error:
+            reason, cause = str(error).strip().splitlines()[0], error
+    allowed = (
+        "a directory with a config.json, or a name on the hub whose config.json is cached or can be fetched "
+        f"({reason}); without a network, give a directory or a known name"
+    )
+    raise OptionError(argument="model", found=name, allowed=allowed) from cause
 
 
 def _of_config(path: Path, rows: int, length: int | None, data: str | None, name: str | None = None) -> Spec:

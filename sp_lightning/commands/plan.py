@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import check_picture
+from . import STDOUT, add_json, check_picture, make_room, write_json
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -70,15 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_json(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
-    import json
-
     from ..planning import plan
     from ..planning.forecast import WIDTH, text
 
@@ -88,6 +86,7 @@ def main(args: argparse.Namespace) -> int:
     _check_run(args)
     if args.plot:
         check_picture(args.plot)
+    make_room(args.json, args.timeline)
     run = _run_of_fit(args) if in_place_of_fit(args) else _run_of_arguments(args)
     spec = run.spec
     loss = "chunked" if args.loss == "chunked" else spec.loss
@@ -116,8 +115,8 @@ def main(args: argparse.Namespace) -> int:
     )
     speed = _speed_of(args, run, found)
     if args.json:
-        print(json.dumps(found.to_dict() | {"run": speed}, indent=2))
-    else:
+        write_json(found.to_dict() | {"run": speed}, args.json)
+    if args.json != STDOUT:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
         print(text(found, spec.note, speed, spec.tokens, width))
     if args.timeline:

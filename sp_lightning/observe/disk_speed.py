@@ -52,11 +52,16 @@ class DiskSpeed:
     elsewhere: str = ""  # what it is if it is no local disk
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that cannot be measured, before anything is."""
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise OptionError(argument="disk", found=os.fspath(folder), allowed="a directory that can be written")
+
+
 def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | None = None) -> DiskSpeed:
     """Measure the disk of a folder for about ``seconds``, with a file of at most ``largest`` bytes."""
     path = os.path.abspath(folder)
-    if not os.path.isdir(path) or not os.access(path, os.W_OK):
-        raise OptionError(argument="disk", found=os.fspath(folder), allowed="a directory that can be written")
+    check_folder(folder)
     free = shutil.disk_usage(path).free
     count = min(largest or LARGEST, free // 4) // CHUNK
     if count < 2:

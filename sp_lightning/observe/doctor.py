@@ -27,7 +27,7 @@ from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
 from ..options import format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
-from .disk_speed import DiskSpeed, measure_disk
+from .disk_speed import DiskSpeed, check_folder, measure_disk
 
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
@@ -176,6 +176,8 @@ def examine(device: str | None, folder: str | Path, quick: bool, disk: str | Pat
     folder = Path(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OptionError(argument="folder", found=str(folder), allowed="a writable directory")
+    if disk is not None:
+        check_folder(disk)
     chosen = Device(find(device))
     memory = host_memory()
     device_free_nbytes, _ = chosen.memory()

@@ -1,0 +1,129 @@
+"""LightningCLI with this package's strategy, in which an error of the command line is one line.
+
+1. Arguments that jsonargparse refuses are a CommandLineError: which argument, what is wrong with it, and the known name
+   that looks most like it. Left out are the types that jsonargparse tried.
+2. The strategy's options and the checkpoint are checked before anything is made.
+3. An error of Lightning's Trainer about its own arguments is one of the command line. An error of the user's module or
+   data keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI  # needs the extra
+from lightning.pytorch.strategies import StrategyRegistry
+
+from ..errors import OptionError, SuperpipelineError, did_you_mean
+from ..options import Options
+
+OURS = "sp_lightning.SuperpipelineStrategy"
+RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning finds a checkpoint itself
+_KEY = re.compile(r'Parser key "([^"]+)"')
+_REFUSED = re.compile(r"Option '([^']+)' is not accepted")
+_UNKNOWN = re.compile(r"(?:unrecognized arguments|Key|Unrecognized arguments)[^-\w]*(--?[\w.-]+)")
+_EXPECTED = re.compile(r"Expected an? (?!path but|<class 'NoneType'>)(.+?)(?:\. Got value.*|: .*)?$", re.MULTILINE)
+_CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)")
+
+
+class CommandLineError(SuperpipelineError, ValueError):
+    """The arguments of a command are not ones that it takes."""
+
+
+class FitCLI(LightningCLI):
+    """LightningCLI whose errors about arguments are typed and one line long (Rules 1 to 3)."""
+
+    def __init__(self, **options: Any) -> None:
+        self.made: list[Any] = []  # the parsers of all commands
+        super().__init__(trainer_defaults={"strategy": {"class_path": OURS}}, **options)
+
+    def init_parser(self, **options: Any) -> Any:
+        """Make a parser that raises its errors."""
+        parser = super().init_parser(**{**options, "exit_on_error": False})
+        self.made.append(parser)
+        return parser
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse the arguments (Rule 1)."""
+        try:
+            super().parse_arguments(parser, args)
+        except argparse.ArgumentError as error:
+            known = {name for one in self.made for name in re.findall(r"--[\w.]+", one.format_help())}
+            raise CommandLineError(_said(str(error), known)) from None
+
+    def before_instantiate_classes(self) -> None:
+        """Check what can be checked before modules, data and the Trainer are made (Rule 2)."""
+        config = self.config.get(self.config.get("subcommand") or "", self.config)
+        strategy, checkpoint = config.trainer.strategy, config.get("ckpt_path")
+        if isinstance(strategy, str) and strategy not in (names := [*StrategyRegistry.available_strategies(), "auto"]):
+            raise OptionError(argument="trainer.strategy", found=strategy, allowed=f"one of {', '.join(names)}")
+        if getattr(strategy, "class_path", "").endswith(".SuperpipelineStrategy"):
+            given = vars(strategy.get("init_args") or argparse.Namespace())
+            Options.parse(**{field.name: given[field.name] for field in fields(Options) if field.name in given})
+        if checkpoint and checkpoint not in RESUMED and "://" not in checkpoint and not os.path.exists(checkpoint):
+            allowed = f"a checkpoint that a run wrote, or one of {', '.join(RESUMED)} (looked from {os.getcwd()})"
+            raise OptionError(argument="ckpt_path", found=checkpoint, allowed=allowed)
+
+    def instantiate_trainer(self, **options: Any) -> Any:
+        """Make the Trainer (Rule 3)."""
+        try:
+            return super().instantiate_trainer(**options)
+        except SuperpipelineError:
+            raise
+        except (ValueError, MisconfigurationException) as error:
+            raise CommandLineError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def _said(message: str, known: Iterable[str]) -> str:
+    """Say in a line what jsonargparse found wrong."""
+    if unknown := _UNKNOWN.search(message):
+        return f"{unknown[1]} is no argument{did_you_mean(unknown[1], known)}"
+    if "arguments are required" in message:
+        return "--model must be given: package.module.Class, or a --config that names it"
+    keys = list(dict.fromkeys(_KEY.findall(message)))
+    name = ".".join(keys) or "the arguments"
+    if refused := _REFUSED.search(message):
+        given = _CLASS.search(message)
+        return f"{name}.{refused[1]} is no argument{did_you_mean(refused[1], _arguments_of(given[1] if given else ''))}"
+    found = re.search(r"Given value: (.*)|Got value: (.*)", message)
+    value = "" if found is None else f", got {found[1] or found[2]}"
+    if (given := _CLASS.search(message)) and not keys[1:]:
+        return f"{name} must be the path of a class: {given[2].strip() or given[1]}{_near(given[1])}"
+    if "Expected a dot import path" in message:
+        return f"{name} must be the path of a class, package.module.Class{value}"
+    if expected := [_plain(text) for text in _EXPECTED.findall(message)]:
+        names = re.findall(r"[\w-]+", " ".join(expected))
+        meant = did_you_mean((found[1] or found[2]) if found else "", names)
+        return f"{name} must be {' or '.join(dict.fromkeys(expected))}{value}{meant}"
+    return f"{name}: {'; '.join(line.strip() for line in _KEY.sub('', message).strip(': ').splitlines()[:3])}"
+
+
+def _plain(expected: str) -> str:
+    """Say a type as a user would: "int", "16-mixed, bf16-mixed"."""
+    if expected.startswith("typing.Literal"):
+        return "one of " + ", ".join(map(str, ast.literal_eval(expected.removeprefix("typing.Literal"))))
+    return re.sub(r"<class '([^']+)'>", r"\1", expected)
+
+
+def _arguments_of(path: str) -> list[str]:
+    """List the arguments of a class, by its path."""
+    module, _, name = path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters) if module else []
+
+
+def _near(path: str) -> str:
+    """Name the class of the same module that looks most like the one of this path."""
+    module, _, name = path.rpartition(".")
+    try:
+        return did_you_mean(name, vars(importlib.import_module(module)))
+    except (ImportError, ValueError):
+        return ""

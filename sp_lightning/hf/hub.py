@@ -1,0 +1,42 @@
+"""Whether Hugging Face's hub can be asked at all, before a library asks it again and again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+PATIENCE_S = 3.0
+
+
+@functools.cache
+def why_unreachable() -> str:
+    """Say why the hub cannot be reached, at once; empty if it may be, as behind a proxy, which is not tried."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if address.scheme in getproxies() and not proxy_bypass(host):
+        return ""
+    try:
+        socket.create_connection((host, port), PATIENCE_S).close()
+    except OSError as error:
+        return f"{host} cannot be reached: {error}"
+    return ""
+
+
+def why_not_there(name: str, file: str = "config.json") -> str:
+    """Say why a checkpoint of the hub cannot be read: not in the cache, and no network; empty if it may be."""
+    from transformers.utils.hub import cached_file
+
+    if os.path.exists(Path(name).expanduser()):
+        return ""
+    try:
+        return "" if cached_file(name, file, local_files_only=True) else why_unreachable()
+    except (OSError, ValueError):  # not in the cache
+        return why_unreachable()

@@ -1,0 +1,164 @@
+"""What a user mistypes: each is one line that says what to do instead, with exit status 2, and nothing has run."""
+
+import json
+import pathlib
+import re
+import socket
+import sys
+
+import pytest
+
+from sp_lightning import cli
+from sp_lightning.hf import hub
+
+ROOT = pathlib.Path(__file__).parents[2]
+FIT = f"fit --config {ROOT}/examples/finetune_llm/config.yaml"
+PLAN = "plan --model llama3-8b --machine rtx3060"
+SAID = {  # what is typed, and what the line says
+    "": "the following arguments are required: command",
+    "--modle": "'--modle' is not an option",
+    "--verison": "did you mean --version?",
+    "plann --model llama-3b": "'plann' is not a command; did you mean plan?",
+    "train": "'train' is not a command: fit, validate",
+    "fitt": "did you mean fit?",
+    "fit": "--model must be given: package.module.Class, or a --config",
+    "validate": "--model must be given",
+    "predict": "--model must be given",
+    "fit --modle x": "--modle is no argument; did you mean --model?",
+    "fit --model nonsense": "model must be the path of a class, package.module.Class, got nonsense",
+    "fit --model examples.finetune_llm.module.FineTuneLM": "did you mean FineTuneLLM?",
+    "fit --model examples.finetune_llm.modul.FineTuneLLM": "has no attribute 'modul'",
+    "fit --config nowhere.yaml": "config: File does not exist",
+    f"{FIT} --trainer.strategy.windw 2": "trainer.strategy.windw is no argument; did you mean window?",
+    f"{FIT} --trainer.strategy.window 0": "window must be an int >= 1 or 'auto', got 0",
+    f"{FIT} --trainer.strategy.window two": "window must be str or int or one of auto, got two",
+    f"{FIT} --trainer.strategy.window 2 --trainer.strategy.transfer 3": "transfer must be at most window (2), got 3",
+    f"{FIT} --trainer.strategy.memory_budget 64": "memory_budget must be a size with its unit",
+    f"{FIT} --trainer.strategy.activations recomput": "did you mean recompute?",
+    f"{FIT} --trainer.strategy superpipelin": "did you mean superpipeline?",
+    f"{FIT} --trainer.max_epochs many": "trainer.max_epochs must be int, got many",
+    f"{FIT} --trainer.max_epchs 2": "--trainer.max_epchs is no argument; did you mean --trainer.max_epochs?",
+    f"{FIT} --trainer.precision bf15": "32-true, 64-true",
+    f"{FIT} --trainer.accelerator warp": "invalid accelerator name: `accelerator='warp'`",
+    f"{FIT} --trainer.devices 0": "`Trainer(devices='0')` value is not a valid input",
+    f"{FIT} --data.blok_size 128": "data.blok_size is no argument; did you mean block_size?",
+    f"{FIT} --data.path nowhere.jsonl": "the data file nowhere.jsonl does not exist (looked from",
+    f"{FIT} --data.path .": "the data file . is a folder, not a file",
+    f"{FIT} --data.block_size 0": "of fewer than 2 tokens nothing can be predicted",
+    f"{FIT} --data.batch_size 0": "data.batch_size=0: a batch has at least 1 row",
+    f"{FIT} --model.lr fast": "model.lr must be float, got fast",
+    f"{FIT} --model.name_or_path ./nowhere": "directory nowhere does not exist (looked from",
+    f"{FIT} --model.name_or_path meta-llama/Nonsense-8B": "cannot be reached: no network; give a folder",
+    f"{FIT} --ckpt_path nowhere.ckpt": "ckpt_path must be a checkpoint that a run wrote, or one of last",
+    "plan": "model must be given, unless --config is",
+    "plan --model llama3b": "did you mean llama-3b?",
+    "plan --model nosuch": "or one of tiny, llama-tiny",
+    "plan --model nowhere/config.json": "No such file or directory: 'nowhere/config.json'",
+    "plan --model meta-llama/Nonsense-8B": "huggingface.co cannot be reached: no network",
+    "plan --model a:b": "package.module:function that returns the batch",
+    "plan --config nowhere.yaml": "config: File does not exist",
+    "plan --model llama3-8b --machine rtx306": "did you mean rtx3060?",
+    f"{PLAN} --host-memory 64": "host_memory must be a size with its unit",
+    f"{PLAN} --device-memory 8GX": "device_memory must be a size with its unit",
+    f"{PLAN} --batch 0": "batch must be an int >= 1, got 0",
+    f"{PLAN} --batch four": "argument --batch: invalid int value: 'four'",
+    f"{PLAN} --bach 4": "plan does not know --bach 4; did you mean --batch?",
+    f"{PLAN} --activations recomput": "did you mean recompute?",
+    f"{PLAN} --precision bf15": "precision must be one of '32-true'",
+    f"{PLAN} --optimizer Adamm": "did you mean Adam?",
+    f"{PLAN} --link gen9x99": "link must be a PCIe generation",
+    f"{PLAN} --plot plan.xyz": "plot must be a file that ends in one of",
+    f"{PLAN} --epochs 3": "epochs must be given together with --samples",
+    f"{PLAN} --json file/plan.json": "File exists: 'file'",
+    "doctor --device warp:0": "device must be one of '",
+    "doctor --folder nowhere": "folder must be a writable directory",
+    "doctor --disk nowhere": "disk must be a directory that can be written",
+    "doctor --quik": "did you mean --quick?",
+    "timeline": "the following arguments are required: TRACE.json",
+    "timeline nowhere.json": "nowhere.json cannot be read",
+    "timeline file": "file is not JSON",
+    "bench --model nosuch": "model must be one of tiny",
+    "bench --windows 0": "window must be an int >= 1",
+    "bench --contenders plane": "did you mean plain?",
+    "bench --precision bf15": "precision must be one of '32-true'",
+    "bench --set window": "--set must be NAME=VALUE",
+    "launch": "the script must be after --",
+    "launch -- nowhere.py": "the script must be a file, or -m and a module",
+    "launch --windw 2 -- nowhere.py": "did you mean --window?",
+    "launch --window 0 -- file": "window must be an int >= 1",
+    "launch -- -m no_such_module": "the module must be one that Python can import",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_there(tmp_path, monkeypatch):
+    """A folder with one file that is of no use, and no network."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("nothing\n")
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "argv", ["sp_lightning"])
+
+    def connect(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    hub.why_unreachable.cache_clear()
+    yield
+    hub.why_unreachable.cache_clear()
+
+
+@pytest.mark.parametrize("typed", SAID)
+def test_what_is_mistyped_is_one_line_and_exit_status_2(typed, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(typed.split())
+    out, err = capfd.readouterr()
+    *before, last = err.splitlines()
+    assert stopped.value.code == 2 and last.startswith("python -m sp_lightning") and SAID[typed] in last, err
+    said = re.compile(r"^Traceback|^usage:|^error:|Retrying")
+    assert [line for line in [*before, *out.splitlines()] if said.search(line)] == []
+
+
+def test_at_least_sixty_are_tried():
+    assert len(SAID) >= 60
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "import lightning\n\n\nclass Mine(lightning.LightningModule):\n    def __init__(self):\n        1 / 0\n"
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match="division by zero"):
+        cli.main(["fit", "--model", "mine.Mine"])
+
+
+@pytest.mark.parametrize(
+    "base, chats",
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
+    ],
+)
+def test_a_chat_file_with_a_base_models_tokenizer_names_the_model_for_chats(base, chats):
+    from examples.common.errors import BadInput
+    from examples.common.text import templated
+    from examples.common.tiny import tokenizer
+
+    words = tokenizer(["a text"])
+    words.chat_template, words.name_or_path = None, base
+    with pytest.raises(BadInput, match=rf"chats.jsonl, line 1 is a chat, .* set model.name_or_path={chats}, or"):
+        templated([{"role": "user", "content": "?"}], words, "chats.jsonl, line 1", False)
+
+
+@pytest.mark.parametrize("place", ["plan.json", "new/folder/plan.json"])
+def test_a_plan_is_written_to_a_file_beside_its_text(place, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*PLAN.split(), "--activations", "recompute", "--host-memory", "256GiB", "--json", place])
+    assert json.loads(pathlib.Path(place).read_text())["fits"] is True
+    assert ": fits" in capsys.readouterr().out
+
+
+def test_a_proxy_is_left_to_find_the_hub(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert hub.why_unreachable() == ""
