@@ -12,8 +12,8 @@
 4. Between steps user code may combine a host parameter with buffers, or with results of a step, on the device (a
    pruning mask, an average). Stand-ins are given there too, and what is written to one goes down to the host.
 5. While an optimizer's step is pending (pending_step.py), reading a host parameter's bytes, or borrowing the weight,
-   waits for the step of its unit. In a backward that has already stepped the unit (pending_step.py) the old bytes
-   are gone: an error, as in backward_pass.py, Rule 1.
+   waits for the step of its unit. In a backward that has already stepped the unit the old bytes are gone: an error
+   (step_owner.py, Rule 5).
 6. The result of a function may be a parameter's bytes: a view, a detached tensor, an array. They may be written through
    it at any time, unseen by the version counter, as if ``.data`` had been read.
 7. Host parameters take part in torch's function dispatch only while reads are watched; nothing else ever does. A
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
+from ..memory.access import DeferredStep
 from ..memory.device import Device
 from ..memory.watched_parameters import HostParameter, has_hooks, owner_of
 from .autocast_weights import cast_by
@@ -73,7 +74,7 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _OFFSETS = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # from a storage's begin
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
-_pending: list[Callable[[], None]] = []  # what finishes each pending step
+pending: list[DeferredStep] = []  # all steps of which parameters have no data, of all modules
 
 
 def enable() -> None:
@@ -89,8 +90,8 @@ def pause() -> None:
 
     Finishes pending steps, as no read would wait for them meanwhile (Rule 5).
     """
-    for finish in list(_pending):
-        finish()
+    for step in list(pending):
+        step.finish()
     HostParameter.__torch_function__ = never_dispatched
 
 
@@ -109,16 +110,16 @@ def disable() -> None:
         HostParameter.__torch_function__ = never_dispatched
 
 
-def hold(finish: Callable[[], None]) -> None:
-    """Watch reads of a pending step's parameters, ending a pause; ``finish`` finishes the step (Rule 5)."""
-    _pending.append(finish)
+def hold(step: DeferredStep) -> None:
+    """Watch reads of a deferred step's parameters, ending a pause (Rule 5)."""
+    pending.append(step)
     resume()
 
 
-def release(finish: Callable[[], None]) -> None:
+def release(step: DeferredStep) -> None:
     """Note that a step is no longer pending. Safe twice."""
-    if finish in _pending:
-        _pending.remove(finish)
+    if step in pending:
+        pending.remove(step)
 
 
 @classmethod  # type: ignore[misc]

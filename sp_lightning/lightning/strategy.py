@@ -23,9 +23,9 @@ from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..optim import torn_step
+from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, format_bytes
 from ..runtime.handle import Handle
-from ..runtime.optimizer_steps import AFTER_BACKWARD, WHOLE_STEP
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback

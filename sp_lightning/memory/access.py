@@ -11,10 +11,19 @@ from typing import Any, Protocol
 
 
 class DeferredStep(Protocol):
-    """An optimizer's step that goes on beside the next forward."""
+    """An optimizer's step that goes on beside other work."""
+
+    def is_stepping(self, unit: Any, /) -> bool:
+        """Whether the step of this unit may be running, or is still to come."""
 
     def wait(self, unit: Any, /) -> None:
-        """Wait until it has stepped this unit."""
+        """Wait until it has stepped this unit, if it is deferred."""
+
+    def finish(self) -> None:
+        """Wait until it is done."""
+
+    def quiesce(self) -> None:
+        """Wait until nothing of it runs, without looking at how that ended."""
 
 
 class Access:
@@ -23,7 +32,7 @@ class Access:
     def __init__(self) -> None:
         self.gradients: set[object] = set()  # that make, change or read gradients: a backward, a step, a clipping
         self.deferred: object = None  # of these, a step that changes none, and refers itself to those that it reads
-        self.steps: dict[object, DeferredStep] = {}  # that have yet to write the host bytes of a unit, by its store
+        self.steps: dict[object, DeferredStep] = {}  # that write the host bytes of a unit, by its store
 
     @property
     def changes_gradients(self) -> bool:

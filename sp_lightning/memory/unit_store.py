@@ -335,7 +335,8 @@ class UnitStore:
     @property
     def stepping(self) -> bool:
         """Whether an optimizer step that is under way has yet to change the host bytes."""
-        return self.owner.is_stepping(self)
+        step = self.owner.access.steps.get(self)
+        return step is not None and step.is_stepping(self)
 
     def wait_step(self) -> None:
         """Wait for a deferred optimizer's step of this unit, which writes the host bytes."""

@@ -98,9 +98,6 @@ class ParameterOwner(Protocol):
     def before_host_access(self, parameter: Tensor) -> None:
         """Complete a parameter's host bytes, before code outside of visits reads or writes them."""
 
-    def is_stepping(self, store: Any) -> bool:
-        """Whether an optimizer step of this unit runs, or is still to come."""
-
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type that ``p.dtype`` shows for this true type."""
 

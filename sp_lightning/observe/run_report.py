@@ -18,10 +18,10 @@ from ..core.host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from ..core.machine import Machine
 from ..core.telemetry import Lane
 from ..core.window_choice import DeviceBudget
+from ..optim.pending_step import AFTER_BACKWARD
 from ..options import format_bytes, format_seconds
 from ..runtime.handle import Handle
 from ..runtime.measure import measure_quickly
-from ..runtime.optimizer_steps import AFTER_BACKWARD
 from ..runtime.preflight import least_s
 from ..runtime.recorder import KEPT, RecordedStep, Recorder, UnitTimes
 from .bottleneck import WAITED_FOR, MeasuredRun, RunSetting, in_unit_of, measured, measured_floor, sentence

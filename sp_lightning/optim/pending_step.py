@@ -19,7 +19,7 @@
    parameters themselves and ``optimizer.state`` leads to what the thread writes: other code must not refer to the bytes
    of a weight, to a gradient or to state.
 6. What is being stepped is hidden. The optimizer's state is guarded (state_guard.py) from the beginning of backward to
-   the step, and while the step is deferred: a read waits, or is an error (backward_pass.py, Rule 5). A parameter's data
+   the step, and while the step is deferred: a read waits, or is an error (step_owner.py, Rule 4). A parameter's data
    is *vacant* while its step is deferred: reading it from Python waits (watched_parameters.py, weight_reads.py), and
    any other access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either
    order; taking it away waits in the first one.
@@ -29,9 +29,8 @@
    Everything else waits for the whole step. A wait clears its marks only after the waiting: if it is interrupted, the
    next wait takes it up again. An error of the thread is raised once, in the first wait that finds it; then nothing
    more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
-9. At most one step of a module is pending: the next one begins when it is done.
-10. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
-    for each other on cores that one side can fill alone.
+9. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
+   for each other on cores that one side can fill alone.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ import operator
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -75,14 +73,16 @@ from .state_guard import GuardedState
 
 log = logging.getLogger(__name__)
 IsOwn = Callable[[UnitStore, int], bool]
+Say = Callable[[str, str], None]
 THREAD = "superpipeline-optimizer"
+AFTER_BACKWARD = "the optimizer steps after backward"
+WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 STATE_IS_SHARED = "somebody else refers to the optimizer's state"
 MESSAGE = (
     "{name} is being stepped by the optimizer and was read in a way that cannot be seen; "
     "set optimizer_overlap=False, or read it by its own methods or by torch's functions"
 )
 _HALF = float("0.5")  # made at run time: no compiler may fold products of it
-_all: weakref.WeakSet[PendingStep] = weakref.WeakSet()
 _urgency = operator.attrgetter("urgency")
 
 
@@ -178,38 +178,37 @@ class _Unit:
 
 
 class PendingStep:
-    """One step of an optimizer beside other work; without an optimizer, none.
+    """One step of an optimizer beside other work.
 
-    ``may_defer`` tells whether the step may be deferred, as far as hooks of the user are concerned.
+    ``may_defer`` tells whether the step may be deferred, as far as hooks of the user are concerned. ``say`` logs what
+    does not run beside other work, and why.
     """
 
     def __init__(
         self,
         counters: Counters,
         access: Access,
-        optimizer: Any = None,
-        shadow_step: Any = None,
-        thread: Any = None,
+        optimizer: Any,
+        shadow_step: ShadowStep,
+        thread: HostThread,
         may_defer: Callable[[], bool] = bool,
-        in_backward: bool = False,
+        say: Say = lambda what, reason: None,
     ) -> None:
         self._counters = counters
         self._access = access
         self.optimizer = optimizer
         self._source = optimizer  # of the attributes and options to step with
-        self._shadow_step: ShadowStep = shadow_step
-        self._thread: HostThread = thread
-        self._may_defer = may_defer
-        self.in_backward = in_backward  # whether it may begin beside backward
-        self.takes_units = False  # whether it steps units of the backward that runs
+        self._shadow_step = shadow_step
+        self._thread = thread
+        self._may_defer, self._say = may_defer, say
         self.stepped: set[int] = set()  # ids of parameters that the thread has stepped
         self.params = self.stepped  # with those that it is going to step
-        self.given_up = self.why_whole = ""  # why nothing is stepped in backward, or deferred, for the log
+        self.given_up = ""  # why nothing is stepped in backward, for the log
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was submitted
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
-        self._submitted = 0
+        self.submitted: dict[UnitStore, None] = {}  # in backward, in this order
         self._jobs: list[Future[None]] = []  # to be waited for
         self._deferred: dict[UnitStore, _Unit] = {}
         self._failed = False
@@ -224,25 +223,10 @@ class PendingStep:
         """Whether the step is deferred and not done."""
         return bool(self._deferred)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is to be waited for."""
-        return self not in self._access.gradients
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any unit was submitted in backward."""
-        return self._options is not None
-
-    @property
-    def vacant(self) -> set[UnitStore]:
-        """The units whose parameters have no data now."""
-        return {store for store, unit in self._deferred.items() if unit.data}
-
     def is_stepping(self, store: UnitStore) -> bool:
-        """Whether this unit's deferred step is still to come."""
+        """Whether the step of a unit that is entered in the ledger may be running, or is still to come."""
         unit = self._deferred.get(store)
-        return unit is not None and not unit.job.done()
+        return unit is None or not unit.job.done()
 
     # ---- waits (Rule 8)
 
@@ -258,7 +242,7 @@ class PendingStep:
 
     def finish(self) -> None:
         """Wait for all that is pending, or leave to the step what the thread did not reach in backward (Rule 3)."""
-        if self.is_idle or HostThread.is_current():
+        if self not in self._access.gradients or HostThread.is_current():
             return
         with self._waiting, self._stall(self._jobs), quietly():
             if self._queue and not self._deferred and self._may_defer():
@@ -272,15 +256,21 @@ class PendingStep:
                     torn_step.tear(self.optimizer, len(self.stepped), error)
                 for unit in self._deferred.values():
                     unit.occupy()
-                weight_reads.release(self.finish)
+                weight_reads.release(self)
                 self.close()
             with self._lock:
                 self._jobs = self._jobs[len(jobs) :]  # other threads may have submitted more
                 if not self._jobs:
                     self._access.gradients.discard(self)
+                    self._left(self.submitted)
                 self._leaving = False
             if error is not None:
                 raise error
+
+    def quiesce(self) -> None:
+        """Wait for the thread alone: whatever it raises is left to ``finish``."""
+        for job in list(self._jobs):
+            job.exception()
 
     def fail(self, error: BaseException) -> None:
         """End a step in which the user's code, or the thread, raised an error."""
@@ -295,6 +285,13 @@ class PendingStep:
         """The number of the optimizer's parameters."""
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
+    def end(self) -> None:
+        """Forget the optimizer, whose own step is over, unless what it left is deferred. Safe twice."""
+        if not self._deferred:
+            self.close()
+        if self.given_up:
+            self._say(AFTER_BACKWARD, self.given_up)
+
     def close(self) -> None:
         """Forget the optimizer: nothing is pending. Safe twice."""
         self.give_back()
@@ -302,10 +299,13 @@ class PendingStep:
         self._may_defer = bool
         if self._deferred:
             self._access.deferred = None
-        for store in self._deferred:
-            self._access.steps.pop(store, None)
+        self._left((*self._deferred, *self.submitted))
         self._queue, self._deferred = [], {}
         self.params = self.stepped = set()
+
+    def _left(self, stores: Iterable[UnitStore]) -> None:
+        for store in stores:
+            self._access.steps.pop(store, None)
 
     def _stall(self, jobs: Sequence[Future[None]]) -> AbstractContextManager[None]:
         done = all(job.done() for job in jobs)
@@ -326,7 +326,6 @@ class PendingStep:
 
     def give_back(self) -> None:
         """Make the optimizer's state readable again: no unit is stepped in backward from here on. Safe twice."""
-        self.takes_units = False
         if self._guard is not None:
             self._guard.give_back()
             self._guard = None
@@ -338,9 +337,9 @@ class PendingStep:
             for number, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self._numbers.setdefault(id(param), []).append(number)
-        self._submitted += 1
+        self.submitted[store] = None
         timed = self._counters.listener.work("optimizer", store.unit.name, "step")
-        self._enqueue(_Unit(store, self._submitted, timed, gradients))
+        self._enqueue(_Unit(store, len(self.submitted), timed, gradients))
 
     def _leave(self) -> None:
         """Leave the queued units to the step. The thread still ends the part that it is stepping (Rule 3)."""
@@ -368,6 +367,7 @@ class PendingStep:
         with self._lock:
             bisect.insort(self._queue, unit, key=_urgency)
             self._access.gradients.add(self)
+            self._access.steps[unit.store] = self
             unit.job = self._thread.submit(self._step_next)
             self._jobs.append(unit.job)
 
@@ -404,7 +404,7 @@ class PendingStep:
             if not unit.left:
                 unit.store.after_step(unit.data, unit.conversions)
         self.stepped.update(map(id, part))
-        if self.takes_units:
+        if not self._deferred:
             self._counters.stepped_ahead += len(part)
 
     def _step_params(self, params: list[Any], unit: _Unit) -> None:
@@ -448,7 +448,7 @@ class PendingStep:
                 try:
                     units = self._prepare(order, left, is_own)
                 except CannotDefer as reason:
-                    self.why_whole = str(reason)
+                    self._say(WHOLE_STEP, str(reason))
                 else:
                     self._defer(units)
                     return self._groups_without(streamed), self._guard.state
@@ -486,10 +486,10 @@ class PendingStep:
 
     def _defer(self, units: dict[UnitStore, _Unit]) -> None:
         for store in units:
-            store.mark_stale(self.stepped)  # no fill reads these bytes: backward and scope ended after all of them
+            store.mark_stale()  # no fill reads these bytes: backward and scope ended after all of them
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
-        weight_reads.hold(self.finish)
+        weight_reads.hold(self)
         self._access.deferred = self
         self._source = shadow_of(self.optimizer)
         self._source.param_groups = [
@@ -497,13 +497,11 @@ class PendingStep:
             for group in self._source.param_groups
         ]
         _mind_forks()
-        _all.add(self)
         self._guard = GuardedState(self.optimizer, self.finish)
         for store, unit in units.items():
             for index, placeholder in unit.placeholders.items():
                 set_true_data(store.params[index], placeholder)
             self._deferred[store] = unit
-            self._access.steps[store] = self
             self._enqueue(unit)
 
 
@@ -588,5 +586,5 @@ def _mind_forks() -> None:
 
 
 def _quiesce_all() -> None:
-    for job in [job for step in list(_all) for job in step._jobs]:
-        job.exception()
+    for step in list(weight_reads.pending):
+        step.quiesce()

@@ -2,7 +2,7 @@
 
 1. The state is *guarded* while it could be seen half stepped: the attribute ``optimizer.state`` is taken out, and
    reading it calls the guard's ``finish``, which waits and gives the state back (pending_step.py), or decides in
-   backward, where the read may be an error (backward_pass.py, Rule 5).
+   backward, where the read may be an error (step_owner.py, Rule 4).
 2. Code that already refers to the state can read it unnoticed. So references are counted (references.py): to the state
    as a whole, to a parameter's state, to its tensors and to their bytes. State that is *shared* is not stepped beside
    other work.

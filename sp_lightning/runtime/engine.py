@@ -48,7 +48,7 @@ from ..memory.device import Device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import SharedMemory, UnitStore
 from ..memory.watched_parameters import quietly, true_device
-from ..optim.pending_step import PendingStep
+from ..optim.step_owner import StepOwner
 from ..options import Options
 from .window import Window
 
@@ -103,8 +103,7 @@ class Engine:
             self.shares_bytes = lambda parameter: device.is_host and id(parameter) in sharing
         self.files = files  # in which weights stay
         self.access = Access()
-        self.current_step = PendingStep(counters, self.access)  # of an optimizer; the last to begin, which may be done
-        self.announced_step: PendingStep | None = None  # begins in the next backward, or after it
+        self.step_owner = StepOwner(counters, self.access)
         self.phases = Phases(self.access)
         self.device = device
         self.options = options
@@ -169,8 +168,7 @@ class Engine:
 
     def _with_data(self) -> Iterator[UnitStore]:
         """Yield the units' stores, but for those of which a deferred step replaced the data itself."""
-        vacant = self.current_step.vacant
-        return (unit.store for unit in self.units if unit.store not in vacant)
+        return (unit.store for unit in self.units if unit.store not in self.access.steps)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
@@ -201,7 +199,7 @@ class Engine:
         """End a scope: user code runs next (Rule 4)."""
         if self.phases.end_step():
             with quietly():
-                self.current_step.finish()
+                self.step_owner.finish()
                 self.offload.finish()
                 self._give_host_bytes()
                 if self.team is not None:
@@ -241,7 +239,7 @@ class Engine:
             self.window.collect_writes()
             self.window.settle()
 
-    def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int]) -> None:
+    def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """End an optimizer's step of these parameters, with the ids of those that were stepped beside other work."""
         self.phases.end_optimizer(optimizer)
         self.mark_stale(parameters, stepped)
@@ -500,14 +498,14 @@ class Engine:
         with quietly():
             self._in_backward_from_here(unit)
             self._last_in_backward = None
-            final = self.backward_pass.completed(unit) and self.current_step.takes_units
-            if final:
+            step = self.step_owner.in_backward if self.backward_pass.completed(unit) else None
+            if step is not None:
                 self.window.collect_writes((unit,))
-            return self.gradient_return.receive(unit.store, node, grads, self.current_step if final else None)
+            return self.gradient_return.receive(unit.store, node, grads, step)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
-        self.current_step.finish()
+        self.step_owner.finish()
         if not self.gradient_return.idle:
             with quietly():
                 self.gradient_return.finish()
@@ -515,7 +513,7 @@ class Engine:
             self.team.clipping.show()
 
     def check_gradient(self, parameter: Tensor) -> None:
-        """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 4)."""
+        """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
         if self.backward_pass in self.access.gradients and in_backward():
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
@@ -542,33 +540,23 @@ class Engine:
             self._needs_unit(self._by_parameter[id(parameter)])
 
     def _needs_unit(self, unit: StreamedUnit) -> None:
-        self.backward_pass.needs_unit(unit, self.current_step.takes_units)
+        if self.backward_pass.needs_unit(unit):
+            self.step_owner.check_revisit(unit.store)
 
     def _in_backward_from_here(self, unit: StreamedUnit) -> None:
         if self.backward_pass in self.access.gradients:
             return
         if self.phases.closed:
             raise _after_the_end(unit)
-        self.backward_pass.begin(self._backward_done, self.phases.in_scope)
+        self.backward_pass.begin(self._backward_done)
         if self.team is not None:
             self.team.clipping.forget()
             if self.exchanges:
                 self.team.exchange.begin(graph_task())
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
-        self.current_step.finish()
+        self.step_owner.backward_begins(self.phases.in_scope)
         weight_reads.resume()
-        step = self.announced_step
-        if step is not None and step.in_backward and step is not self.current_step and not self.phases.in_scope:
-            self.begin_step(step)
-            step.takes_units = self.backward_pass.may_step(step, self._state_asked_for)
-
-    def _state_asked_for(self) -> None:
-        """React to a read of the optimizer's state while it is guarded in backward (pending_step.py, Rule 6)."""
-        if in_backward():
-            self.backward_pass.sees_state(self.current_step)
-        else:
-            self.land()
 
     def _backward_done(self) -> None:
         with quietly():
@@ -579,7 +567,7 @@ class Engine:
             self.autocast_weights.backward_done()
             self.offload.backward_done()
             self.counters.listener.idle()
-            if not self.current_step.takes_units:  # a step in backward checks before it steps the rest
+            if self.step_owner.in_backward is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
             self.window.settle()
@@ -587,12 +575,7 @@ class Engine:
                 self.team.exchange_if_any()
             self.counters.listener.step_may_begin()
 
-    # ---- an optimizer's step (pending_step.py)
-
-    def begin_step(self, step: PendingStep) -> None:
-        """Make a step the pending one, after the one before it."""
-        self.current_step.finish()
-        self.current_step = step
+    # ---- an optimizer's step (step_owner.py)
 
     def next_needed(self) -> list[UnitStore]:
         """List all units in the order in which the next forward needs them, as far as it is known."""
@@ -611,11 +594,6 @@ class Engine:
         unit.store.wait_step()
         with quietly():
             self.window.collect_writes((unit,))
-
-    def is_stepping(self, store: UnitStore) -> bool:
-        """Whether this unit's optimizer step may be running, or is still to come."""
-        in_backward = self.current_step.takes_units and self.backward_pass.is_stepping(store)
-        return in_backward or self.current_step.is_stepping(store)
 
     # ---- ends
 
@@ -656,6 +634,7 @@ class Engine:
             self.phases.close()
             self.autocast_weights.close()
             self.window.tuner.end()
+            self.step_owner.close()
             if self.team is not None:
                 self.team.close()
             for unit in self.units:

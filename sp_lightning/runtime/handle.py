@@ -141,12 +141,16 @@ class Handle:
         return 0 if self._ranks is None else self._ranks.rank
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since streaming began: fetches, bytes, waits and memory."""
+        """Return the counters since streaming began: fetches, bytes, waits and memory.
+
+        ``pending_step`` is "in backward" or "deferred" while an optimizer step runs beside other work: `finish_step`.
+        """
         engine, schedule = self.engine, self.engine.window.schedule
         hosts = [unit.store.slab.numel() + unit.store.wire.numel() for unit in engine.units]
         resident = [unit.store.on_device.layout.nbytes for unit in engine.units if unit.unit.resident]
         return {
             **self._counters.snapshot(),
+            "pending_step": engine.step_owner.pending,
             "window": schedule.window,
             "transfer": schedule.transfer,
             "units": len(engine.units) - len(resident),
@@ -181,10 +185,17 @@ class Handle:
 
     def stop_recording(self) -> None:
         """Stop recording and read what is left; wait for the device and for an optimizer step that still runs."""
-        self.engine.current_step.finish()
+        self.finish_step()
         listener, self._counters.listener = self._counters.listener, StepListener()
         if isinstance(listener, Recorder):
             listener.flush()
+
+    def finish_step(self) -> None:
+        """Wait for an optimizer step that still runs beside other work, and raise its error if it has failed.
+
+        Reading a weight, a gradient or optimizer state waits by itself; call this before you read `stats` of a step.
+        """
+        self.engine.step_owner.finish()
 
     # ---- passes
 
@@ -582,7 +593,7 @@ class Handle:
 
     def _detach(self) -> None:
         try:
-            self.engine.current_step.finish()
+            self.finish_step()
         finally:
             self._stop_streaming()
 

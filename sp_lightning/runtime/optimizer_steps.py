@@ -6,7 +6,7 @@
 3. Inside ``overlapping`` units are stepped beside other work (pending_step.py). Three kinds of step run as a whole,
    after backward: of an optimizer that does not step each parameter by itself; of one that makes tensors of torch's
    default type, which a forward or backward beside it may set; and of any where the CPU computes with several threads
-   (pending_step.py, Rule 10).
+   (pending_step.py, Rule 9).
 4. In a loop of the user's own nothing says what comes between ``backward`` and ``step``: no unit is stepped beside
    backward. Each step may be deferred, as if it ran inside ``overlapping``: code that reads or writes weights,
    gradients or state waits for it.
@@ -29,7 +29,7 @@ from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEF
 from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler, torn_step
-from ..optim.pending_step import HostThread, PendingStep
+from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
 from .engine import Engine
 
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AFTER_BACKWARD = "the optimizer steps after backward"
 OTHER_HOOKS = "other step hooks are registered"
-WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 
 
 class OptimizerSteps:
@@ -52,10 +50,8 @@ class OptimizerSteps:
         self._counters = engine.counters
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
-        self._thread = HostThread()
         self._closed = False
         self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
-        self._announced: PendingStep | None = None  # the step that was announced for such a loop
         self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
         self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
         if self._maps_blocks:
@@ -89,7 +85,6 @@ class OptimizerSteps:
             if shadow is not None:
                 shadow.close()
         self._shadows.clear()
-        self._thread.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -100,7 +95,6 @@ class OptimizerSteps:
         if managed:
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
-            self._announce(optimizer)
         self.engine.begin_optimizer(optimizer)
         if self._shadows.get(optimizer) is None:  # a shadow step waits after the closure
             self._wait_for_copies()
@@ -134,21 +128,18 @@ class OptimizerSteps:
         self._counters.listener.stepped()
         team, managed = self.engine.team, self._managed_by(optimizer)
         if team is None or not managed:
-            self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
-            if self._announced is not None and self._announced.optimizer is optimizer:
-                self._end_announced(self._announced)
+            self.engine.end_optimizer(optimizer, managed, self.engine.step_owner.ended(optimizer))
             return
         if self._ended is not optimizer:
             self.engine.mark_stale(managed)  # by code that may have written where no version counter shows it
             team.owners.end(optimizer)
         self._ended = None
         with team.faces.unchanged():  # hooks of the user's may have written since the step ended
-            self.engine.end_optimizer(optimizer, managed, self.engine.current_step.params)
+            self.engine.end_optimizer(optimizer, managed)
 
     def _end(self, optimizer: Optimizer) -> None:
         """End a step that was cut, before hooks of the user's read what other ranks have stepped."""
-        if self.engine.current_step.optimizer is optimizer:
-            self.engine.current_step.has_ended = True
+        self.engine.step_owner.code_returned(optimizer)
         if self.engine.team is not None:
             with self.tearing():
                 self.engine.team.owners.end(optimizer)
@@ -188,7 +179,7 @@ class OptimizerSteps:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether units compute on the cores that optimizers step on (pending_step.py, Rule 10)."""
+        """Whether units compute on the cores that optimizers step on (pending_step.py, Rule 9)."""
         return self.engine.device.is_host and torch.get_num_threads() > 1
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
@@ -215,43 +206,12 @@ class OptimizerSteps:
         if shadow is None:
             yield
             return
-        step = PendingStep(self._counters, self.engine.access, optimizer, shadow, self._thread, may_defer, in_backward)
-        self.engine.announced_step = step
-        try:
-            yield
-        except BaseException as error:
-            self.engine.let_autograd_end()  # else it may submit a unit yet
-            step.fail(error)
-            raise
-        finally:
-            self.engine.announced_step = None
-            if not step.is_deferred:
-                step.close()
-            self.say(WHOLE_STEP, step.why_whole)
-            self.say(AFTER_BACKWARD, step.given_up)
-
-    def _announce(self, optimizer: Optimizer) -> None:
-        """Announce a step of the user's own loop, which may be deferred (Rule 4)."""
-        if not self.by_hand or not self._options.optimizer_overlap:
-            return
-        if self.engine.announced_step not in (None, self._announced):  # in `overlapping`
-            return
-        shadow = self._beside(optimizer)
-        self._announced = self.engine.announced_step = None
-        if shadow is not None:
-            may_defer = functools.partial(self.may_defer, optimizer)
-            self._announced = self.engine.announced_step = PendingStep(
-                self._counters, self.engine.access, optimizer, shadow, self._thread, may_defer
-            )
-
-    def _end_announced(self, step: PendingStep) -> None:
-        """End a step that was announced, but for what is deferred."""
-        self._announced = None
-        if self.engine.announced_step is step:
-            self.engine.announced_step = None
-        if not step.is_deferred:
-            step.close()
-        self.say(WHOLE_STEP, step.why_whole)
+        with self.engine.step_owner.announced(optimizer, shadow, may_defer, self.say, in_backward):
+            try:
+                yield
+            except BaseException:
+                self.engine.let_autograd_end()  # else it may submit a unit yet
+                raise
 
     def _rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer steps itself, after its closure."""
@@ -259,14 +219,16 @@ class OptimizerSteps:
         if self.engine.team is not None:
             with self.tearing():
                 return self.engine.team.pieces(optimizer)
-        step = self.engine.announced_step
-        if step is None or step.optimizer is not optimizer:
+        owner = self.engine.step_owner
+        if self.by_hand and self._options.optimizer_overlap and not owner.is_announced():  # Rule 4
+            shadow = self._beside(optimizer)
+            if shadow is not None:
+                owner.announce(optimizer, shadow, functools.partial(self.may_defer, optimizer), self.say)
+        if not owner.is_announced(optimizer):
             return all_of(optimizer)
-        self.engine.announced_step = None
-        if step.in_backward:
+        if owner.begins_in_backward:
             self.engine.check_changed()  # a hook may have changed gradients after the engine's end of backward
-        self.engine.begin_step(step)
-        return step.step_rest(self.engine.next_needed(), self.engine.gradient_return.is_own)
+        return owner.rest(optimizer, self.engine.next_needed(), self.engine.gradient_return.is_own)
 
     def say(self, what: str, reason: str | None) -> None:
         """Log what does not run beside other work, once for each reason."""

@@ -123,7 +123,7 @@ def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_pat
             net(batch(device)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            handle.engine.current_step.finish()  # in this step's record
+            handle.finish_step()  # in this step's record
         handle.stop_recording()
         after = handle.stats()
     for lane, name, phases in (("disk in", "disk_read", {"state", "weights"}), ("disk out", "disk_written", {"state"})):

@@ -48,7 +48,7 @@ def take_step(handle, optimizer):
     """All of it: transfers of what is deferred would count for the next step."""
     optimizer.step()
     optimizer.zero_grad()
-    handle.engine.current_step.finish()
+    handle.finish_step()
 
 
 def planned(net, **options):

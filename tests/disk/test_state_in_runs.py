@@ -592,7 +592,7 @@ def test_an_average_of_the_weights(device):
 
 
 def masters_on_disk(handle, net):
-    handle.engine.current_step.finish()
+    handle.finish_step()
     with torch._C.DisableTorchFunctionSubclass():
         return [handle._disk._file.place_of(p) is not None for p in net.parameters()]
 
@@ -614,7 +614,7 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
         assert sum(unit.store.slab.nbytes for unit in handle.engine.units) <= 512 * 4
         before = handle.stats()
         train_half(nets[0], optimizers[0], device, 1)
-        handle.engine.current_step.finish()
+        handle.finish_step()
         after = handle.stats()
         weights = sum(p.nbytes for p in nets[0].parameters())
         moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 1}[kind] * weights

@@ -74,7 +74,7 @@ def train(net, optimizer, device, steps=1):
 
 
 def on_disk(handle, net):
-    handle.engine.current_step.finish()
+    handle.finish_step()
     with torch._C.DisableTorchFunctionSubclass():
         return {name for name, p in net.named_parameters() if handle._disk._file.place_of(p) is not None}
 

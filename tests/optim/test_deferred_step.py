@@ -48,7 +48,7 @@ class Gate:
 
     def __init__(self, handle):
         self.event = threading.Event()
-        handle.steps._thread.submit(lambda: self.event.wait(60))
+        handle.engine.step_owner.thread.submit(lambda: self.event.wait(60))
 
     def open(self, after=0.05):
         threading.Timer(after, self.event.set).start()
@@ -74,7 +74,7 @@ class Held:
         """What was not stepped when backward came to the second block."""
 
         def stop(_):
-            self.handle.steps._thread.submit(lambda: None).result()
+            self.handle.engine.step_owner.thread.submit(lambda: None).result()
             self.gate = Gate(self.handle)
 
         hook = self.net.blocks[1].register_forward_hook(lambda *args: args[2].register_hook(stop) and None)
@@ -87,7 +87,7 @@ class Held:
 
     @property
     def is_under_way(self):
-        return self.handle.engine.current_step.is_deferred
+        return self.handle.stats()["pending_step"] == "deferred"
 
 
 def plain(make_optimizer=adamw, steps=2):
@@ -112,7 +112,7 @@ def hold(device, request):
         optimizer = make_optimizer(net)
         x = next(inputs(device))
         for _ in range(steps - 1):
-            with handle.steps.overlapping(optimizer):  # the first shows whether it may (backward_pass.py, Rule 5)
+            with handle.steps.overlapping(optimizer):  # the first shows whether it may (step_owner.py, Rule 4)
                 step(net, optimizer, x)
         optimizer.zero_grad()
         held = Held(handle, net, optimizer, opens_after)
@@ -159,6 +159,23 @@ LOOKS = {
     "state_dict of the optimizer": lambda _, optimizer: copy.deepcopy(optimizer.state_dict()["state"]),
     "deepcopy of the optimizer": lambda _, optimizer: [dict(s) for s in copy.deepcopy(optimizer).state.values()],
 }
+
+
+def test_stats_name_the_step_that_is_pending_and_finish_step_ends_it(hold):
+    held, seen = hold(), []
+
+    def pending(*_):
+        seen.append(held.handle.stats()["pending_step"])
+
+    pending()
+    held.handle.finish_step()
+    pending()
+    with held.handle.steps.overlapping(held.optimizer):
+        held.net.blocks[0].register_forward_hook(lambda *args: args[2].register_hook(pending) and None)
+        squares(held.net, next(inputs(held.handle.device.torch_device))).backward()
+        pending()
+        held.optimizer.step()
+    assert seen == ["deferred", None, "in backward", None]
 
 
 @pytest.mark.parametrize("way", LOOKS)

@@ -46,7 +46,7 @@ class Torn:
         with monkeypatch.context() as broken, pytest.raises(raised):
             broken.setattr(os, "pwritev", failing)
             train(net, self.optimizer)
-            handle.engine.current_step.finish()
+            handle.finish_step()
 
     def is_stepped(self, optimizer=None):
         """Whether a step is taken, and not refused."""
