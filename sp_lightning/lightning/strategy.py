@@ -18,13 +18,13 @@ from torchmetrics import Metric
 
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
-from ..errors import TornStepError
+from ..errors import OptionError, TornStepError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
-from ..options import Options, format_bytes
+from ..options import Options, format_bytes, is_int
 from ..runtime.handle import Handle
 from . import master_weights as masters
 from . import step_timing
@@ -44,6 +44,7 @@ from .names import (
     WrappingCheckpointIO,
     update_properties,
 )
+from .predict_steps import PredictSteps
 from .several_devices import SeveralDevices
 
 HOST = torch.device("cpu")
@@ -92,6 +93,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of FP32
             weights of which copies in half precision travel (under autocast, or with ``master_weights``): it lies there
             in a nameless file while the run lasts, and is stepped in portions, with the same bits (docs/disk.md).
+        predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
+            (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
+            each other nor on this number, but differs from a run without the option. None: one after the other.
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -116,6 +120,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         compile_units: bool = False,
         host_budget: str | int | None = None,
         disk: str | os.PathLike[str] | None = None,
+        predict_at_once: int | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -139,6 +144,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             host_budget=host_budget,
             disk=disk,
         )
+        if predict_at_once is not None and not (is_int(predict_at_once) and predict_at_once >= 1):
+            raise OptionError(argument="predict_at_once", found=predict_at_once, allowed="None or an int >= 1")
+        self._predict_at_once = predict_at_once
+        self._predict_steps: PredictSteps | None = None
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._last_checkpoint: str | None = None  # of this run
         self._device_given = device is not None
@@ -149,7 +158,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle out of a copy: it streams the original's module."""
-        return {**super().__getstate__(), "handle": None}
+        return {**super().__getstate__(), "handle": None, "_predict_steps": None}
 
     # ---- setup and teardown
 
@@ -221,6 +230,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self.setup_optimizers(trainer)
             self._check_room(trainer)
         self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.PREDICTING and self._predict_at_once is not None:
+            assert self.handle is not None
+            self._predict_steps = PredictSteps(trainer, self.handle, self.predict_step, self._predict_at_once)
 
     def _check_room(self, trainer: Trainer) -> None:
         """Raise DiskError if the optimizers' state, or checkpoints beside it, would fill its disk in mid-run."""
@@ -277,6 +289,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
         try:
+            if self._predict_steps is not None:
+                self._predict_steps.close()
+                self._predict_steps = None
             if self.handle is not None:
                 self.handle.close()
         finally:

@@ -9,7 +9,7 @@ import logging
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -274,7 +274,7 @@ class Handle:
                 raise call.error
         return [call.result if call.error is None else call.error for call in ended]
 
-    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int) -> Iterator[Call]:
+    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int) -> Generator[Call]:
         """Run calls as `lockstep` does, and yield each when it has ended; a call is made when it is to begin."""
         if not (is_int(at_once) and at_once >= 1):
             raise OptionError(argument="at_once", found=at_once, allowed="an int >= 1")

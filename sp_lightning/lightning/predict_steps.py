@@ -1,0 +1,117 @@
+"""Steps of ``Trainer.predict`` in lockstep: `SuperpipelineStrategy(predict_at_once=...)`.
+
+1. The loop's own code before a batch's step runs when the batch's call is to begin, and its code after the step runs in
+   the order of the batches, as soon as the steps up to this one have ended: all of it on the caller's thread. So
+   ``on_predict_batch_start`` of some batches comes before ``on_predict_batch_end`` of earlier ones; code that takes the
+   two for a pair is refused.
+2. A step that raises ends the run as in a plain one: the batches before it are done, and none after it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..compat.lightning import (
+    PredictBatch,
+    after_predict_step,
+    before_predict_step,
+    end_of_predict_run,
+    predict_loop_of_its_own,
+    reset_predict_steps,
+    set_predict_steps,
+)
+from ..errors import UnsupportedError
+from ..runtime.handle import Handle
+from ..runtime.lockstep import Call
+
+HOOKS = "on_predict_batch_start", "on_predict_batch_end"
+THEIRS = "lightning", "pytorch_lightning", "sp_lightning"
+
+log = logging.getLogger(__name__)
+
+
+class PredictSteps:
+    """The steps of a run of a predict loop, so many at once."""
+
+    def __init__(self, trainer: Any, handle: Handle, step: Callable[..., Any], at_once: int) -> None:
+        self._trainer = trainer
+        self._loop = trainer.predict_loop
+        self._step = step
+        self._at_once = at_once
+        self._arriving: deque[Callable[[], Any]] = deque()
+        self._under_way: deque[PredictBatch] = deque()  # in order, of which the next one's number follows
+        self._next_number = 0
+        self._begun = 0
+        self._ended: dict[int, Call] = {}  # by number, while an earlier step is under way
+        self._results = handle.calls_ended(self, at_once)
+        self._check()
+        set_predict_steps(self._loop, self._take, self._finish)
+
+    def close(self) -> None:
+        """Give the loop its own methods back, and end the steps under way."""
+        reset_predict_steps(self._loop)
+        self._results.close()
+
+    def __iter__(self) -> Iterator[Callable[[], Any]]:
+        return self
+
+    def __next__(self) -> Callable[[], Any]:
+        """Return the next step to begin, as far as its batch has come; there may be more later."""
+        if not self._arriving:
+            raise StopIteration
+        return self._arriving.popleft()
+
+    def _check(self) -> None:
+        """Raise UnsupportedError if code of the user's takes part in the loop in a way that lockstep changes."""
+        other = predict_loop_of_its_own(self._trainer)
+        if other is not None:
+            raise UnsupportedError(
+                f"predict_at_once={self._at_once} is for Lightning's own predict loop, and steps that get a batch; "
+                f"found {other}: leave the option out"
+            )
+        for one in (self._trainer.lightning_module, *self._trainer.callbacks):
+            owners = [_owner(type(one), hook) for hook in HOOKS]
+            if all(owner.__module__.partition(".")[0] not in THEIRS for owner in owners):
+                raise UnsupportedError(
+                    f"{type(one).__name__} has both {HOOKS[0]} and {HOOKS[1]}, and predict_at_once={self._at_once} "
+                    "calls the first for several batches before the second for one of them: leave one of the hooks "
+                    "out, or the option"
+                )
+
+    def _take(self, batch: Any, number: int, loader: int, _: Any) -> None:
+        """Take a batch from the loop; run steps while there is no room for another one."""
+        if not self._begun:
+            self._check()  # the loop knows by now how batches are drawn
+        self._begun += 1
+        taken = before_predict_step(self._loop, batch, number, loader)
+        self._under_way.append(taken)
+        self._arriving.append(functools.partial(self._step, *taken.arguments))
+        if self._begun - self._next_number - len(self._ended) >= self._at_once:
+            self._run_one()
+
+    def _run_one(self) -> None:
+        """Run steps until one has ended; do what comes after those that are next in order (Rule 1)."""
+        ended = next(self._results)
+        self._ended[ended.number] = ended
+        while self._next_number in self._ended:
+            call, batch = self._ended.pop(self._next_number), self._under_way.popleft()
+            self._next_number += 1
+            if call.error is not None:
+                raise call.error  # Rule 2
+            after_predict_step(self._loop, batch, call.result)
+
+    def _finish(self) -> Any:
+        """End the run, when all steps have ended."""
+        while self._under_way:
+            self._run_one()
+        self.close()
+        return end_of_predict_run(self._loop)
+
+
+def _owner(kind: type, name: str) -> type:
+    """Return the class that defines this attribute of a class."""
+    return next(base for base in kind.__mro__ if name in vars(base))
