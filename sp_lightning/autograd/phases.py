@@ -10,13 +10,15 @@
    nothing there.
 4. An optimizer's step that raised does not report its end. It ends with the phase below it, or with a later step of
    the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
-5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred.
+5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
+   read in model code finds the weight on the device, as in a plain run, with the type that it has there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +26,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..memory.access import Access
+from ..memory.device import Device
 from . import weight_reads
 from .backward_pass import at_leaf, in_backward
+
+log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -47,8 +52,10 @@ MODEL_CODE = (Phase.STEP, Phase.GENERATE, Phase.BACKWARD)
 class Phases:
     """The phases that the running code is in, one inside the other."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, device: Device, device_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
         self._access = access
+        self._device, self._device_dtype = device, device_dtype
+        self._reported_read = False
         self._stack: list[Phase | Optimizer] = [Phase.CLOSED]  # an optimizer stands for its step
 
     @property
@@ -75,6 +82,44 @@ class Phases:
     def in_step(self) -> bool:
         """Whether a forward that begins now is a part of an open scope, or of a backward."""
         return self.in_scope or in_backward()
+
+    # ---- what a read of a weight finds (Rule 5)
+
+    @property
+    def serving(self) -> bool:
+        """Whether reads of host parameters are answered with their stand-ins."""
+        return self.current in MODEL_CODE
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether user code may bring host parameters together with tensors on the device."""
+        return self.current in USER_CODE and not self._device.is_host
+
+    @property
+    def optimizing(self) -> bool:
+        """Whether an optimizer steps, which finds everything on the host."""
+        return self.current is Phase.OPTIMIZER
+
+    def apparent_device(self) -> torch.device | None:
+        """Return what ``parameter.device`` reports, or None for the true one."""
+        return self._device.torch_device if self.serving else None
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what ``parameter.dtype`` reports for a parameter of this type."""
+        return self._device_dtype(dtype) if self.serving else dtype
+
+    def read_on_host(self, name: str) -> None:
+        """Warn, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
+        if self.current is Phase.BEFORE_BACKWARD and not self._reported_read:
+            self._reported_read = True
+            log.warning(
+                "superpipeline: %s was read on the host; if a loss depends on this read, the weight's gradient is "
+                "summed in another order and equals the plain run's only to rounding. Read it inside the step to avoid "
+                "that, at no cost",
+                name,
+            )
+
+    # ---- changes
 
     def start(self) -> None:
         """Begin to stream."""

@@ -46,7 +46,7 @@ from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
 from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
 from ..memory.access import DeferredStep
 from ..memory.device import Device
-from ..memory.watched_parameters import HostParameter, has_hooks, owner_of
+from ..memory.watched_parameters import HostParameter, expose, has_hidden_stand_in, has_hooks, name_of, owner_of
 from .autocast_weights import cast_by
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
@@ -135,13 +135,12 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if is_about_parameter and name in _METADATA:
             return call(*args, **kwargs)
         hosts = _hosts(args, kwargs)
-        served = [] if is_about_parameter else [host for host in hosts if owner_of(host).serving]
+        served = [] if is_about_parameter else [host for host in hosts if owner_of(host).phases.serving]
         if served:
             device = owner_of(served[0]).device
             if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
-                _complete(hosts)
-                for host in served:
-                    owner_of(host).mark_stale([host])
+                for host in hosts:
+                    expose(host)
                 return call(*args, **kwargs)
             if not _computes_on_host(args, kwargs, device):
                 return _call_with_stand_ins(call, args, kwargs, served)
@@ -151,7 +150,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if not served and not is_about_parameter and torch.is_grad_enabled():
             for host in hosts:
                 if host.requires_grad:
-                    owner_of(host).read_on_host(host)  # Rule 3
+                    owner_of(host).phases.read_on_host(name_of(host))  # Rule 3
         return _note_exposed(call(*args, **kwargs), hosts)
 
 
@@ -183,7 +182,7 @@ def _with_stand_ins(wrap: Any) -> Any:
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         hosts = _hosts(args)
-        if not hosts or owner_of(hosts[0]).optimizing:
+        if not hosts or owner_of(hosts[0]).phases.optimizing:
             return wrap(*args, **kwargs)
         return wrapped_stand_ins(args, kwargs, hosts)
 
@@ -196,7 +195,7 @@ def _with_stand_ins(wrap: Any) -> Any:
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:
     """Whether any argument is a host parameter of which reads are given stand-ins now."""
-    return any(owner_of(host).serving for host in _hosts(args, kwargs))
+    return any(owner_of(host).phases.serving for host in _hosts(args, kwargs))
 
 
 def lent(func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,7 +213,7 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
         if name in _OFFSETS:
             args, kwargs = _with_offset(_OFFSETS[name], args, kwargs, stand_ins)
         result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
-        if read is not None and read.dtype is not None and owner_of(hosts[0]).has_hidden_stand_in(hosts[0]):
+        if read is not None and read.dtype is not None and has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
     if not torch.is_grad_enabled():
         for stand_in in stand_ins.values():
@@ -237,7 +236,7 @@ def _with_offset(position: int, args: Any, kwargs: Any, stand_ins: Mapping[int, 
 def _differentiated(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
     """Call ``autograd.grad`` for host parameters; reads are watched in it, since it runs second forwards and hooks."""
     owner, device = owner_of(hosts[0]), owner_of(hosts[0]).device.torch_device
-    if not any(has_hooks(host) or owner.has_hidden_stand_in(host) for host in hosts):
+    if not any(has_hooks(host) or has_hidden_stand_in(host) for host in hosts):
         with contextlib.ExitStack() as visits:
             stand_ins = {id(host): visits.enter_context(owner.lend(host)) for host in hosts}
             with with_dispatch():
@@ -259,7 +258,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
 
 def _are_combined_on_device(func: Any, hosts: list[Any], args: Any, kwargs: Any) -> bool:
     """Whether user code combines the host parameters with tensors on the device between steps (Rule 4)."""
-    if not hosts or not owner_of(hosts[0]).between_steps or _name(func) in _CROSSING:
+    if not hosts or not owner_of(hosts[0]).phases.between_steps or _name(func) in _CROSSING:
         return False
     return _on_device(args, kwargs, owner_of(hosts[0]).device)
 
@@ -284,7 +283,7 @@ def _note_exposed(result: Any, hosts: list[Any]) -> Any:
     """Return a function's result, and mark the parameters stale whose bytes it exposes (Rule 6)."""
     for host in hosts:
         if result is not host and _shares_bytes(result, host):
-            owner_of(host).mark_stale([host])
+            expose(host)
     return result
 
 

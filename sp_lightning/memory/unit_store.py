@@ -277,7 +277,7 @@ class UnitStore:
         place = self.on_device.storage.data_ptr() + self.on_device.layout.fields[index].offset
         if value.data_ptr() == place and value.shape == host.shape:
             return host  # the value is the parameter's stand-in, as ``module.to()`` in a step assigns it
-        shared = self.device.is_host or self.owner.optimizing or self.owner.in_slab(value)
+        shared = self.device.is_host or self.owner.phases.optimizing or self.owner.in_slab(value)
         return value if shared and not self.owner.on_device(value) else value.to("cpu", copy=True)
 
     def mark_stale(self, stepped: Collection[int] = ()) -> None:

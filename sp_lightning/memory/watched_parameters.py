@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
 
@@ -72,11 +72,8 @@ true_grad: Callable[[Tensor], Tensor | None] = _grad.__get__  # whatever is unde
 set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 
 
-class ParameterOwner(Protocol):
-    """The object that streams a module's parameters: the engine."""
-
-    device: Device  # on which units compute
-    access: Access
+class ReadPhases(Protocol):
+    """What a read of a host parameter finds, by the code that runs (phases.py)."""
 
     @property
     def optimizing(self) -> bool:
@@ -86,8 +83,29 @@ class ParameterOwner(Protocol):
     def serving(self) -> bool:
         """Whether a function that reads host parameters gets their stand-ins now."""
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether the user's code runs between steps, and may combine host parameters with device tensors."""
+
     def apparent_device(self) -> torch.device | None:
         """Return the device that ``p.device`` shows, or None for the true one."""
+
+    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that ``p.dtype`` shows for this true type."""
+
+    def read_on_host(self, name: str) -> None:
+        """Report that a function computed with this host parameter on the host."""
+
+
+class ParameterOwner(Protocol):
+    """The object that streams a module's parameters: the engine."""
+
+    device: Device  # on which units compute
+    access: Access
+
+    @property
+    def phases(self) -> ReadPhases:
+        """What reads find now."""
 
     def land(self) -> None:
         """Finish the gradients that are under way: wait for them and put them into ``.grad``."""
@@ -98,18 +116,8 @@ class ParameterOwner(Protocol):
     def before_host_access(self, parameter: Tensor) -> None:
         """Complete a parameter's host bytes, before code outside of visits reads or writes them."""
 
-    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type that ``p.dtype`` shows for this true type."""
-
     def lend(self, parameter: nn.Parameter, read: Any = None) -> AbstractContextManager[Tensor]:
         """Borrow the parameter's stand-in for the time of a call; ``read``: how the call only casts the weight."""
-
-    def mark_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Mark these parameters' device copies as stale: the host bytes are about to be written."""
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether the user's code runs between steps, and may combine host parameters with device tensors."""
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are on the device, or in a unit's device buffer."""
@@ -120,12 +128,6 @@ class ParameterOwner(Protocol):
     def shares_bytes(self, parameter: Tensor) -> bool:
         """Whether a parameter that is about to be streamed has to stay where another tensor shares its bytes."""
 
-    def read_on_host(self, parameter: Tensor) -> None:
-        """Report that a function computed with a host parameter on the host."""
-
-    def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter's stand-in is hidden from model code (stand_ins.py, Rule 6)."""
-
     def about_to_write_back(self, store: Any, index: int, before: Tensor) -> None:
         """Note that model code wrote a weight on the device; ``before`` is its host copy, not yet overwritten."""
 
@@ -134,6 +136,9 @@ class DataWatcher(Protocol):
     """The object that has a host parameter's bytes: the store of its unit."""
 
     owner: ParameterOwner
+    names: list[str]
+    index_of: dict[int, int]  # by the parameters' ids
+    autocast: dict[int, torch.dtype]  # of the weights that travel in autocast's type, by index
 
     def data_exposed(self, parameter: Tensor) -> None:
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
@@ -204,7 +209,7 @@ class HostParameter(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return owner_of(self).apparent_device() or _device.__get__(self)
+        return owner_of(self).phases.apparent_device() or _device.__get__(self)
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
@@ -220,7 +225,7 @@ class HostParameter(nn.Parameter):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return owner_of(self).apparent_dtype(_dtype.__get__(self))
+        return owner_of(self).phases.apparent_dtype(_dtype.__get__(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -440,6 +445,23 @@ def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = 
 def owner_of(parameter: Tensor) -> ParameterOwner:
     """Return the owner of this managed host parameter."""
     return _watchers[id(parameter)].owner
+
+
+def name_of(parameter: Tensor) -> str:
+    """Return the name of this managed host parameter in the module."""
+    watcher = _watchers[id(parameter)]
+    return watcher.names[watcher.index_of[id(parameter)]]
+
+
+def has_hidden_stand_in(parameter: Tensor) -> bool:
+    """Whether the parameter's stand-in is hidden: in no slot (stand_ins.py, Rule 6)."""
+    watcher = _watchers[id(parameter)]
+    return watcher.index_of[id(parameter)] in watcher.autocast
+
+
+def expose(parameter: Tensor) -> None:
+    """Prepare for writes to the host bytes of this managed parameter that no version counter shows."""
+    _watchers[id(parameter)].data_exposed(parameter)
 
 
 # Our own reads of host parameters are not the user's (weight_reads.py).

@@ -33,7 +33,7 @@ from ..autograd.autocast_weights import AutocastWeights, Read
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
-from ..autograd.phases import MODEL_CODE, USER_CODE, Phase, Phases
+from ..autograd.phases import Phase, Phases
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
@@ -47,7 +47,7 @@ from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.partition import Slot, Unit
 from ..memory.unit_store import SharedMemory, UnitStore
-from ..memory.watched_parameters import quietly, true_device
+from ..memory.watched_parameters import name_of, quietly, true_device
 from ..optim.step_owner import StepOwner
 from ..options import Options
 from .window import Window
@@ -104,10 +104,10 @@ class Engine:
         self.files = files  # in which weights stay
         self.access = Access()
         self.step_owner = StepOwner(counters, self.access)
-        self.phases = Phases(self.access)
+        self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
+        self.phases = Phases(self.access, device, self._device_dtype)
         self.device = device
         self.options = options
-        self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.team: Team | None = None  # of several devices
@@ -136,7 +136,6 @@ class Engine:
         self._thread = 0  # the thread that entered the first of them
         self._packs = False  # whether the first of them pushed saved-tensor hooks
         self._borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
-        self._reported_read = False
         self._recorded: set[int] = set()  # units of which a forward ran that autograd recorded
         self._called: set[int] = set()  # those of which it was the root's
         self._compared_calls = False
@@ -248,29 +247,6 @@ class Engine:
 
     # ---- reads outside visits (weight_reads.py)
 
-    @property
-    def serving(self) -> bool:
-        """Whether reads of host parameters are answered with their stand-ins."""
-        return self.phases.current in MODEL_CODE
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether user code may bring host parameters together with tensors on the device."""
-        return self.phases.current in USER_CODE and not self.device.is_host
-
-    @property
-    def optimizing(self) -> bool:
-        """Whether an optimizer steps, which finds everything on the host."""
-        return self.phases.current is Phase.OPTIMIZER
-
-    def apparent_device(self) -> torch.device | None:
-        """Return what ``parameter.device`` reports inside a step: the device that it has in a plain run."""
-        return self.device.torch_device if self.serving else None
-
-    def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what ``parameter.dtype`` reports, inside a step, for a parameter of this type."""
-        return self._device_dtype(dtype) if self.serving else dtype
-
     def on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, or lies in the device buffer of a unit."""
         return true_device(tensor).type != "cpu" or storage_id(tensor.untyped_storage()) in self._by_storage
@@ -279,23 +255,6 @@ class Engine:
         """Whether a tensor's bytes lie where those of a unit do: in its slab, or in a file."""
         ranges = (range_ for unit in self.units for range_ in unit.store.host_ranges)
         return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in ranges)
-
-    def read_on_host(self, parameter: Tensor) -> None:
-        """Warn, once, that a weight was read on the host: nothing else in streaming can change a result's bits."""
-        if self.phases.current is Phase.BEFORE_BACKWARD and not self._reported_read:
-            self._reported_read = True
-            unit = self._by_parameter[id(parameter)]
-            log.warning(
-                "superpipeline: %s was read on the host; if a loss depends on this read, the weight's gradient is "
-                "summed in another order and equals the plain run's only to rounding. Read it inside the step to avoid "
-                "that, at no cost",
-                unit.store.names[unit.store.index_of[id(parameter)]],
-            )
-
-    def has_hidden_stand_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter's stand-in is hidden: in no slot (stand_ins.py, Rule 6)."""
-        store = self._by_parameter[id(parameter)].store
-        return store.index_of[id(parameter)] in store.autocast
 
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter, read: Read | None = None) -> Iterator[Tensor]:
@@ -474,12 +433,11 @@ class Engine:
         self._last_in_backward = unit if backward else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
-        """Mark the units of these parameters stale: an optimizer or another writer changed them, or is about to.
+        """Mark the units of these parameters stale: an optimizer's own code wrote them, but for those ``stepped``.
 
-        ``stepped`` holds the ids of parameters that the host thread stepped: a wire copy converted after that is valid.
+        Those are ids of parameters that the host thread steps: a wire copy converted after that is valid.
         """
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
-            unit.store.on_device.settle()
             unit.store.mark_stale(stepped)
 
     @property
@@ -516,7 +474,7 @@ class Engine:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
         if self.backward_pass in self.access.gradients and in_backward():
             unit = self._by_parameter[id(parameter)]
-            self.backward_pass.check_gradient(unit, unit.store.names[unit.store.index_of[id(parameter)]])
+            self.backward_pass.check_gradient(unit, name_of(parameter))
 
     @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
