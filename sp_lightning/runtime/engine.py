@@ -37,7 +37,7 @@ from ..autograd.phases import Phase, Phases
 from ..autograd.recompute import Recompute, Written
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
-from ..compat.dynamo import compiling_as_here, never_compiled, not_compiled_itself
+from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage, sharing_bytes
 from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
 from ..core.telemetry import Counters
@@ -68,6 +68,14 @@ class SharedTrips(Protocol):
 
     def stop(self) -> None:
         """End the calls where they wait."""
+
+
+class VisitingEntry(Protocol):
+    """An entry in front of a module's forward (entries.py)."""
+
+    module: nn.Module
+    units: list[StreamedUnit]
+    guard: Callable[..., Any] | None  # in front of the forward during a visit (autocast_weights.py)
 
 
 class Turn(NamedTuple):
@@ -276,16 +284,25 @@ class Engine:
 
     # ---- visits
 
-    @never_compiled
-    def enter_all(self, units: list[StreamedUnit]) -> int:
-        """Enter several units and return the depth to leave to."""
+    @not_compiled_itself
+    def visit(self, entry: VisitingEntry, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a module's forward, or the guard in front of it, inside visits of the entry's units."""
+        if compiling_callback() is not None and self.autocast_weights.enabled:
+            self.autocast_weights.stop()
         depth = len(self._open)
+        self._enter_all(entry.units)
+        try:
+            return (entry.guard or forward)(*args, **kwargs)
+        finally:
+            self.leave_to(depth)
+
+    @never_compiled
+    def _enter_all(self, units: list[StreamedUnit]) -> None:
         if not self._compared_calls and torch.is_grad_enabled():
             self._recorded.update(unit.index for unit in units)
         for unit in units:
             if unit not in self._open:
                 self.enter(unit)
-        return depth
 
     def enter(self, unit: StreamedUnit) -> None:
         """Begin a visit: code of this unit is about to run (Rule 1)."""
@@ -351,8 +368,10 @@ class Engine:
         return ran
 
     @not_compiled_itself
-    def run(self, unit: StreamedUnit, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def record(self, entry: VisitingEntry, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
+        unit = entry.units[0]
+        call: Any = functools.partial(self.visit, entry, forward)  # a second run is of the forward that ran first
         self._called.add(unit.index)
         if self._borrowed:
             self._collect_from_borrowed()  # else the unit's forward would seem to have written what code wrote before
@@ -363,7 +382,7 @@ class Engine:
         saved: list[OffloadedTensor] = []
         if activations.startswith("recompute"):
             call = compiling_as_here(call)  # a checkpoint, which compiles nothing, runs it now and in backward
-            output, saved = self.recompute.run(call, unit.name, unit.store, root, args, kwargs)
+            output, saved = self.recompute.run(call, unit.name, unit.store, entry.module, args, kwargs)
         elif activations == "offload" and not self.offload.active and not in_backward():
             self.offload.begin()
             try:

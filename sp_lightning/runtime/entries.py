@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from ..autograd import weight_reads
 from ..autograd.stand_ins import HiddenInVisits, InPlaceOfForward, StreamedUnit
-from ..compat.dynamo import compiling_callback, never_compiled, not_compiled_itself
+from ..compat.dynamo import never_compiled, not_compiled_itself
 from ..compat.modules import CALL, CONVERT, context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
@@ -140,18 +140,7 @@ class ModuleEntry(ForwardEntry, HiddenInVisits):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if all(unit.stand_ins.bound for unit in self.units) or tracing_state() is not None:
             return (self.guard or self.forward)(*args, **kwargs)
-        return self.visit(self.forward, *args, **kwargs)
-
-    @not_compiled_itself  # Rule 4
-    def visit(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward inside visits of its units."""
-        if compiling_callback() is not None and self.engine.autocast_weights.enabled:
-            self.engine.autocast_weights.stop()
-        depth = self.engine.enter_all(self.units)
-        try:
-            return (self.guard or forward)(*args, **kwargs)
-        finally:
-            self.engine.leave_to(depth)
+        return self.engine.visit(self, self.forward, *args, **kwargs)
 
 
 class ConversionEntry(ForwardEntry):
@@ -230,10 +219,9 @@ class UnitEntry(ModuleEntry):
         if weight_reads.holds_parameters(args, kwargs):
             return weight_reads.lent(self.__call__, args, kwargs)
         args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
-        if not torch.is_grad_enabled():
-            return self.visit(self.forward, *args, **kwargs)
-        visit = functools.partial(self.visit, self.forward)  # a second run is of the forward that ran first
-        return self.engine.run(self.units[0], self.module, visit, args, kwargs)
+        return (self.engine.record if torch.is_grad_enabled() else self.engine.visit)(
+            self, self.forward, *args, **kwargs
+        )
 
 
 class StepBoundary(Protocol):
