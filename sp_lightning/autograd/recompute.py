@@ -44,11 +44,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import storage_id, without_function_modes
+from ..compat.tensors import consists_of_tensors, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import DeviceParameter, quietly
+from ..memory.watched_parameters import host_of, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, mark_own_checkpoint, reachable, tensors_in
@@ -201,7 +201,7 @@ class _ForwardState:
 
     def note_attributes(self, tensors: Iterable[Tensor]) -> None:
         """Take the attributes that tensors have in Python, too."""
-        self.attributes += [(tensor, dict(vars(tensor))) for tensor in tensors if not _consists_of_tensors(tensor)]
+        self.attributes += [(tensor, dict(vars(tensor))) for tensor in tensors if not consists_of_tensors(tensor)]
 
     @property
     def values(self) -> list[Any]:
@@ -227,14 +227,14 @@ class _ForwardState:
         def clone(buffer: Tensor | None) -> Tensor | None:
             if buffer is not None:
                 attributes, buffer = vars(buffer), buffer.detach().clone()
-                if attributes and not _consists_of_tensors(buffer):
+                if attributes and not consists_of_tensors(buffer):
                     vars(buffer).update({name: copied(v) for name, v in attributes.items()})
             return buffer
 
         made._buffers = [
             (place, {name: clone(value) for name, value in buffers.items()}) for place, buffers in self._buffers
         ]
-        made._parameters = [(p, {name: _host(value) for name, value in then.items()}) for p, then in self._parameters]
+        made._parameters = [(p, {name: host_of(value) for name, value in then.items()}) for p, then in self._parameters]
         return made
 
     def restore(self) -> None:
@@ -262,7 +262,7 @@ class _ForwardState:
             place.update(buffers)
         for place, then in self._parameters:
             for name, value in then.items():
-                if place.get(name, value) is not value and _host(place[name]) is not _host(value):
+                if place.get(name, value) is not value and host_of(place[name]) is not host_of(value):
                     place[name] = value
         with quietly():
             for owner, name, before in self._hooks:
@@ -426,7 +426,7 @@ class _ForwardSnapshot:
                 self._addresses = list(map(Tensor.data_ptr, self._weights))
                 self._cast = {(store, index): store.saved_bytes(index) for index in store.autocast}
                 self._memory = store.memory
-            self._relied_on = [*_versions([*map(_host, tensors_in(here)), *self._weights]), *self.kept]
+            self._relied_on = [*_versions([*map(host_of, tensors_in(here)), *self._weights]), *self.kept]
 
     def _refuse(self) -> NoReturn:
         raise ExactnessError(
@@ -493,11 +493,6 @@ class _ForwardSnapshot:
         self._now.pop().close()
 
 
-def _host(parameter: Any) -> Any:
-    """Return what is in a parameter's place outside of visits."""
-    return parameter.host if isinstance(parameter, DeviceParameter) else parameter
-
-
 def _places(modules: list[nn.Module]) -> list[dict[str, Any]]:
     """Return the places of modules' parameters, but for those where a guard is (autocast_weights.py)."""
     return [module._parameters for module in modules if type(module._parameters) is dict]
@@ -505,7 +500,7 @@ def _places(modules: list[nn.Module]) -> list[dict[str, Any]]:
 
 def _weights(modules: list[nn.Module]) -> list[Any]:
     """Return what is in these places outside of visits, once each."""
-    found = (_host(parameter) for place in _places(modules) for parameter in place.values() if parameter is not None)
+    found = (host_of(parameter) for place in _places(modules) for parameter in place.values() if parameter is not None)
     return list({id(parameter): parameter for parameter in found}.values())
 
 
@@ -603,16 +598,11 @@ def _passed(arguments: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def look(value: Any) -> None:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not _consists_of_tensors(value):
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not consists_of_tensors(value):
             found.append(value)
 
     _mapped(arguments, look)
     return found
-
-
-def _consists_of_tensors(tensor: Tensor) -> bool:
-    """Whether a tensor's attributes in Python are its values."""
-    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def _argument_clones(arguments: Any) -> dict[int, Tensor]:

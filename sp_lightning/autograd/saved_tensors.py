@@ -12,6 +12,8 @@
 5. Code that disables saved-tensor hooks (``torch.func`` does) would be refused where ours are in force: ours are taken
    out meanwhile, and those of a checkpoint of ours with them. What autograd saves then stays where it is, in both runs
    of a forward alike; it refers to the weights themselves, and keeps their units on the device.
+6. A saved tensor may consist of others that lie in a unit's buffer: a quantised weight, or a view of one. Then each of
+   these is packed by itself, and unpacking makes the whole again.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
 from ..compat.tensors import (
+    FLATTEN,
+    Form,
+    flattened,
     has_storage,
     hide_from_selective_checkpoints,
     negated_view,
@@ -36,6 +41,7 @@ from ..compat.tensors import (
     push_hooks,
     storage_id,
     top_hooks,
+    without_dispatch,
 )
 from ..errors import ExactnessError
 from ..memory.watched_parameters import is_stand_in, true_data, true_version
@@ -126,6 +132,14 @@ class SavedWeight(NamedTuple):
             )
 
 
+class SavedWhole(NamedTuple):
+    """A note of a saved tensor that consists of others, some of which lie in a unit's buffer (Rule 6)."""
+
+    form: Form
+    parts: list[Any]  # as each is packed
+    device: torch.device
+
+
 class SavedTensors:
     """The pair of hooks in force during an outermost visit."""
 
@@ -177,8 +191,17 @@ class SavedTensors:
             )
         return unit
 
+    def _parts(self, tensor: Tensor) -> tuple[Form, list[Tensor]] | None:
+        """Take a tensor apart that consists of others, of which any lies in a unit's buffer (Rule 6)."""
+        with without_dispatch():
+            form, named = flattened(tensor)
+        parts = [part for _, part in named]
+        return (form, parts) if any(self._unit_of(part) is not None for part in parts) else None
+
     @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:
+        if hasattr(type(tensor), FLATTEN) and (found := self._parts(tensor)) is not None:
+            return SavedWhole(found[0], [self._pack(part) for part in found[1]], tensor.device)
         unit = self._unit_of(tensor)
         if unit is not None:
             return SavedWeight.of(unit, tensor)
@@ -205,6 +228,8 @@ class SavedTensors:
             return saved.tensor()
         if type(saved) is OffloadedTensor:
             return self._offload.unpack(saved)
+        if type(saved) is SavedWhole:
+            return saved.form.whole(map(self._unpack, saved.parts), saved.device)
         tensor, version = saved
         if tensor._version != version:  # Rule 3
             raise RuntimeError(
@@ -216,15 +241,19 @@ class SavedTensors:
 
     @never_compiled_hook
     def _pack_in_front(self, outer_pack: Pack, tensor: Tensor) -> Any:
+        if hasattr(type(tensor), FLATTEN) and (found := self._parts(tensor)) is not None:
+            units = map(self._unit_of, found[1])
+            notes = [SavedWeight.of(unit, part) for unit, part in zip(units, found[1], strict=True) if unit is not None]
+            return notes, outer_pack(tensor)
         unit = self._unit_of(tensor)
         return unit and SavedWeight.of(unit, tensor), outer_pack(tensor)
 
     @never_compiled_hook
     def _unpack_in_front(self, name: str, outer_unpack: Unpack, pair: Any) -> Tensor:
         saved, packed = pair
-        if saved is not None:
-            self._require(saved.unit)
-            saved.check()
+        for note in saved if type(saved) is list else () if saved is None else (saved,):
+            self._require(note.unit)
+            note.check()
         try:
             return outer_unpack(packed)
         except CheckpointError as error:

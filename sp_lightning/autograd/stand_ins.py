@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.references import references
-from ..compat.tensors import set_versions
+from ..compat.tensors import attributes_in, set_versions
 from ..core.host_bytes import UnitHostBytes, aligned
 from ..core.window_choice import UnitBytes
-from ..errors import ExactnessError
-from ..memory.partition import Slot, Unit, exchange
+from ..errors import ExactnessError, UnsupportedError
+from ..memory.partition import Slot, Unit, Whole, exchange
 from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import stand_in, true_data, true_version
+from ..memory.watched_parameters import stand_in, stand_in_of_whole, true_data, true_version, unwatch, watch
 from ..memory.weights import same_bytes
 from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
@@ -86,21 +86,26 @@ class StandIns:
     def __init__(
         self,
         store: UnitStore,
-        slots: Sequence[tuple[int, Slot]],
         receive: Receive,
     ) -> None:
         self.store = store
-        self.slots = slots  # each with the index of its parameter
+        self.wholes = store.unit.wholes
+        # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
+        self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
+        self.index_of = {id(host): index for index, host in enumerate(self.hosts)}
+        self.slots: Sequence[tuple[int, Slot]] = ()  # each with the index of its host parameter
         self.receive = receive
         self.hidden: list[Hidden] = []  # while the unit is bound
         self.bound = False
         self.build = -1  # number of times that the stand-ins were made anew
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []  # of the unit's node: the stand-ins of its weights
+        self.shown: list[Tensor] = []  # the stand-ins of `hosts`
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
         self.uses = CastUses()
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
+        self._attributes: list[list[Any]] = []  # of the wholes' stand-ins when they were made
         self._versions: list[int] = []
         self._own_references = 0
 
@@ -109,25 +114,37 @@ class StandIns:
 
         True: it changed, so other parameters train than before.
         """
-        trainable = list(map(_requires_grad, self.store.params))
+        trainable = list(map(_requires_grad, self.hosts))
         changed = trainable != self._trainable and bool(self._trainable)
         if not changed and self.outputs:
             return False
         assert not self.bound
+        for whole in self.wholes:
+            check_frozen(whole)
         self.uses = CastUses()
         receive = self._receiver(self.uses)
-        views = [*map(self.store.on_device.view, range(len(trainable)))]
-        self.outputs = [  # the only reference to them: references are counted below
-            stand_in(output, parameter, self.data_exposed)
+        views = [*map(self.store.on_device.view, range(len(self.store.params)))]
+        parts = self.store.unit.parts
+        self.outputs = [  # with wholes made of them the only references: references are counted below
+            output if id(parameter) in parts else stand_in(output, parameter, self.data_exposed)
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
         ]
         del views
+        wholes = [*map(self._whole, self.wholes)]
+        self.shown = [*self.outputs, *wholes] if wholes else self.outputs
+        self._attributes = [*map(attributes_in, wholes)]
+        del wholes
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
         self.store.on_device.own_aliases = self.store.on_device.aliases()
-        self._own_references = sum(map(sum, references(self.outputs)))  # from Python and from C++
+        self._own_references = sum(map(sum, references(self.shown)))  # from Python and from C++
         return changed
+
+    def _whole(self, whole: Whole) -> Tensor:
+        """Make the stand-in of a whole of those of its parts."""
+        parts = (self.outputs[self.index_of[id(part)]] for _, part in whole.parts)
+        return stand_in_of_whole(whole, parts, self.store.device.torch_device)
 
     def _receiver(self, uses: CastUses) -> Receive:
         """Return the receiver of the node's gradients: it adds those in autocast's type, which come by ``uses``."""
@@ -151,8 +168,7 @@ class StandIns:
         """Put the stand-ins into the slots; the unit is resident (Rule 2)."""
         if self.bound:
             return
-        params, outputs, autocast = self.store.params, self.outputs, self.store.autocast
-        self._bound_slots += exchange(self.slots, params, outputs, but=autocast)
+        self._bound_slots += exchange(self.slots, self.hosts, self.shown, but=self.store.autocast)
         for index in sorted(self.full_precision.enabled):
             self._show_full_precision(index)
         for entry in self.hidden:
@@ -165,12 +181,11 @@ class StandIns:
             return
         if self.data_exposed[0]:
             self.store.rejoin(self.outputs)
-        params, outputs = self.store.params, self.outputs
-        exchange(self.slots, outputs, params)
+        exchange(self.slots, self.shown, self.hosts)
         for entry in reversed(self.hidden):
             entry.show()
         if copies := self.full_precision.copies:
-            exchange([(index, slot) for index, slot in self.slots if index in copies], copies, params)
+            exchange([(index, slot) for index, slot in self.slots if index in copies], copies, self.hosts)
             self.full_precision.end_visit()
         self._bound_slots = 0
         self.bound = False
@@ -192,11 +207,11 @@ class StandIns:
 
     def stand_in(self, index: int) -> Tensor:
         """Return the device tensor that model code may see in a parameter's place."""
-        return self.full_precision.tensor(index) if index in self.store.autocast else self.outputs[index]
+        return self.full_precision.tensor(index) if index in self.store.autocast else self.shown[index]
 
     def remake(self) -> None:
         """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
-        self.outputs = []
+        self.outputs = self.shown = []
         self._versions = []  # the unit may be fetched and evicted before its next visit
         self.data_exposed[0] = False
         self.full_precision.clear()
@@ -212,7 +227,7 @@ class StandIns:
         Autograd's nodes lead to the engine, and no garbage collector sees through them: if a module keeps a graph,
         neither module nor engine would ever be freed.
         """
-        self.outputs = []
+        self.outputs = self.shown = []
         self._versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = ()
         self.hidden = []
@@ -228,15 +243,29 @@ class StandIns:
         A write that is refused is undone: the device's bytes and the stand-ins are made anew.
         """
         old_copies = self.full_precision.old_copies
-        if not (self.data_exposed[0] or replayed or old_copies or self.versions() != self._versions):
+        changed = self.wholes and self.bound and self._changed_whole()
+        if not (self.data_exposed[0] or replayed or old_copies or self.versions() != self._versions or changed):
             return
         try:
+            if changed:
+                raise ExactnessError(
+                    f"an attribute of {changed} was set inside its unit's forward, and it may be a tensor of those "
+                    "that the weight consists of: set it between steps"
+                )
             self._collect_writes(replayed)
         except Exception:
             self.unbind()
             self.remake()
             self.store.mark_stale()
             raise
+
+    def _changed_whole(self) -> str | None:
+        """Return the name of a whole whose stand-in was given another attribute, if any was."""
+        stand_ins = self.shown[len(self.outputs) :]
+        for whole, now, before in zip(self.wholes, map(attributes_in, stand_ins), self._attributes, strict=True):
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return whole.name
+        return None
 
     def _collect_writes(self, replayed: Sequence[int]) -> None:
         if self.data_exposed[0]:
@@ -275,7 +304,7 @@ class StandIns:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""
         if not self.outputs:
             return False
-        held = sum(map(sum, references(self.outputs))) > self._own_references + self._bound_slots
+        held = sum(map(sum, references(self.shown))) > self._own_references + self._bound_slots
         return held or self.store.on_device.has_views()
 
     def check_replaced(self) -> None:
@@ -306,23 +335,43 @@ class StandIns:
             self.store.write_back(index)
 
 
+def check_frozen(whole: Whole) -> None:
+    """Raise if a parameter that consists of several tensors is to be trained: no gradient comes back through it."""
+    if whole.parameter.requires_grad:
+        raise UnsupportedError(
+            f"requires_grad of {whole.name} was set to True, but it is a {type(whole.parameter).__name__}, which "
+            "consists of several tensors: it can be streamed, but not trained. Train adapters, or a plain parameter"
+        )
+
+
 class StreamedUnit:
     """A unit at run time: its bytes, its stand-ins and the number of its open visits."""
 
-    def __init__(self, unit: Unit, store: UnitStore, slots: list[tuple[int, Slot]], receive: OnGradients) -> None:
+    def __init__(self, unit: Unit, store: UnitStore, receive: OnGradients) -> None:
         self.unit = unit
         self.name = unit.name
         self.index = unit.index
         self.store = store
         self.visits = 0
-        self.stand_ins = StandIns(store, slots, lambda node, grads: receive(self, node, grads))
+        self.stand_ins = StandIns(store, lambda node, grads: receive(self, node, grads))
+        for whole in unit.wholes:
+            watch(whole.parameter, store)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """Return the device tensor that model code may see in the place of one of the unit's host parameters."""
-        return self.stand_ins.stand_in(self.store.index_of[id(parameter)])
+        return self.stand_ins.stand_in(self.stand_ins.index_of[id(parameter)])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the unit's parameters, as ``named_parameters()`` has them."""
+        parts = self.unit.parts
+        plain = [name for name, parameter in self.unit.params if id(parameter) not in parts]
+        return [*plain, *(whole.name for whole in self.unit.wholes)]
 
     def forget(self) -> None:
         """Drop modules and stand-ins when streaming ends; names and numbers stay."""
+        for whole in self.unit.wholes:
+            unwatch(whole.parameter)
         self.stand_ins.forget()
         self.unit = self.store.unit = replace(self.unit, modules=())
 

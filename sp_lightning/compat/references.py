@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import sys
 import weakref
@@ -72,10 +71,21 @@ def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
         by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(tensor)
     found: set[int] = set()
     for members in by_storage.values():
-        ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in members)
-        overlap = any(end > start for (_, end), (start, _) in itertools.pairwise(ends))
-        if overlap or storage_uses(members[:1])[0] >= own_uses() + len(members):
+        if overlapping(members) or storage_uses(members[:1])[0] >= own_uses() + len(members):
             found.update(map(id, members))
+    return found
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
+    found: list[tuple[Tensor, Tensor]] = []
+    furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        end = tensor.data_ptr() + _extent(tensor)
+        if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
+            found.append((furthest[1], tensor))
+        if furthest is None or end > furthest[0]:
+            furthest = end, tensor
     return found
 
 

@@ -10,7 +10,8 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,6 +146,72 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
 # So would counting the steps of all parameters.
 add_to_all: Callable[[list[Tensor], float], Any] = torch._foreach_add_
+
+
+# ---- tensors that consist of tensors: those of libraries that quantise
+
+# Without these a quantised weight of any library could only be refused. torch's compiler knows them by the same names.
+FLATTEN, IS_PARAMETER = "__tensor_flatten__", "_is_param"
+
+
+def consists_of_tensors(tensor: Tensor) -> bool:
+    """Whether a tensor's attributes in Python are its values."""
+    return hasattr(type(tensor), FLATTEN)
+
+
+class Form(NamedTuple):
+    """What makes a whole of the tensors that a tensor consists of; it refers to none of them."""
+
+    kind: Any
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    parts: dict[str, Form | None]  # None: a plain tensor
+
+    def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
+        """Make the whole of its innermost tensors, which lie on this device, in order."""
+        inner = {name: next(parts) if form is None else form.whole(parts, device) for name, form in self.parts.items()}
+        made: Tensor = self.kind.__tensor_unflatten__(inner, _on(device, self.context), self.shape, self.stride)
+        return made
+
+
+def flattened(tensor: Tensor, name: str = "") -> tuple[Form, list[tuple[str, Tensor]]]:
+    """Return the form of a tensor that consists of others, and the innermost of these, with names that begin so."""
+    names, context = getattr(tensor, FLATTEN)()
+    forms: dict[str, Form | None] = {}
+    found: list[tuple[str, Tensor]] = []
+    for key in names:
+        inner = getattr(tensor, key)
+        forms[key], parts = None, [(f"{name}.{key}", inner)]
+        if consists_of_tensors(inner):
+            forms[key], parts = flattened(inner, f"{name}.{key}")
+        found += parts
+    return Form(type(tensor), context, tensor.size(), tensor.stride(), forms), found
+
+
+def attributes_in(tensor: Tensor) -> list[Any]:
+    """List the values of a tensor's attributes in Python, and of those of tensors among them that consist of others."""
+    found = list(vars(tensor).values())
+    for value in list(found):
+        if isinstance(value, Tensor) and consists_of_tensors(value):
+            found += attributes_in(value)
+    return found
+
+
+def _on(device: torch.device, context: Any) -> Any:
+    """Return what a class needs to make a whole, with this device in the place of every one that it names."""
+    if isinstance(context, torch.device):
+        return device
+    if isinstance(context, dict):
+        return type(context)({key: _on(device, value) for key, value in context.items()})
+    if isinstance(context, (list, tuple)):
+        values = [_on(device, value) for value in context]
+        return context._make(values) if hasattr(context, "_make") else type(context)(values)
+    if is_dataclass(context) and not isinstance(context, type):
+        named = {field.name: getattr(context, field.name) for field in fields(context) if field.init}
+        moved = {name: device for name, value in named.items() if isinstance(value, torch.device)}
+        return replace(context, **moved) if moved else context
+    return context
 
 
 # ---- strings

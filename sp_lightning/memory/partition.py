@@ -23,6 +23,9 @@ on the device.
 8. A unit is entered through the forward of a module. So a module without one (ModuleList, ParameterList) is replaced by
    its children, and parameters without a module to enter (of the root, of a module that was cut) are resident.
 9. A root that may not be cut (rule 5) is resident as a whole.
+10. A frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its innermost
+    tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None is
+    trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
 """
@@ -30,16 +33,19 @@ With class names or a callable the chosen modules are the units, whole, and ever
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from sp_lightning.compat.references import overlapping
+from sp_lightning.compat.tensors import Form, consists_of_tensors, flattened, without_dispatch
 from sp_lightning.core.host_bytes import aligned
 from sp_lightning.errors import PartitionError
 
@@ -52,6 +58,16 @@ OPEN_CLASSES = (*CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.Transform
 
 
 @dataclass(eq=False, frozen=True)
+class Whole:
+    """A parameter that consists of several tensors, which are weights of its unit (rule 10)."""
+
+    name: str
+    parameter: nn.Parameter
+    form: Form
+    parts: tuple[tuple[str, Any], ...]  # with their names
+
+
+@dataclass(eq=False, frozen=True)
 class Unit:
     """A part of the model that travels as one, or the rest that stays on the device."""
 
@@ -61,10 +77,16 @@ class Unit:
     modules: tuple[tuple[str, nn.Module], ...]
     params: tuple[tuple[str, nn.Parameter], ...]
     resident: bool
+    wholes: tuple[Whole, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return sum(_nbytes(param) for _, param in self.params)
+
+    @functools.cached_property
+    def parts(self) -> frozenset[int]:
+        """The ids of those of `params` that are parts of wholes: they travel as they are (rule 10)."""
+        return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
 
     @property
     def numel(self) -> int:
@@ -117,6 +139,7 @@ class _Tree:
         self.names: dict[nn.Module, str] = {module: name for name, module in root.named_modules()}
         self.order: dict[nn.Module, int] = {module: index for index, module in enumerate(self.names)}
         self.owned: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {module: [] for module in self.names}
+        self.wholes: dict[nn.Module, list[Whole]] = {}
         self.children: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
         self.nbytes: dict[nn.Module, int] = {}
         self._assign_owners()
@@ -136,15 +159,32 @@ class _Tree:
                     raise PartitionError(
                         f"{name} is in a TorchScript module, where it cannot be replaced: use the Python module instead"
                     )
-                if hasattr(param, "__tensor_flatten__"):
-                    raise PartitionError(
-                        f"{name} is a {type(param).__name__}, which consists of several tensors: use a plain parameter"
-                    )
+                if consists_of_tensors(param):
+                    whole = _whole(name, param)
+                    self.wholes.setdefault(module, []).append(whole)
+                    self.owned[module] += whole.parts
+                    continue
                 if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                     raise PartitionError(
                         f"{name} has grad_dtype {param.grad_dtype}, but is {param.dtype}: leave grad_dtype unset"
                     )
                 self.owned[module].append((name, param))
+        if self.wholes:
+            self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Refuse parts of wholes that share their bytes with another weight (rule 10)."""
+        named = {id(weight): (name, weight) for owned in self.owned.values() for name, weight in owned}
+        parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
+        weights = [weight for owned in self.owned.values() for _, weight in owned if not weight.is_meta]
+        for one, other in overlapping(weights):
+            if id(one) in parts or id(other) in parts:
+                names = named[id(one)][0], named[id(other)][0]
+                raise PartitionError(
+                    f"{names[0]} shares its memory with {names[1] if one is not other else 'another quantised weight'},"
+                    " and a part of a weight that consists of several tensors can be in one place only: give each "
+                    "weight a copy of its own (weight.clone())"
+                )
 
     def _weigh(self) -> None:
         by_name = {name: module for module, name in self.names.items()}
@@ -167,6 +207,31 @@ class _Tree:
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
+
+
+def _whole(name: str, param: nn.Parameter) -> Whole:
+    """Flatten a parameter that consists of several tensors (rule 10)."""
+    kind = type(param).__name__
+    if param.requires_grad:
+        raise PartitionError(
+            f"{name} is a {kind}, which consists of several tensors and requires grad: it can be streamed, but not "
+            f"trained. Freeze it (requires_grad_(False)) and train adapters, or use a plain parameter"
+        )
+    try:
+        with without_dispatch():
+            form, parts = flattened(param, name)
+    except Exception as error:
+        raise PartitionError(
+            f"{name} is a {kind}, which cannot be taken apart into the tensors that it consists of ({error}): use a "
+            "plain parameter"
+        ) from error
+    for part_name, part in parts:
+        if not isinstance(part, Tensor) or isinstance(part, nn.Parameter) or part.layout is not strided:
+            raise PartitionError(
+                f"{part_name}, of which {name} consists among others, is a {type(part).__name__} and not a plain dense "
+                f"tensor, so the {kind} cannot be streamed: use a plain parameter"
+            )
+    return Whole(name, param, form, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -206,7 +271,8 @@ def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[Unit]:
 def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside: Iterable[nn.Module]) -> Unit:
     modules = tuple((tree.names[root], root) for root in roots)
     params = tuple(named for module in inside for named in tree.owned[module])
-    return Unit(index, name, modules, params, resident=not modules)
+    wholes = tuple(whole for module in inside for whole in tree.wholes.get(module, ()))
+    return Unit(index, name, modules, params, resident=not modules, wholes=wholes)
 
 
 # --- units="auto" ---------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class UnitStore:
         The unit must not be resident, and no graph may need its bytes.
         """
         self.autocast = dict(autocast)
-        types = [autocast.get(i, self._device_dtype(weight.host.dtype)) for i, weight in enumerate(self.weights)]
+        types = [autocast.get(i, self._usual_dtype(weight)) for i, weight in enumerate(self.weights)]
         self.on_device.lay_out(layout_with(self.host_layout.fields, types))
         for weight, field in zip(self.weights, self.on_device.layout.fields, strict=True):
             weight.field, weight.wire, weight.saved, weight.parted, weight.saved_again = field, None, None, False, False
@@ -128,6 +128,11 @@ class UnitStore:
         self._wire_stamp: Stamp | None = None
         self._runs: Sequence[Run] = [] if self.narrow else [(self.slab, 0, 0, self.on_device.nbytes)]
         self.memory = object()  # counts the references of graphs (Rule 8)
+
+    def _usual_dtype(self, weight: Weight) -> torch.dtype:
+        """Return the type in which a weight travels outside of autocast: a part as it is (partition.py, rule 10)."""
+        dtype = weight.host.dtype
+        return dtype if id(weight.parameter) in self.unit.parts else self._device_dtype(dtype)
 
     def _lay_out_wire(self) -> Tensor:
         return lay_out_wire(self.weights, self.device)

@@ -35,6 +35,7 @@ from ..compat.modules import grad_is_taken_away
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
+    IS_PARAMETER,
     dispatch_mode_count,
     in_selective_checkpoint,
     in_transform,
@@ -48,6 +49,7 @@ from ..compat.tensors import (
 from ..errors import ExactnessError, UnsupportedError
 from .access import Access
 from .device import Device
+from .partition import Whole
 
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
@@ -149,6 +151,8 @@ class DataWatcher(Protocol):
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it."""
 
+
+HOST_OF_WHOLE = "superpipeline_host"  # an attribute of the stand-in of a parameter that consists of tensors
 
 _new = nn.Parameter.__new__
 _watchers: dict[int, DataWatcher] = {}  # by id of the parameter, which lives at least as long as it is watched
@@ -495,6 +499,25 @@ def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool])
     output.host = host  # type: ignore[attr-defined]
     output.data_exposed = data_exposed  # type: ignore[attr-defined]
     return output  # type: ignore[return-value]
+
+
+def stand_in_of_whole(whole: Whole, parts: Iterator[Tensor], device: torch.device) -> Tensor:
+    """Make the stand-in of a parameter that consists of tensors of stand-ins of its parts (partition.py, rule 10)."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = whole.form.whole(parts, device)
+    others = {name: value for name, value in vars(whole.parameter).items() if name not in vars(made)}
+    vars(made).update(others, **{IS_PARAMETER: True, HOST_OF_WHOLE: whole.parameter})
+    if true_device(made) != device:
+        raise UnsupportedError(
+            f"{whole.name} is a {type(made).__name__}, which is on {true_device(made)} although the tensors that it "
+            f"consists of are on {device}: use a plain parameter"
+        )
+    return made
+
+
+def host_of(value: Any) -> Any:
+    """Return the host parameter of a stand-in; anything else as it is."""
+    return value.host if isinstance(value, DeviceParameter) else getattr(value, HOST_OF_WHOLE, value)
 
 
 def is_stand_in(tensor: Tensor) -> TypeGuard[DeviceParameter]:

@@ -129,7 +129,7 @@ class Engine:
             self.team.exchange.overlaps = options.optimizer_overlap
             self.team.exchange.is_own = self.gradient_return.is_own
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
-        self._by_parameter = {id(p): unit for unit in self.units for p in unit.store.params}
+        self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
         self.offload = Offload(device, self.counters)
         self.written = Written()
         offload_arguments = self.offload if options.activations == "recompute+offload" else None
@@ -155,8 +155,10 @@ class Engine:
             store = UnitStore(unit, self.device, self.counters, self, device_dtype, self._share)
         else:
             store = self.files.store(unit, self.device, self.counters, self, device_dtype)
-        own = [(index, slot) for index, parameter in enumerate(store.params) for slot in slots[parameter]]
-        return StreamedUnit(unit, store, own, self.gradients_ready)
+        streamed = StreamedUnit(unit, store, self.gradients_ready)
+        hosts = enumerate(streamed.stand_ins.hosts)
+        streamed.stand_ins.slots = [(index, slot) for index, host in hosts for slot in slots.get(host, ())]
+        return streamed
 
     def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype

@@ -23,13 +23,13 @@ from ..autograd.autocast_weights import castable
 from ..autograd.phases import Phase
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
-from ..compat.tensors import tensor_id, without_dispatch
+from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.window_choice import UnitBytes
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
-from ..memory.watched_parameters import DeviceParameter, is_watched, unwatch
+from ..memory.watched_parameters import host_of, is_watched, unwatch
 from ..optim import torn_step
 from ..options import Options, is_int
 from ..ranks.board import Ranks
@@ -133,7 +133,7 @@ class Handle:
     @property
     def managed(self) -> list[str]:
         """The names of all streamed parameters, as ``named_parameters()`` has them."""
-        return [name for streamed in self.engine.units for name in streamed.store.names]
+        return [name for streamed in self.engine.units for name in streamed.names]
 
     @property
     def rank(self) -> int:
@@ -588,8 +588,8 @@ class Handle:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
         for child in self.module.modules():
             for name, parameter in child._parameters.items():
-                if isinstance(parameter, DeviceParameter):
-                    child._parameters[name] = parameter.host
+                if (host := host_of(parameter)) is not parameter:
+                    child._parameters[name] = host
 
     def _detach(self) -> None:
         try:
@@ -611,7 +611,7 @@ class Handle:
     def _abandon(self) -> None:
         """Undo an attach that failed midway; there may be no engine to close."""
         self._remove_entries()
-        for parameter in self.module.parameters():
+        for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
         for files in (self._files, self._disk):
             if files is not None:
@@ -793,6 +793,8 @@ class ModuleFingerprint:
         self._forwards = {type(child): forward_of(type(child)) for child in module.modules()}
         self._with_entries = [entry.module for entry in entries]
         self._classes = list(map(type, self._with_entries))
+        wholes = [parameter for parameter in module.parameters() if consists_of_tensors(parameter)]
+        self._wholes = [(whole, attributes_in(whole)) for whole in wholes]  # which tensors each consists of, and how
 
     def has_changed(self, any_replaced: bool) -> bool:
         """Return whether parameters were replaced, swapped, added, removed or retyped.
@@ -800,10 +802,16 @@ class ModuleFingerprint:
         Tensors that ``functional_call`` puts in their places for a call do not count.
         ``any_replaced`` says that the data of some parameter was replaced.
         """
+        for whole, before in self._wholes:
+            now = attributes_in(whole)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return True
         if not any_replaced and self._identities == _identities(self._module):
             return False
-        before, now = self._structure, _structure(self._module)
-        return len(before) != len(now) or any(b != n and n is not SUBSTITUTE for b, n in zip(before, now, strict=True))
+        structure, now = self._structure, _structure(self._module)
+        return len(structure) != len(now) or any(
+            b != n and n is not SUBSTITUTE for b, n in zip(structure, now, strict=True)
+        )
 
     def runs_other_code(self) -> bool:
         """Return whether a module was given another class, or a class another forward.
@@ -884,6 +892,11 @@ def materialize(module: nn.Module, keeps: bool = True) -> None:
         own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
         if not any(tensor.is_meta for tensor in own):
             continue
+        if any(tensor.is_meta and consists_of_tensors(tensor) for tensor in own):
+            raise PartitionError(
+                f"{name or type(child).__name__} has a weight on the meta device that consists of several tensors, and "
+                "no values to begin with: load it before training"
+            )
         reset = getattr(child, "reset_parameters", None)
         if reset is None:
             raise PartitionError(

@@ -390,10 +390,61 @@ def test_parameters_of_torchscript_are_refused_by_name():
         partition(Holder(net=torch.jit.script(nn.Linear(4, 4))))
 
 
-def test_parameters_that_are_made_of_several_tensors_are_refused_by_name():
-    weight = torch.testing._internal.two_tensor.TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
-    with pytest.raises(PartitionError, match=r"net\.weight is a TwoTensor, .* several tensors: use a plain param"):
-        partition(Holder(net=Holder(weight=nn.Parameter(weight))))
+def two_tensors(*parts, trained=False):
+    weight = torch.testing._internal.two_tensor.TwoTensor(*parts)
+    return Holder(net=Holder(weight=nn.Parameter(weight, requires_grad=trained)))
+
+
+@refusal(
+    "a parameter that consists of several tensors (a quantised one) and requires grad",
+    PartitionError,
+    "freeze it and train adapters, or use a plain parameter",
+)
+def test_parameters_that_are_made_of_several_tensors_are_refused_by_name_if_they_train():
+    with pytest.raises(PartitionError, match=r"net\.weight is a TwoTensor, .* several tensors and requires grad: .*"):
+        partition(two_tensors(torch.ones(4, 4), torch.ones(4, 4), trained=True))
+
+
+def test_frozen_parameters_that_are_made_of_several_tensors_are_these_tensors():
+    ones, nested = torch.ones(4, 4), torch.testing._internal.two_tensor.TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    model = two_tensors(ones, nested)
+    (unit,) = partition(model)
+    assert [name for name, _ in unit.params] == ["net.weight.a", "net.weight.b.a", "net.weight.b.b"]
+    assert unit.params[0][1] is model.net.weight.a and unit.params[2][1] is model.net.weight.b.b
+    assert unit.nbytes == 3 * 512 and [whole.name for whole in unit.wholes] == ["net.weight"]
+
+
+@refusal(
+    "a quantised weight that consists of tensors that share memory, with one another or with another weight",
+    PartitionError,
+    "give each weight a copy of its own (`weight.clone()`)",
+)
+@pytest.mark.parametrize("shares", ["the other part", "another quantised weight", "a plain weight"])
+def test_parts_that_share_their_memory_are_refused_by_name(shares):
+    ones = torch.ones(4, 4)
+    model = two_tensors(ones, ones if shares == "the other part" else torch.ones(4, 4))
+    if shares == "another quantised weight":
+        model.again = two_tensors(torch.ones(4, 4), ones)
+    if shares == "a plain weight":
+        model.plain = Holder(weight=nn.Parameter(ones[2:], requires_grad=False))
+    with pytest.raises(PartitionError, match=r"net\.weight\.\w shares its memory with .*: give each weight a copy"):
+        partition(model)
+
+
+@refusal(
+    "a parameter that consists of other tensors than plain dense ones, or that cannot be taken apart",
+    PartitionError,
+    "use a plain parameter",
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_that_cannot_be_taken_apart_into_plain_tensors_are_refused_by_name(fails, monkeypatch):
+    kind = torch.testing._internal.two_tensor.TwoTensor
+    model = two_tensors(torch.ones(4, 4), torch.ones(4, 4))
+    monkeypatch.setattr(kind, "__tensor_flatten__", (lambda self: 1 / 0) if fails else lambda self: (["none"], None))
+    monkeypatch.setattr(kind, "none", None, raising=False)
+    message = "cannot be taken apart .* by zero" if fails else r"net\.weight\.none, of which .* is a NoneType"
+    with pytest.raises(PartitionError, match=message):
+        partition(model)
 
 
 @refusal(

@@ -316,6 +316,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
+    if hasattr(type(value), "__tensor_flatten__"):
+        value = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
     if not isinstance(value, dict):
         yield path, value
         return

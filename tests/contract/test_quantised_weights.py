@@ -1,0 +1,218 @@
+"""Frozen weights that consist of several tensors stream as they train plainly: those of any library that quantises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import wrapped
+from refusals import refusal
+from side_by_side import check, inputs, squares, training
+from torch import nn
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.errors import ExactnessError, PartitionError, UnsupportedError
+
+ACTIVATIONS = ["keep", "recompute", "offload", "recompute+offload"]
+
+
+def trained_and_evaluated(module, device):
+    """Trains, and computes without gradients."""
+    yield from training()(module, device)
+    with torch.no_grad():
+        yield [module(x) for x in inputs(device, 2)]
+    with torch.inference_mode():
+        yield [module(x) for x in inputs(device, 2)]
+
+
+@parity.product(form=wrapped.TRAINED, activations=ACTIVATIONS, window=[1, 2], device=parity.DEVICES)
+def test_adapters_train_over_a_quantised_base(device, form, activations, window):
+    check(wrapped.adapted(form), trained_and_evaluated, device, activations=activations, window=window)
+
+
+@pytest.mark.parametrize("form", wrapped.FORMS)
+def test_a_quantised_base_is_evaluated(device, form):
+    def run(module, device):
+        with torch.no_grad():
+            yield [module(x) for x in inputs(device, 2)]
+
+    check(wrapped.adapted(form), run, device)
+
+
+@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+def test_a_quantised_base_takes_its_bytes(form, monkeypatch):
+    monkeypatch.setattr(wrapped, "WIDTH", 512)
+    net = wrapped.adapted(form, count=6)()
+    nbytes = sum(part.nbytes for p in net.parameters() for part in wrapped.parts(p))
+    (x,) = inputs("cpu", 1)
+    with sp_lightning.stream(net, "cpu", window=1) as handle, torch.no_grad():
+        net(x)
+        before = handle.stats()
+        net(x)
+        after = handle.stats()
+    streamed = nbytes - after["resident_root_bytes"]
+    assert nbytes <= after["host_bytes"] < 1.05 * nbytes
+    assert streamed * 5 / 6 <= after["bytes_up"] - before["bytes_up"] < 1.05 * streamed  # a unit may be there already
+
+
+def test_a_unit_with_a_quantised_weight_leaves_the_device_between_forward_and_backward():
+    """Autograd saves the transpose of the weight, which consists of tensors over the unit's buffer."""
+    net, (x,) = wrapped.adapted("coded")(), inputs("cpu", 1)
+    with sp_lightning.stream(net, "cpu", window=1) as handle:
+        loss = squares(net, x)
+        loaded = [unit.store.on_device.is_loaded for unit in handle.engine.units if not unit.unit.resident]
+        assert sum(loaded) == 1
+        loss.backward()
+
+
+def test_a_unit_whose_quantised_weight_is_kept_stays_on_the_device():
+    class Keeping(wrapped.AdaptedBlock):
+        def forward(self, x):
+            self.kept = [self.up.base.weight]
+            return super().forward(x)
+
+    net, (x,) = models.Stack(Keeping("coded") for _ in range(4)), inputs("cpu", 1)
+    net.stem, net.head = nn.Linear(models.FEATURES, wrapped.WIDTH), nn.Linear(wrapped.WIDTH, models.CLASSES)
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        net(x)
+        for block in net.blocks:
+            assert torch.equal(block.kept[0].decoded(), block.up.base.weight.decoded())
+            block.kept = []
+
+
+# --- What users do to such weights
+
+
+def test_a_part_that_is_replaced_between_steps(device):
+    def between(module):
+        weight = module.blocks[1].up.base.weight
+        weight.codes = weight.codes + 1
+        weight.factors.factors.mul_(2)
+        with torch.no_grad():
+            module.blocks[2].up.base.weight.copy_(module.blocks[3].up.base.weight)
+
+    check(wrapped.adapted("coded"), training(between=between), device)
+
+
+@pytest.mark.parametrize("form", ["coded", "int8"])
+def test_a_weight_that_is_quantised_again_while_it_streams(device, form):
+    def run(module, device):
+        for step in range(2):
+            yield from training(steps=2)(module, device)
+            weight = module.blocks[step].up.base.weight
+            layer = nn.Linear(wrapped.WIDTH, wrapped.HIDDEN)
+            layer.weight.data.copy_(torch.linspace(-1, step + 1, weight.numel()).view_as(layer.weight))
+            quantised = wrapped.quantise(layer, form).weight
+            module.blocks[step].up.base.weight = nn.Parameter(quantised.to(weight.device), requires_grad=False)
+
+    check(wrapped.adapted(form), run, device)
+
+
+def test_plain_weights_that_are_quantised_while_they_stream():
+    def run(module, device):
+        yield from training(steps=2)(module, device)
+        for block in module.blocks:
+            wrapped.quantise(block.up, "coded")
+        yield from training(steps=2)(module, device)
+
+    check(models.stack_of(models.Block), run, torch.device("cpu"))
+
+
+def test_a_state_dict_is_loaded_while_the_module_streams(device):
+    def run(module, device):
+        yield from training(steps=1)(module, device)
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        other = wrapped.adapted("coded")()
+        module.load_state_dict(other.state_dict())
+        yield from training(steps=1)(module, device)
+        module.load_state_dict(state)
+        yield from training(steps=1)(module, device)
+
+    check(wrapped.adapted("coded"), run, device)
+
+
+@refusal(
+    "`requires_grad` set on a streamed weight that consists of several tensors",
+    UnsupportedError,
+    "train adapters, or a plain parameter",
+)
+def test_a_quantised_weight_that_is_to_train_is_an_error():
+    net, (x,) = wrapped.adapted("coded")(), inputs("cpu", 1)
+    with sp_lightning.stream(net, "cpu", window=1):
+        net(x)
+        net.blocks[2].up.base.weight.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"blocks\.2\.up\.base\.weight was set to True, but it is a Coded"):
+            net(x)
+        net.blocks[2].up.base.weight.requires_grad_(False)
+        squares(net, x).backward()
+
+
+@refusal(
+    "an attribute set, inside its unit's forward, on a weight that consists of several tensors",
+    ExactnessError,
+    "set it between steps",
+)
+def test_an_attribute_of_a_quantised_weight_that_is_set_in_a_forward_is_an_error():
+    class Setting(wrapped.AdaptedBlock):
+        sets = False
+
+        def forward(self, x):
+            if self.sets:
+                self.up.base.weight.codes = self.up.base.weight.codes + 1
+            return super().forward(x)
+
+    net, (x,) = models.Stack(Setting("coded") for _ in range(4)), inputs("cpu", 1)
+    net.stem, net.head = nn.Linear(models.FEATURES, wrapped.WIDTH), nn.Linear(wrapped.WIDTH, models.CLASSES)
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        before = net(x)
+        net.blocks[1].sets = True
+        with pytest.raises(ExactnessError, match=r"attribute of blocks\.1\.up\.base\.weight was set inside"):
+            net(x)
+        net.blocks[1].sets = False
+        assert torch.equal(net(x), before)
+
+
+def test_weights_without_values_are_an_error():
+    with torch.device("meta"):
+        net = models.Stack([nn.Linear(4, 4)])
+    net.blocks[0].weight = nn.Parameter(wrapped.Coded.of(net.blocks[0].weight), requires_grad=False)
+    with pytest.raises(PartitionError, match=r"blocks\.0 has a weight on the meta device that consists of several"):
+        sp_lightning.stream(net, "cpu")
+
+
+@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+def test_copies_and_files_of_a_streamed_module_are_plain(form):
+    net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
+    plain = copy.deepcopy(net)
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        expected = net(x)
+        file, whole = io.BytesIO(), io.BytesIO()
+        torch.save(net.state_dict(), file)
+        torch.save(plain.state_dict(), whole)
+        assert file.tell() < 1.05 * whole.tell()  # of each weight its own bytes, and not those of the slab
+        copies = [copy.deepcopy(net), wrapped.adapted(form)()]
+        file.seek(0)
+        copies[1].load_state_dict(torch.load(file, weights_only=False))
+        if form != "int8":  # whose module cannot be pickled without streaming, either
+            copies.append(pickle.loads(pickle.dumps(net)))
+    for other in [*copies, plain]:
+        with torch.no_grad():
+            assert torch.equal(other(x), expected)
+        for weight, same in zip(wrapped.weights(other).values(), wrapped.weights(net).values(), strict=True):
+            assert type(weight) is type(same) and isinstance(weight, nn.Parameter)
+            assert all(part.untyped_storage().nbytes() == part.nbytes for part in wrapped.parts(weight))
+
+
+def test_a_quantised_weight_that_two_modules_share(device):
+    class Tied(wrapped.AdaptedStack):
+        def __init__(self):
+            super().__init__("coded")
+            self.blocks[3].up.base.weight = self.blocks[0].up.base.weight
+            self.blocks[2].alias = [self.blocks[2].down.base.weight]
+
+    check(Tied, trained_and_evaluated, device)
