@@ -23,7 +23,8 @@ from functools import cached_property
 
 from sp_lightning.core.machine import GEN4, GIB, MACHINES, SUSTAINED_FLOPS, Machine
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import SimulatedVisit, Simulation, UnitCost, simulate
+from sp_lightning.core.simulation import SimulatedVisit, Simulation, simulate
+from sp_lightning.core.unit_numbers import UnitNumbers
 
 WINDOW = 2
 HALF = 2  # bytes of a number in half precision
@@ -57,14 +58,14 @@ class Decoder:
         return 2 * HALF * self.keys
 
     @cached_property
-    def units(self) -> list[UnitCost]:
+    def units(self) -> list[UnitNumbers]:
         """The units of a pass; a tied head is the embedding, which then stays on the device."""
         table = self.vocabulary * self.hidden
         numbers = [table, *[self.block] * self.layers, 0 if self.tied else table]
         names = ["embedding", *(f"block {index}" for index in range(self.layers)), "head"]
         ends = ("embedding", "head") if self.tied else ()
         return [
-            UnitCost(name, HALF * count, 0, count, 0.0, 0.0, resident=name in ends)
+            UnitNumbers(name, HALF * count, 0, count, 0.0, 0.0, resident=name in ends)
             for name, count in zip(names, numbers, strict=True)
         ]
 

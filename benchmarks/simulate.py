@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from sp_lightning.core.machine import GIB, MACHINES, Machine
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import LowerBound, Simulation, UnitCost, floor, simulate
+from sp_lightning.core.simulation import LowerBound, Simulation, floor, simulate
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
 
 WINDOW = 3
@@ -34,7 +35,7 @@ def step(workload: Workload, machine: Machine, tokens: int, runs_on: bool = True
     return simulated(workload.units(tokens), machine, runs_on=runs_on)
 
 
-def simulated(units: list[UnitCost], machine: Machine, transfer: int = 1, runs_on: bool = True) -> Simulation:
+def simulated(units: list[UnitNumbers], machine: Machine, transfer: int = 1, runs_on: bool = True) -> Simulation:
     """Simulate one step over these units."""
     schedule = Schedule([unit.up_nbytes for unit in units], WINDOW, transfer)
     return simulate(units, schedule, machine, activations="recompute", steps_into_forward=runs_on)
@@ -94,12 +95,12 @@ def most(floor: LowerBound, chained: LowerBound) -> float:
     return min(1.0, floor.seconds / chained.chain)
 
 
-def in_parts(units: list[UnitCost], count: int) -> list[UnitCost]:
+def in_parts(units: list[UnitNumbers], count: int) -> list[UnitNumbers]:
     """Cut each unit into this many parts."""
     return [part for unit in units for part in itertools.repeat(_part(unit, count), count)]
 
 
-def _part(unit: UnitCost, count: int) -> UnitCost:
+def _part(unit: UnitNumbers, count: int) -> UnitNumbers:
     return replace(
         unit,
         up_nbytes=unit.up_nbytes // count,
@@ -182,7 +183,7 @@ SERVER = replace(MACHINES["h100"], dram_bytes_per_s=400e9)
 def floor_of_devices(machine: Machine, ranks: int, parameters: float = 8.03e9, units: int = 1000) -> float:
     """Return the lower bound of a step without compute, if devices share a host: of a model of many equal units."""
     nbytes, count = int(2 * parameters / units), int(parameters / units)
-    costs = [UnitCost(str(unit), nbytes, nbytes, count, 0.0, 0.0) for unit in range(units)]
+    costs = [UnitNumbers(str(unit), nbytes, nbytes, count, 0.0, 0.0) for unit in range(units)]
     return floor(costs, 1, machine, False, ranks).seconds
 
 

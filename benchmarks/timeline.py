@@ -22,7 +22,8 @@ import simgpu
 import sp_lightning
 from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.core.simulation import simulate
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.observe import timeline, timeline_plot
 from sp_lightning.planning.workloads import WORKLOADS
 
@@ -40,7 +41,7 @@ def simulated(units, machine, title, **options):
 def of_the_benchmark():
     def unit(index):
         backward = overlap.BACKWARD if index else 0  # the gradient of the first unit's input is not needed
-        return UnitCost(f"blocks.{index}", overlap.UP, overlap.DOWN, STEP, overlap.FORWARD, backward)
+        return UnitNumbers(f"blocks.{index}", overlap.UP, overlap.DOWN, STEP, overlap.FORWARD, backward)
 
     return simulated([unit(index) for index in range(UNITS)], CLOCK, "Eight units")
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import is_zero_tensor, storage_id
-from ..core.host_bytes import ALIGNMENT, aligned
 from ..core.telemetry import Counters
+from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.layout import Field
 

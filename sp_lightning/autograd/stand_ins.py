@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from ..compat.references import references
 from ..compat.tensors import attributes_in, set_versions
-from ..core.host_bytes import UnitHostBytes, aligned
-from ..core.window_choice import UnitBytes
+from ..core.unit_numbers import UnitHostBytes, UnitNumbers, aligned
 from ..errors import ExactnessError, UnsupportedError
 from ..memory.partition import Slot, Unit, Whole, exchange
 from ..memory.unit_store import UnitStore
@@ -375,16 +374,16 @@ class StreamedUnit:
         self.stand_ins.forget()
         self.unit = self.store.unit = replace(self.unit, modules=())
 
-    def sizes(self) -> UnitBytes:
+    def sizes(self) -> UnitNumbers:
         """Return the unit's byte counts, from which sizes are chosen."""
         fields = zip(self.store.on_device.layout.fields, self.store.host_layout.fields, self.store.params, strict=True)
         trained = [(field, host, p.numel()) for field, host, p in fields if p.requires_grad]
-        return UnitBytes(
+        return UnitNumbers(
             self.name,
             self.store.on_device.nbytes,
-            gradient_nbytes=sum(field.nbytes for field, *_ in trained),
+            sum(field.nbytes for field, *_ in trained),
+            sum(numel for *_, numel in trained),
             resident=self.unit.resident,
-            trained=sum(numel for *_, numel in trained),
             cast=sum(numel for field, host, numel in trained if field.dtype is not host.dtype),
         )
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..autograd.autocast_weights import LAYERS
 from ..core.machine import Machine
-from ..core.simulation import UnitCost, floor
+from ..core.simulation import floor
+from ..core.unit_numbers import UnitNumbers
 from ..memory.partition import Unit, partition
 from ..planning.shapes import multiplied
 from .setting import Setting
@@ -33,7 +34,7 @@ class Costs:
     parameters: int
     flops: float  # of the model, forward and backward
     tokens: int
-    units: tuple[UnitCost, ...]
+    units: tuple[UnitNumbers, ...]
     setting: Setting
 
     @classmethod
@@ -65,17 +66,17 @@ class Costs:
         return HALF_SHARE if self.setting.precision == "bf16-true" else 1
 
 
-def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitCost]:
+def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitNumbers]:
     active = multiplied(module)
     cast = _cast(module) if setting.precision == "bf16-mixed" else set()
 
-    def cost(unit: Unit) -> UnitCost:
+    def cost(unit: Unit) -> UnitNumbers:
         tokens = {name: setting.shape.tokens(name, setting.batch, setting.seq) for name, _ in unit.params}
         forward = 2.0 * sum(active[name] * count for name, count in tokens.items())
         half = setting.precision == "bf16-true"
         narrow = sum(p.numel() for _, p in unit.params if id(p) in cast)
         nbytes = 2 * unit.numel if half else 4 * unit.numel - 2 * narrow
-        return UnitCost(
+        return UnitNumbers(
             name=unit.name,
             up_nbytes=nbytes,
             down_nbytes=0 if setting.inference else nbytes,

@@ -46,7 +46,7 @@ class Run:
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
     steps: int | None  # of the optimizer, in the whole run, or batches of prompts; None if it has no end
     devices: int = 1  # each with such a batch
-    own_gradients: bool = False  # whether each of several devices has gradients of its own (host_bytes.py, Rule 5)
+    own_gradients: bool = False  # whether each of several devices has gradients of its own (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
 

@@ -64,6 +64,11 @@ class Machine:
     disk_out_bytes_per_s: float = DISK_WRITE  # sustained
     disk_duplex: float = DISK_DUPLEX  # as `duplex`
 
+    def disk_s(self, read_nbytes: int, written_nbytes: int) -> float:
+        """Return the seconds in which the disk can read and write these bytes, at best at once."""
+        reads, writes = read_nbytes / self.disk_bytes_per_s, written_nbytes / self.disk_out_bytes_per_s
+        return max(reads, writes) + min(reads, writes) * (1 / self.disk_duplex - 1)
+
 
 def headroom(host_nbytes: int) -> int:
     """Return the bytes of host memory that are left to the system (Rule 2)."""

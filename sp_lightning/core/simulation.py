@@ -44,6 +44,7 @@ from .event_loop import InOrder, LaneName, NewestFirst, Task, WeightsFirst, run
 from .machine import Machine
 from .schedule import Schedule
 from .telemetry import Span
+from .unit_numbers import UnitNumbers
 
 Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
@@ -55,39 +56,6 @@ DOWN_ACCESSES = (
 )
 PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
 STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
-
-
-@dataclass(frozen=True)
-class UnitCost:
-    """The costs of one unit in one step."""
-
-    name: str
-    up_nbytes: int  # of each load
-    down_nbytes: int  # of its gradients; 0 for a frozen unit
-    parameters: int  # elements that the optimizer steps
-    forward_flops: float
-    backward_flops: float  # without the forward that "recompute" repeats
-    activation_nbytes: int = 0  # saved by autograd in its forward
-    input_nbytes: int = 0  # the part of that which "recompute" saves
-    resident: bool = False  # stays on the device, outside the window
-    disk_nbytes: int = 0  # of each load, that are read from files
-    state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
-    state_written_nbytes: int = 0
-    cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
-
-    def up_s(self, machine: Machine) -> float:
-        """Return the seconds of a load: files are read while what was read goes up."""
-        return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
-
-    def step_s(self, machine: Machine) -> float:
-        """Return the seconds of the optimizer's step: state is read and written beside it."""
-        on_disk = _disk_s(machine, self.state_read_nbytes, self.state_written_nbytes)
-        return self.trained * max(_in_memory_s(self, machine), on_disk)
-
-    @property
-    def trained(self) -> bool:
-        """Whether a step changes the unit."""
-        return self.down_nbytes > 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +167,7 @@ class Simulation:
 
 
 def simulate(
-    units: Sequence[UnitCost],
+    units: Sequence[UnitNumbers],
     schedule: Schedule,
     machine: Machine,
     *,
@@ -277,7 +245,7 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
     return lambda busy: rates(tuple(busy))
 
 
-def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
+def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
     """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
@@ -296,14 +264,13 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
         up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s,
         up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s,
         down=sum(unit.down_nbytes for unit in rest) / machine.down_bytes_per_s,
-        optimizer=math.fsum(_in_memory_s(unit, machine) for unit in rest),
+        optimizer=math.fsum(unit.step_in_memory_s(machine) for unit in rest),
         first_down=first.down_nbytes / machine.down_bytes_per_s,
         first_step=first.step_s(machine),
         first_up=first.trained * first.up_s(machine),
         disk_forward=sum(unit.disk_nbytes for unit in come) / machine.disk_bytes_per_s,
         disk_backward=sum(unit.disk_nbytes for unit in again) / machine.disk_bytes_per_s,
-        disk=_disk_s(
-            machine,
+        disk=machine.disk_s(
             sum(unit.disk_nbytes for unit in (*come, *again)) + sum(u.trained * u.state_read_nbytes for u in rest),
             sum(unit.trained * unit.state_written_nbytes for unit in rest),
         ),
@@ -313,13 +280,7 @@ def floor(units: Sequence[UnitCost], window: int, machine: Machine, recompute: b
     )
 
 
-def _disk_s(machine: Machine, read: int, written: int) -> float:
-    """Return the seconds in which the disk can read and write so many bytes, at best at once (Rule 6)."""
-    reads, writes = read / machine.disk_bytes_per_s, written / machine.disk_out_bytes_per_s
-    return max(reads, writes) + min(reads, writes) * (1 / machine.disk_duplex - 1)
-
-
-def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> float:
+def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> float:
     """Compute the longest chain of work through any unit, in seconds.
 
     Such a chain is: backward from the last unit to this one, the copy of its gradients, the steps of all units up to
@@ -330,16 +291,11 @@ def _chain(units: Sequence[UnitCost], machine: Machine, recompute: bool) -> floa
     steps, up = 0.0, math.inf
     for unit, own in zip(units, flops, strict=True):
         if unit.trained:
-            steps += _in_memory_s(unit, machine)
+            steps += unit.step_in_memory_s(machine)
             up = min(up, unit.up_s(machine))
             longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
         left -= own / machine.flops_per_s
     return longest
-
-
-def _in_memory_s(unit: UnitCost, machine: Machine) -> float:
-    nbytes = unit.parameters * machine.optimizer_bytes_per_parameter + unit.cast * machine.cast_bytes_per_parameter
-    return unit.trained * nbytes / machine.dram_bytes_per_s
 
 
 # ---- issuing
@@ -350,7 +306,7 @@ class _Host:
 
     def __init__(
         self,
-        units: Sequence[UnitCost],
+        units: Sequence[UnitNumbers],
         schedule: Schedule,
         machine: Machine,
         recompute: bool,
@@ -512,7 +468,7 @@ class _Host:
         unit, machine = self._units[index], self._machine
         on_disk, read, written = bool(unit.state_read_nbytes or unit.state_written_nbytes), None, None
         parts = PARTS if self._into_forward or on_disk else 1
-        work = _in_memory_s(unit, machine) / parts
+        work = unit.step_in_memory_s(machine) / parts
         reads = unit.state_read_nbytes / machine.disk_bytes_per_s / parts
         writes = unit.state_written_nbytes / machine.disk_out_bytes_per_s / parts
         for _ in range(parts):
@@ -544,7 +500,7 @@ class _Host:
 # ---- reading
 
 
-def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
+def _waits(computes: list[Task], units: Sequence[UnitNumbers], begin: float, end: float) -> list[Span]:
     """List compute's idle times, each with the lane whose work it waited for."""
     waits = []
     for before, task in itertools.pairwise(computes):
@@ -560,7 +516,7 @@ def _waits(computes: list[Task], units: Sequence[UnitCost], begin: float, end: f
     return sorted(waits, key=lambda span: span.start)
 
 
-def _timeline(tasks: list[Task], units: Sequence[UnitCost], begin: float, end: float) -> list[Span]:
+def _timeline(tasks: list[Task], units: Sequence[UnitNumbers], begin: float, end: float) -> list[Span]:
     """List the work that ended within the step; consecutive pieces of one unit's step and state are one span."""
     spans: dict[LaneName, list[Span]] = {}
     for task in sorted(tasks, key=lambda task: (task.start, task.number)):

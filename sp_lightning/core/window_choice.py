@@ -24,7 +24,8 @@ from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes
 from .machine import Machine
 from .schedule import Schedule
-from .simulation import UnitCost, simulate
+from .simulation import simulate
+from .unit_numbers import UnitNumbers
 
 FIRST_WINDOW = 2  # one unit computes while the next one is loaded
 RESERVE_SHARE = 0.05  # of the device's memory
@@ -43,18 +44,6 @@ _CLOCK = Machine(
     host_nbytes=0,
     optimizer_bytes_per_parameter=1,
 )
-
-
-@dataclass(frozen=True)
-class UnitBytes:
-    """The sizes of one unit, as planning needs them."""
-
-    name: str
-    nbytes: int
-    gradient_nbytes: int
-    resident: bool = False  # stays on the device, outside the window
-    trained: int = 0  # elements that an optimizer steps
-    cast: int = 0  # of these, elements that travel in another type than they have on the host
 
 
 # ---- memory
@@ -77,7 +66,7 @@ class DeviceBudget:
         """Bytes for the window's units."""
         return max(0, self.capacity - self.reserve - self.others)
 
-    def most(self, units: Sequence[UnitBytes]) -> int:
+    def most(self, units: Sequence[UnitNumbers]) -> int:
         """Return the largest window that fits, at least 1 (Rule 2)."""
         return max(1, largest_window(units, self.spare))
 
@@ -85,25 +74,25 @@ class DeviceBudget:
         return f"of {self.capacity} bytes {self.others} for others and {self.reserve} in reserve"
 
 
-def sizes_of(units: Sequence[UnitBytes]) -> str:
+def sizes_of(units: Sequence[UnitNumbers]) -> str:
     """Format the units' bytes, largest first: "1 x 2048, 12 x 1024"."""
-    sizes = sorted((unit.nbytes for unit in units), reverse=True)
+    sizes = sorted((unit.up_nbytes for unit in units), reverse=True)
     return ", ".join(f"{len(list(run))} x {nbytes}" for nbytes, run in itertools.groupby(sizes))
 
 
-def largest_window(units: Sequence[UnitBytes], budget: int) -> int:
+def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
     """Return how many of these units fit into a budget at once, whichever they are; 0 if one alone does not."""
     total = 0
-    for count, nbytes in enumerate(sorted((unit.nbytes for unit in units), reverse=True)):
+    for count, nbytes in enumerate(sorted((unit.up_nbytes for unit in units), reverse=True)):
         total += nbytes
         if total > budget:
             return count
     return len(units)
 
 
-def first_window(options: Options, units: Sequence[UnitBytes], resident_nbytes: int, on_host: bool) -> int:
+def first_window(options: Options, units: Sequence[UnitNumbers], resident_nbytes: int, on_host: bool) -> int:
     """Return the window to begin with, from which it grows if there is no budget (Rules 1, 2 and 4)."""
-    gradients = 2 * max((unit.gradient_nbytes for unit in units), default=0)
+    gradients = 2 * max((unit.down_nbytes for unit in units), default=0)
     count = max(1, len(units))
     if options.memory_budget is None:
         first = FIRST_WINDOW if on_host else 1
@@ -120,12 +109,12 @@ def first_window(options: Options, units: Sequence[UnitBytes], resident_nbytes: 
     return min(max(fits, 1), FIRST_WINDOW if on_host else count)
 
 
-def _check_budget(budget: int, units: Sequence[UnitBytes], resident_nbytes: int) -> None:
+def _check_budget(budget: int, units: Sequence[UnitNumbers], resident_nbytes: int) -> None:
     """Check that every unit fits with its own gradient and the resident root."""
     if not units:
         return
-    worst = max(units, key=lambda unit: unit.nbytes + unit.gradient_nbytes)
-    needed = worst.nbytes + worst.gradient_nbytes + resident_nbytes
+    worst = max(units, key=lambda unit: unit.up_nbytes + unit.down_nbytes)
+    needed = worst.up_nbytes + worst.down_nbytes + resident_nbytes
     if needed > budget:
         needs, got = format_both(needed, budget)
         raise MemoryBudgetError(f"memory_budget needs at least {needs} for {worst.name}, got {got}; raise it")
@@ -184,9 +173,9 @@ class Times:
         )
         return simulated.step_s * 1e3
 
-    def _costs(self) -> list[UnitCost]:
+    def _costs(self) -> list[UnitNumbers]:
         return [
-            UnitCost(
+            UnitNumbers(
                 name=str(index),
                 up_nbytes=round(unit.up * 1e6),
                 down_nbytes=round(unit.down * 1e6),
@@ -214,7 +203,7 @@ class WindowChoice(NamedTuple):
 
 
 def times_of(
-    units: Sequence[UnitBytes], measured: Mapping[str, MeasuredTimes], overlap: bool, runs_on: bool = False
+    units: Sequence[UnitNumbers], measured: Mapping[str, MeasuredTimes], overlap: bool, runs_on: bool = False
 ) -> Times | None:
     """Combine units and measured times, in the order of measurement; None if no streamed unit was measured (Rule 3)."""
     sizes = {unit.name: unit for unit in units}
@@ -248,8 +237,8 @@ def choose(times: Times, most: int, window: int | None = None, transfer: int | N
     return WindowChoice(window, min(best, window), ms[best])
 
 
-def _kind(unit: UnitBytes) -> tuple[int, int, bool]:
-    return unit.nbytes, unit.gradient_nbytes, unit.resident
+def _kind(unit: UnitNumbers) -> tuple[int, int, bool]:
+    return unit.up_nbytes, unit.down_nbytes, unit.resident
 
 
 def _median(times: Sequence[MeasuredTimes], resident: bool) -> UnitMs:

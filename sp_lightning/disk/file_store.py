@@ -27,8 +27,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..core.host_bytes import aligned
 from ..core.telemetry import Counters
+from ..core.unit_numbers import aligned
 from ..memory.device import Device
 from ..memory.device_copy import Run, Sources
 from ..memory.layout import Layout, as_few_runs

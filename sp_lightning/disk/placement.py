@@ -11,7 +11,7 @@
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
    from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
    whose bytes other code may refer stay in memory, where it finds what each step writes (unit_store.py, Rule 9).
-6. The terms are those of host_bytes.py, with the state of AdamW for what trains, wire copies for all weights that
+6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
 7. Once anything stays in its file or goes to the disk, an eleventh of the budget, at most 512 MiB, is left free: for
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring

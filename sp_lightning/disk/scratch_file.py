@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.host_bytes import aligned
+from ..core.unit_numbers import aligned
 from ..errors import DiskError, OptionError
 from ..memory.layout import Layout
 from ..memory.pinned import libc, mapped

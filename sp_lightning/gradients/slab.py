@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compat.references import references, storage_uses, uses_of
 from ..compat.tensors import copy_all
-from ..core.host_bytes import ALIGNMENT, aligned
+from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.layout import Layout, as_few_runs
 from ..memory.staging import Copies

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..autograd.gradient_nodes import Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, will_execute
-from ..core.host_bytes import ALIGNMENT
 from ..core.telemetry import Counters
+from ..core.unit_numbers import ALIGNMENT
 from ..memory.device import Device
 from ..memory.layout import Layout
 from ..memory.staging import Arrival

@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import is_local, local_name
-from ..core.host_bytes import state_nbytes
+from ..core.unit_numbers import state_nbytes
 from ..errors import SuperpipelineError
 from .names import LightningModule, ModelCheckpoint, TorchCheckpointIO
 

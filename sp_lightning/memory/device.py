@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compat.kernels import CHOICES, memory_figures
 from ..core import malloc
 from ..core.host import host_memory, lock_limit
-from ..core.host_bytes import aligned
+from ..core.unit_numbers import aligned
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from .pinned import HostAllocator, PageLock

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..compat.references import uses_of
-from ..core.host_bytes import ALIGNMENT
 from ..core.telemetry import Counters
+from ..core.unit_numbers import ALIGNMENT
 from ..errors import SuperpipelineError
 from .device import Device
 from .layout import Layout

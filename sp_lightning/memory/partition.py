@@ -46,7 +46,7 @@ from torch.nn.parameter import is_lazy
 
 from sp_lightning.compat.references import overlapping
 from sp_lightning.compat.tensors import Form, consists_of_tensors, flattened, without_dispatch
-from sp_lightning.core.host_bytes import aligned
+from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.errors import PartitionError
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]

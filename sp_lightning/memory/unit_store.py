@@ -51,8 +51,8 @@ from torch import Tensor, nn
 from ..compat.references import is_entry_shared, own_uses, uses_of
 from ..compat.tensors import preserving_version, without_dispatch
 from ..core import malloc
-from ..core.host_bytes import ALIGNMENT
 from ..core.telemetry import Counters
+from ..core.unit_numbers import ALIGNMENT
 from ..errors import UnsupportedError
 from .device import Device
 from .device_copy import DeviceCopy, Run, Sources

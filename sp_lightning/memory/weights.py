@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.host_bytes import ALIGNMENT, aligned
+from ..core.unit_numbers import ALIGNMENT, aligned
 from ..errors import ExactnessError
 from .device import Device
 from .layout import Field, Layout

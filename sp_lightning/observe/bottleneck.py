@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ..core import remedies
 from ..core.machine import Machine
-from ..core.simulation import LowerBound, UnitCost, floor
+from ..core.simulation import LowerBound, floor
+from ..core.unit_numbers import UnitNumbers
 from ..runtime.recorder import RecordedStep, UnitTimes
 
 SMALL = 0.05  # of a step: less waiting than this is not worth advice
@@ -98,7 +99,7 @@ def measured_floor(times: Iterable[UnitTimes], window: int, resident: Collection
     """Compute the lower bound of a step over these units, at the measured rates (Rule 1)."""
     times = list(times)
     units = [
-        UnitCost(
+        UnitNumbers(
             name=t.unit,
             up_nbytes=t.up_nbytes,
             down_nbytes=t.down_nbytes,

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from ..core.host import peak_memory, usable_cores
-from ..core.host_bytes import STATES, HostBytes, host_bytes, state_nbytes
 from ..core.machine import Machine
 from ..core.telemetry import Lane
+from ..core.unit_numbers import STATES, HostBytes, host_bytes, state_nbytes
 from ..core.window_choice import DeviceBudget
 from ..optim.pending_step import AFTER_BACKWARD
 from ..options import format_bytes, format_seconds
@@ -214,8 +214,8 @@ class RunReport:
         """Return device bytes for weights and gradients: resident root, largest window, two gradient buffers."""
         window = self._handle.engine.window
         units = [unit.sizes() for unit in window.units if not unit.unit.resident]
-        largest = sorted((unit.nbytes for unit in units), reverse=True)[: window.schedule.window]
-        return sum(largest) + 2 * max((unit.gradient_nbytes for unit in units), default=0) + self._rest_nbytes()
+        largest = sorted((unit.up_nbytes for unit in units), reverse=True)[: window.schedule.window]
+        return sum(largest) + 2 * max((unit.down_nbytes for unit in units), default=0) + self._rest_nbytes()
 
     def report(self) -> list[str]:
         """Compare predicted with measured values and name the bottleneck; empty if no step was recorded."""

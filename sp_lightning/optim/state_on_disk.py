@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 
 from ..compat.modules import HOOKS_AFTER_LOADING
 from ..compat.references import are_tensors_of_entry_shared
-from ..core.host_bytes import state_nbytes
 from ..core.malloc import freed
 from ..core.telemetry import Counters
+from ..core.unit_numbers import state_nbytes
 from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes

@@ -15,7 +15,7 @@ from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ..core.host_bytes import HostBytes
+    from ..core.unit_numbers import HostBytes
 
 SLOW = 2.0  # times as long per sample: changes to the host that cost more come after those that cost less
 MANY = 16  # batches to accumulate, that are named where a step of the optimizer takes most of the time

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from ..compat.kernels import has_chunked_loss
-from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..core.machine import Machine
-from ..core.simulation import SimulatedVisit, UnitCost
-from ..core.window_choice import UnitBytes
+from ..core.simulation import SimulatedVisit
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
 from ..disk.direct_ring import BUFFERS, PIECE
 from ..disk.placement import Budgeted, UnitPlacement, within
 from ..errors import OptionError
@@ -151,7 +150,7 @@ class ListedModel(PlannedModel):
             narrow = step(device, max(1, window // 2))  # window.py, Rule 4
             return max(step(later, window), narrow, key=lambda terms: sum(terms.values()))
 
-        sizes = [UnitBytes(c.name, device[c.name], device[c.name], c.resident, c.parameters) for c in costs]
+        sizes = [replace(c, up_nbytes=device[c.name], down_nbytes=device[c.name]) for c in costs]
         width, whole = self._host_width(options), self._workload.parts
         trained = [part.parameters * width for part in whole]
         placed, names = self._placed(options), [part.name for part in whole]
@@ -218,12 +217,12 @@ def _fullest(sizes: tuple[int, ...], window: int) -> list[int]:
     return [max(sums[max(0, place - window + 1) : place + 1]) for place in range(len(sizes))]
 
 
-def _feeds_the_loss(cost: UnitCost) -> bool:
+def _feeds_the_loss(cost: UnitNumbers) -> bool:
     """Whether a listed unit is the head, whose outputs are larger than a block's."""
     return cost.name.startswith("head")
 
 
-def _sweep(costs: Sequence[UnitCost]) -> list[SimulatedVisit]:
+def _sweep(costs: Sequence[UnitNumbers]) -> list[SimulatedVisit]:
     """List a plain step's visits: forward over all units, what is resident, then backward in reverse order."""
     streamed = [index for index, cost in enumerate(costs) if not cost.resident]
     roots = [index for index, cost in enumerate(costs) if cost.resident]

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.tensors import without_dispatch_modes, without_function_modes
-from ..core.host_bytes import STATES, HostBytes, UnitHostBytes
 from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
-from ..core.simulation import SimulatedVisit, UnitCost
-from ..core.window_choice import UnitBytes
+from ..core.simulation import SimulatedVisit
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers
 from ..disk import state_ring
 from ..disk.placement import Budgeted
 from ..errors import OptionError
@@ -42,10 +41,10 @@ HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 class Requirements:
     """The needs of a step: what does not depend on window and transfer, and the device's peak, which does."""
 
-    costs: list[UnitCost]  # in the order of their first visits, resident ones last
+    costs: list[UnitNumbers]  # in the order of their first visits, resident ones last
     works: list[SimulatedVisit]
     peak: Callable[[int, int], dict[str, int]]  # of a window and a transfer: the device's bytes, by term
-    sizes: Sequence[UnitBytes]  # of all units, as a run knows them when it begins
+    sizes: Sequence[UnitNumbers]  # of all units, as a run knows them when it begins
     trace: StepTrace | None = None  # None for a workload
     weights_on_disk: int = 0  # bytes, in files or in the scratch file
     reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 4)
@@ -56,7 +55,7 @@ class Requirements:
         return sum(cost.state_read_nbytes for cost in self.costs)
 
     @property
-    def streamed(self) -> list[UnitCost]:
+    def streamed(self) -> list[UnitNumbers]:
         return [cost for cost in self.costs if not cost.resident]
 
 
@@ -120,13 +119,13 @@ QUANTIZED = ("AdamW8bit",)  # optimizers of bitsandbytes: a name does not need i
 
 
 def with_moved(
-    costs: Sequence[UnitCost],
+    costs: Sequence[UnitNumbers],
     names: Sequence[str],
     placed: Budgeted,
     trained: Sequence[int],
     stepped: Mapping[int, int],
     states: float,
-) -> list[UnitCost]:
+) -> list[UnitNumbers]:
     """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 3).
 
     Args:

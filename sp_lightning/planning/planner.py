@@ -9,8 +9,8 @@
    times those of the one that would be chosen with enough memory. A memory budget limits the window as it does in a
    run (window_choice.py, Rule 1), with the same errors.
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
-   ranks together (host_bytes.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does not
-   step beside backward or beside the next forward there.
+   ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does
+   not step beside backward or beside the next forward there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
-from ..core.host_bytes import HostBytes
 from ..core.machine import Machine
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
-from ..core.simulation import Simulation, UnitCost, floor, simulate
+from ..core.simulation import Simulation, floor, simulate
+from ..core.unit_numbers import HostBytes, UnitNumbers
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..optim.pieces import ELEMENTWISE
@@ -489,7 +489,7 @@ class _Sizes:
         if self._options.memory_budget is None:
             return max(1, len(self._needs.streamed))
         streamed = [size for size in self._needs.sizes if not size.resident]
-        root = sum(size.nbytes for size in self._needs.sizes if size.resident)
+        root = sum(size.up_nbytes for size in self._needs.sizes if size.resident)
         return first_window(self._options, streamed, root, on_host=False)
 
     @functools.cached_property
@@ -609,7 +609,7 @@ def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:
     Backward leaves out the products that make gradients of weights, which are as many as forward's.
     """
 
-    def cost(one: UnitCost) -> UnitCost:
+    def cost(one: UnitNumbers) -> UnitNumbers:
         return replace(
             one,
             up_nbytes=one.up_nbytes * bits // 16,

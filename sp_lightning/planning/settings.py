@@ -35,7 +35,7 @@ class PlannedRun:
     copies: int  # of all weights, beside the module
     trained_copies: int  # of the weights that are trained
     devices: int
-    own_gradients: bool  # whether each rank has all gradients once more (host_bytes.py, Rule 5)
+    own_gradients: bool  # whether each rank has all gradients once more (unit_numbers.py, Rule 5)
     accumulate: int  # batches in a step of the optimizer
 
     def __post_init__(self) -> None:

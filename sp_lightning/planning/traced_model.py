@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from ..autograd.saved_tensors import tensors_in
 from ..compat.kernels import has_chunked_loss
 from ..compat.tensors import storage_id
-from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..core.machine import Machine
-from ..core.simulation import SimulatedVisit, UnitCost
+from ..core.simulation import SimulatedVisit
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
 from ..disk.placement import Budgeted, choose, may_move
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit
@@ -373,7 +373,7 @@ class TracedModel(PlannedModel):
             return STATES["AdamW"]
 
 
-def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitCost], list[SimulatedVisit]]:
+def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitNumbers], list[SimulatedVisit]]:
     """Turn a trace into the simulation's costs and visits, with units in the order of their first visits."""
     order = list(dict.fromkeys(trace.order))
     order += [unit.index for unit in trace.units if unit.index not in order]
@@ -401,21 +401,14 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 visit.nbytes,
             )
         )
-    costs = []
-    for index in order:
-        size = trace.wire[index]
-        costs.append(
-            UnitCost(
-                name=size.name,
-                up_nbytes=size.nbytes,
-                down_nbytes=size.gradient_nbytes,
-                parameters=size.trained,
-                cast=size.cast,
-                forward_flops=forward.get(index, 0.0),
-                backward_flops=backward.get(index, 0.0),
-                resident=size.resident,
-            )
+    costs = [
+        replace(
+            trace.wire[index],
+            forward_flops=forward.get(index, 0.0),
+            backward_flops=backward.get(index, 0.0),
         )
+        for index in order
+    ]
     return costs, works
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..core.machine import Machine
-from ..core.simulation import UnitCost, floor
+from ..core.simulation import floor
+from ..core.unit_numbers import UnitNumbers
 
 HALF, SINGLE = 2, 4  # bytes of a number in bf16 and in FP32
 
@@ -54,14 +55,14 @@ class Workload:
 
     def units(
         self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF, chunked: bool = False
-    ) -> list[UnitCost]:
+    ) -> list[UnitNumbers]:
         """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each.
 
         The weights on the host are FP32.
         ``chunked``: the loss is in chunks, whose logits are made once more in backward.
         """
         return [
-            UnitCost(
+            UnitNumbers(
                 name=part.name,
                 up_nbytes=part.parameters * up_bytes,
                 down_nbytes=part.parameters * down_bytes,

@@ -25,7 +25,7 @@ from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, without_dispatch
 from ..core.telemetry import Counters, StepListener
-from ..core.window_choice import UnitBytes
+from ..core.unit_numbers import UnitNumbers
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -105,7 +105,7 @@ class Handle:
         self._counters = Counters()  # of all engines, one after the other
         self._autocasts = autocasts  # whether code may run under autocast, as far as is known
         self._ranks = ranks  # of several devices, each of which has a handle like this one
-        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (host_bytes.py, Rule 5)
+        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (unit_numbers.py, Rule 5)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
         self._exchanges = exchanges or self._by_hand  # whether every backward does; not in `no_sync`
@@ -497,7 +497,7 @@ class Handle:
         def device_dtype(dtype: torch.dtype) -> torch.dtype:
             return self._compute_dtype or dtype if dtype is torch.float32 else dtype
 
-        def finer() -> tuple[list[str], list[UnitBytes]]:
+        def finer() -> tuple[list[str], list[UnitNumbers]]:
             classes = preflight.finer_classes(units)
             with contextlib.suppress(PartitionError):
                 return classes, preflight.sizes(partition(self.module, classes), device_dtype, self._trains)

@@ -22,11 +22,11 @@ from torch import nn
 
 from ..core import remedies
 from ..core.host import host_memory
-from ..core.host_bytes import STATES, HostBytes, UnitHostBytes, aligned, host_bytes
 from ..core.machine import Machine
 from ..core.schedule import Schedule
-from ..core.simulation import UnitCost, simulate
-from ..core.window_choice import UnitBytes, first_window
+from ..core.simulation import simulate
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
+from ..core.window_choice import first_window
 from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
@@ -42,14 +42,14 @@ class Means:
     """The changes that could make a run fit, and the machine that their cost is measured on."""
 
     can_halve: bool  # weights are FP32, and computing with them in half precision is possible
-    finer: Callable[[], tuple[list[str], list[UnitBytes]]]  # smaller units, if any: their classes, and their sizes
+    finer: Callable[[], tuple[list[str], list[UnitNumbers]]]  # smaller units, if any: their classes, and their sizes
     measure: Callable[[], Machine]
 
 
-Needed = Callable[[Sequence[UnitBytes], int], int]  # bytes of these units with this window
+Needed = Callable[[Sequence[UnitNumbers], int], int]  # bytes of these units with this window
 
 
-def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str, means: Means) -> None:
+def check_device(units: Sequence[UnitNumbers], window: int, free: int, where: str, means: Means) -> None:
     """Refuse a run whose weights and gradients alone cannot fit on the device (Rule 1).
 
     Args:
@@ -68,12 +68,12 @@ def check_device(units: Sequence[UnitBytes], window: int, free: int, where: str,
         )
 
 
-def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, means: Means) -> None:
+def check_budget(options: Options, units: Sequence[UnitNumbers], on_host: bool, means: Means) -> None:
     """Refuse a run whose weights and gradients alone cannot fit into the user's ``memory_budget`` (Rule 1)."""
     budget = options.memory_budget
     if budget is None:
         return
-    root = sum(unit.nbytes for unit in units if unit.resident)
+    root = sum(unit.up_nbytes for unit in units if unit.resident)
     try:
         first_window(options, [unit for unit in units if not unit.resident], root, on_host)
     except MemoryBudgetError as error:
@@ -82,45 +82,32 @@ def check_budget(options: Options, units: Sequence[UnitBytes], on_host: bool, me
         raise MemoryBudgetError(f"{error}; {changes}") from None
 
 
-def needed_at_least(units: Sequence[UnitBytes], window: int) -> int:
+def needed_at_least(units: Sequence[UnitNumbers], window: int) -> int:
     """Return the device bytes that a run certainly needs.
 
     These are a window of the smallest units, or the largest unit with its gradients, beside the resident root.
     """
     streamed = [unit for unit in units if not unit.resident]
-    root = sum(unit.nbytes for unit in units if unit.resident)
-    fewest = sum(sorted(unit.nbytes for unit in streamed)[:window])
-    return root + max(fewest, max((unit.nbytes + unit.gradient_nbytes for unit in streamed), default=0))
+    root = sum(unit.up_nbytes for unit in units if unit.resident)
+    fewest = sum(sorted(unit.up_nbytes for unit in streamed)[:window])
+    return root + max(fewest, max((unit.up_nbytes + unit.down_nbytes for unit in streamed), default=0))
 
 
-def needed_in_budget(units: Sequence[UnitBytes], window: int) -> int:
+def needed_in_budget(units: Sequence[UnitNumbers], window: int) -> int:
     """Return the device bytes that a run needs as `window_choice.first_window` counts them for a budget."""
-    streamed = sorted((unit for unit in units if not unit.resident), key=lambda unit: -unit.nbytes)
-    root = sum(unit.nbytes for unit in units if unit.resident)
-    gradients = max((unit.gradient_nbytes for unit in streamed), default=0)
-    alone = max((unit.nbytes + unit.gradient_nbytes for unit in streamed), default=0)
-    return root + (alone if window == 1 else sum(unit.nbytes for unit in streamed[:window]) + 2 * gradients)
+    streamed = sorted((unit for unit in units if not unit.resident), key=lambda unit: -unit.up_nbytes)
+    root = sum(unit.up_nbytes for unit in units if unit.resident)
+    gradients = max((unit.down_nbytes for unit in streamed), default=0)
+    alone = max((unit.up_nbytes + unit.down_nbytes for unit in streamed), default=0)
+    return root + (alone if window == 1 else sum(unit.up_nbytes for unit in streamed[:window]) + 2 * gradients)
 
 
-def least_s(units: Sequence[UnitBytes], window: int, machine: Machine, transfer: int = 1) -> float:
+def least_s(units: Sequence[UnitNumbers], window: int, machine: Machine, transfer: int = 1) -> float:
     """Return the lower bound of a step in seconds, from weights, gradients and the optimizer (Rule 3)."""
-    costs = [
-        UnitCost(
-            name=unit.name,
-            up_nbytes=unit.nbytes,
-            down_nbytes=unit.gradient_nbytes,
-            parameters=unit.trained,
-            cast=unit.cast,
-            forward_flops=0.0,
-            backward_flops=0.0,
-            resident=unit.resident,
-        )
-        for unit in units
-    ]
-    return simulate(costs, Schedule([unit.nbytes for unit in units], window, transfer), machine).step_s
+    return simulate(units, Schedule([unit.up_nbytes for unit in units], window, transfer), machine).step_s
 
 
-def _describe_remedies(units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed) -> str:
+def _describe_remedies(units: Sequence[UnitNumbers], window: int, free: int, means: Means, needed: Needed) -> str:
     """Name the first three changes that would fit, those that change no result before those that do."""
     tried = list(_tried(units, window, free, means, needed))
     fitting = [(what, other, size) for what, other, size in tried if needed(other, size) <= free]
@@ -139,8 +126,8 @@ def _describe_remedies(units: Sequence[UnitBytes], window: int, free: int, means
 
 
 def _tried(
-    units: Sequence[UnitBytes], window: int, free: int, means: Means, needed: Needed
-) -> Iterator[tuple[str, Sequence[UnitBytes], int]]:
+    units: Sequence[UnitNumbers], window: int, free: int, means: Means, needed: Needed
+) -> Iterator[tuple[str, Sequence[UnitNumbers], int]]:
     smaller = next((size for size in range(window - 1, 0, -1) if needed(units, size) <= free), 0)
     if smaller:
         yield remedies.window(smaller).what, units, smaller
@@ -148,10 +135,10 @@ def _tried(
     for remedy in remedies.smaller_units(classes):
         yield remedy.what, finer, window
     for remedy in remedies.half_precision(means.can_halve):
-        halves = [replace(u, nbytes=u.nbytes // 2, gradient_nbytes=u.gradient_nbytes // 2) for u in units]
+        halves = [replace(u, up_nbytes=u.up_nbytes // 2, down_nbytes=u.down_nbytes // 2) for u in units]
         yield remedy.what, halves, window
-    if any(unit.gradient_nbytes for unit in units):
-        frozen = [replace(unit, gradient_nbytes=0, trained=0) for unit in units]
+    if any(unit.down_nbytes for unit in units):
+        frozen = [replace(unit, down_nbytes=0, parameters=0) for unit in units]
         yield remedies.ADAPTERS.what, frozen, window
     if smaller > 1 and needed(units, 1) < needed(units, smaller):
         yield remedies.window(1).what, units, 1
@@ -217,18 +204,22 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def sizes(units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype], training: bool) -> list[UnitBytes]:
+def sizes(
+    units: Sequence[Unit], device_dtype: Callable[[torch.dtype], torch.dtype], training: bool
+) -> list[UnitNumbers]:
     """List what units will take on the device: weights and, with training, gradients."""
 
     def nbytes(parameters: Iterable[nn.Parameter]) -> int:
         return sum(aligned(p.numel() * device_dtype(p.dtype).itemsize) for p in parameters)
 
-    def of(unit: Unit) -> UnitBytes:
+    def of(unit: Unit) -> UnitNumbers:
         weights = [p for _, p in unit.params]
         trained = [p for p in weights if p.requires_grad and training]
         cast = [p for p in trained if device_dtype(p.dtype) is not p.dtype]
         elements, cast_elements = (sum(p.numel() for p in some) for some in (trained, cast))
-        return UnitBytes(unit.name, nbytes(weights), nbytes(trained), unit.resident, elements, cast_elements)
+        return UnitNumbers(
+            unit.name, nbytes(weights), nbytes(trained), elements, resident=unit.resident, cast=cast_elements
+        )
 
     return list(map(of, units))
 
@@ -250,7 +241,7 @@ def check_host(
         device_dtype: The type in which weights of a type travel.
         ranks: All ranks of this machine, which come here together.
         training: Whether there are gradients and an optimizer at all.
-        own_gradients: Whether each rank has gradients of its own (host_bytes.py, Rule 5).
+        own_gradients: Whether each rank has gradients of its own (unit_numbers.py, Rule 5).
         in_files: The ids of weights that stay in their files.
         adopted: The ids of weights that are in files, and will be copied into memory.
         on_disk: Bytes of the optimizer's state that will be on disk.

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.telemetry import Counters, StepListener
+from ..core.unit_numbers import UnitNumbers
 from ..core.window_choice import (
     GROWTH,
     DeviceBudget,
     Times,
-    UnitBytes,
     WindowChoice,
     choose,
     first_window,
@@ -73,13 +73,13 @@ class _MemoryProfile:
 class Tuner:
     """The choice of window and transfer during a run."""
 
-    def __init__(self, options: Options, units: list[UnitBytes], device: Device, counters: Counters) -> None:
+    def __init__(self, options: Options, units: list[UnitNumbers], device: Device, counters: Counters) -> None:
         self._options = options
         self._units = units
         self._streamed = [unit for unit in units if not unit.resident]
         self._device = device
         self._counters = counters
-        root_nbytes = sum(unit.nbytes for unit in units if unit.resident)
+        root_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self.window = first_window(options, self._streamed, root_nbytes, device.is_host)
         self.transfer = 1 if options.transfer == "auto" else min(options.transfer, self.window)
         self.may_shrink = options.window == "auto"
@@ -110,8 +110,8 @@ class Tuner:
             budget = self._options.memory_budget
             why = "the memory of activations is not known before the first pass"
             if budget is not None:
-                root = sum(unit.nbytes for unit in self._units if unit.resident)
-                gradients = 2 * max((unit.gradient_nbytes for unit in self._streamed), default=0)
+                root = sum(unit.up_nbytes for unit in self._units if unit.resident)
+                gradients = 2 * max((unit.down_nbytes for unit in self._streamed), default=0)
                 why = f"of a budget of {budget} bytes, {root} are for the resident root and {gradients} for gradients"
             log.info(
                 "superpipeline: starts with window %d and transfer %d: %s, units %s; the device has %s",
@@ -122,7 +122,7 @@ class Tuner:
                 format_bytes(self._capacity),
             )
 
-    def resized(self, index: int, unit: UnitBytes) -> None:
+    def resized(self, index: int, unit: UnitNumbers) -> None:
         """Take note of a unit's new size: its weights travel in other types now (autocast_weights.py)."""
         self._units[index] = unit
         self._streamed = [unit for unit in self._units if not unit.resident]

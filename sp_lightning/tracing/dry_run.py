@@ -34,8 +34,8 @@ from ..autograd.gradient_nodes import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
-from ..core.host_bytes import aligned
 from ..core.telemetry import Lane, StepListener
+from ..core.unit_numbers import aligned
 from ..errors import OptionError
 from ..gradients.way_down import GradientReturn
 from ..memory.device import Device

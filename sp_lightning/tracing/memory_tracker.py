@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ..compat.tensors import operator_of, storage_id
-from ..core.host_bytes import aligned
+from ..core.unit_numbers import aligned
 from .fake_tensors import tensors_of
 from .step_trace import KEPT, OUTSIDE, WORKING, Visit
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.schedule import Schedule
-from ..core.window_choice import UnitBytes
+from ..core.unit_numbers import UnitNumbers
 from ..memory.partition import Unit
 
 # What bytes are for (Rule 2).
@@ -66,8 +66,8 @@ class StepTrace:
     """The trace of a step: everything that does not depend on the window."""
 
     units: tuple[Unit, ...]
-    sizes: tuple[UnitBytes, ...]  # of all units, resident ones included, in the first step
-    wire: tuple[UnitBytes, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
+    sizes: tuple[UnitNumbers, ...]  # of all units, resident ones included, in the first step
+    wire: tuple[UnitNumbers, ...]  # of all units later, when some weights travel cast (autocast_weights.py)
     wire_nbytes: tuple[int, ...]  # by unit, of the copies of weights that travel in another type than on the host
     frozen_wire_nbytes: tuple[int, ...]  # of those, the copies of frozen weights
     castable: frozenset[int]  # ids of weights that may come to travel in autocast's type
@@ -108,7 +108,7 @@ class StepTrace:
         return mine == theirs
 
     @property
-    def streamed(self) -> list[UnitBytes]:
+    def streamed(self) -> list[UnitNumbers]:
         """Sizes of the units that stream."""
         return [size for size in self.sizes if not size.resident]
 
@@ -144,13 +144,15 @@ class StepTrace:
     def _later(self) -> list[Visit]:
         return [visit.later() for visit in self.visits]
 
-    def _peak(self, sizes: Sequence[UnitBytes], visits: Sequence[Visit], window: int, transfer: int) -> dict[str, int]:
+    def _peak(
+        self, sizes: Sequence[UnitNumbers], visits: Sequence[Visit], window: int, transfer: int
+    ) -> dict[str, int]:
         trained = tuple(unit.index for unit in self.units if unit.trainable)
         visited = tuple((visit.unit, visit.in_use) for visit in visits)
-        resident = _resident_nbytes(tuple(size.nbytes for size in sizes), trained, visited, window, transfer)
+        resident = _resident_nbytes(tuple(size.up_nbytes for size in sizes), trained, visited, window, transfer)
         beside = [visit.nbytes for visit in visits] * PASSES
         worst = max(range(len(resident)), key=lambda place: resident[place] + beside[place])
-        root = sum(size.nbytes for size in sizes if size.resident)
+        root = sum(size.up_nbytes for size in sizes if size.resident)
         return {WINDOW: resident[worst], ROOT: root, **visits[worst % len(visits)].terms}
 
 

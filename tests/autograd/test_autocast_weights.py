@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import models
 import parity
 import sp_lightning
-from sp_lightning.core.host_bytes import ALIGNMENT, aligned
+from sp_lightning.core.unit_numbers import ALIGNMENT, aligned
 from sp_lightning.errors import ExactnessError
 from sp_lightning.gradients.slab import GradientSlot, runs_to_widen, widened
 from sp_lightning.memory.unit_store import UnitStore

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from sp_lightning.core import simulation
 from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import UnitCost, floor, simulate
+from sp_lightning.core.simulation import floor, simulate
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import OptionError
 from sp_lightning.planning.workloads import WORKLOADS
 
@@ -28,7 +29,7 @@ SLOW_DISK = replace(UNIT_MACHINE, disk_bytes_per_s=1, disk_out_bytes_per_s=1, di
 
 
 def unit(name="", up=1, forward=1, backward=2, down=1, step=1, **more):
-    return UnitCost(name, up, down, step, forward, backward, **more)
+    return UnitNumbers(name, up, down, step, forward, backward, **more)
 
 
 def simulated(units, window=2, machine=UNIT_MACHINE, transfer=1, **options):

@@ -20,8 +20,8 @@ from sp_lightning.core.machine import Machine
 from sp_lightning.core.window_choice import (
     DeviceBudget,
     Times,
-    UnitBytes,
     UnitMs,
+    UnitNumbers,
     choose,
     largest_window,
     sizes_of,
@@ -39,7 +39,7 @@ BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto_window.py"
 
 
 def units(*sizes):
-    return [UnitBytes(f"unit {i}", size, size) for i, size in enumerate(sizes)]
+    return [UnitNumbers(f"unit {i}", size, size) for i, size in enumerate(sizes)]
 
 
 def times(count=8, overlap=True, **ms):
@@ -116,7 +116,8 @@ def test_the_choice_is_never_far_from_that_of_a_sweep():
 
 
 def test_units_alike_share_the_median_and_three_digits():
-    sizes = [UnitBytes("a", 8, 8), UnitBytes("b", 8, 8), UnitBytes("c", 8, 8), UnitBytes("root", 4, 4, resident=True)]
+    names = "a", "b", "c"
+    sizes = [*(UnitNumbers(name, 8, 8) for name in names), UnitNumbers("root", 4, 4, resident=True)]
     measured = {
         name: UnitTimes(unit=name, forward_s=s) for name, s in (("root", 1), ("a", 0.0012345), ("b", 1), ("c", 0))
     }

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_lightning.core.host_bytes import UnitHostBytes, host_bytes
+from sp_lightning.core.unit_numbers import UnitHostBytes, host_bytes
 from sp_lightning.disk import state_ring
 from sp_lightning.disk.placement import UnitPlacement, may_move, stay_in_files, within
 

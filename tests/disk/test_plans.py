@@ -9,7 +9,8 @@ import parity
 import sp_lightning
 from sp_lightning.core.machine import GIB, PROFILES
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.core.simulation import simulate
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.disk import placement
 from sp_lightning.memory.weights import BY_ITSELF
 from sp_lightning.planning import plan
@@ -170,7 +171,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
     assert expected.disk_written_nbytes == expected.on_disk > 0
     assert (expected.disk_read_nbytes > expected.on_disk) == (expected.disk_nbytes > 0) == (wider == 4096)
     assert rings <= expected.host.ring and expected.host.weights <= slabs <= expected.host.weights + 512 * 20
-    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # host_bytes.py, Rule 2
+    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # unit_numbers.py, Rule 2
     assert expected.host.wire <= wires <= expected.host.wire + joined + 512 * 60
     averaged = plan(net, torch.ones(4, 64), copies=1, **planned, **options)
     assert size <= averaged.host.copies <= size + 512 * 60
@@ -278,12 +279,12 @@ def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
 
 def test_the_disk_binds_where_it_is_slower_than_the_link():
     machine = PROFILES["rtx4090"]
-    units = [UnitCost(f"block {i}", GIB, 0, 0, 1e9, 2e9, disk_nbytes=GIB * (i % 2)) for i in range(8)]
+    units = [UnitNumbers(f"block {i}", GIB, 0, 0, 1e9, 2e9, disk_nbytes=GIB * (i % 2)) for i in range(8)]
     found = simulate(units, Schedule([unit.up_nbytes for unit in units], 2, 1), machine)
     assert found.floor.binds == "disk"
     assert found.disk_nbytes == 6 * GIB
     assert found.step_s >= 6 * GIB / machine.disk_bytes_per_s
-    others = [UnitCost(f"block {i}", GIB, 0, 0, 1e9, 2e9) for i in range(8)]
+    others = [UnitNumbers(f"block {i}", GIB, 0, 0, 1e9, 2e9) for i in range(8)]
     plain = simulate(others, Schedule([unit.up_nbytes for unit in others], 2, 1), machine)
     assert plain.floor.binds == "link" and plain.step_s < found.step_s and plain.disk_nbytes == 0
 

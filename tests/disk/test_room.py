@@ -14,7 +14,7 @@ import torch
 import models
 import parity
 import sp_lightning
-from sp_lightning.core.host_bytes import aligned
+from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.disk import scratch_file, state_ring
 from sp_lightning.errors import DiskError
 from sp_lightning.lightning import checkpoint_io

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.core.host_bytes import ALIGNMENT, aligned
+from sp_lightning.core.unit_numbers import ALIGNMENT, aligned
 from sp_lightning.memory.layout import Field, Layout
 
 pytestmark = pytest.mark.quick

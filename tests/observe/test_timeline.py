@@ -8,8 +8,9 @@ import pytest
 from sp_lightning.cli import main
 from sp_lightning.core.machine import MACHINES
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import UnitCost, simulate
+from sp_lightning.core.simulation import simulate
 from sp_lightning.core.telemetry import Span, causes
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MissingExtraError, OptionError, TraceError
 from sp_lightning.observe import timeline, timeline_plot
 from sp_lightning.runtime.recorder import RecordedStep
@@ -32,7 +33,7 @@ def example():
 
 
 def simulation(machine="rtx4090", count=4, window=2):
-    units = [UnitCost(f"block {i}", 10**8, 10**8, 5 * 10**7, 1e12, 2e12) for i in range(count)]
+    units = [UnitNumbers(f"block {i}", 10**8, 10**8, 5 * 10**7, 1e12, 2e12) for i in range(count)]
     return simulate(units, Schedule([unit.up_nbytes for unit in units], window), MACHINES[machine])
 
 
@@ -128,7 +129,7 @@ def texts(axis):
 def test_a_picture_of_a_run_with_a_disk_has_its_two_lanes():
     pytest.importorskip("matplotlib")
     units = [
-        UnitCost(f"block {i}", 10**8, 10**8, 10**7, 1e12, 2e12, 0, 0, False, 10**9, 4 * 10**8, 4 * 10**8)
+        UnitNumbers(f"block {i}", 10**8, 10**8, 10**7, 1e12, 2e12, 0, 0, False, 10**9, 4 * 10**8, 4 * 10**8)
         for i in range(4)
     ]
     made = simulate(units, Schedule([unit.up_nbytes for unit in units], 2), MACHINES["rtx4090"])

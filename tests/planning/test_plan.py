@@ -871,7 +871,7 @@ def test_on_a_cpu_a_loss_in_chunks_has_the_buffers_of_the_cpu():
 
 
 def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
-    for module in ("planner", "planned_model"):
+    for module in ("planner", "traced_model", "listed_model"):
         monkeypatch.setattr(f"sp_lightning.planning.{module}.has_chunked_loss", False)
     assert not offered(planned("llama3-8b", 16384)) and not offered(planned(causal(), TEXTS))
     with pytest.raises(OptionError, match=r"loss must be 'full': torch .* computes none in chunks, torch 2.15 does"):

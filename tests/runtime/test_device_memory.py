@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import parity
 import simgpu
 import sp_lightning
-from sp_lightning.core.host_bytes import aligned
+from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.memory.device import Device
 
 DEVICE = torch.device("simgpu", 0)

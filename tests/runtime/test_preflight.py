@@ -14,7 +14,7 @@ import parity
 import sp_lightning
 from sp_lightning.core.host import HostMemory
 from sp_lightning.core.machine import Machine
-from sp_lightning.core.window_choice import UnitBytes
+from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
@@ -22,9 +22,9 @@ from sp_lightning.runtime import preflight
 from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes, least_s
 
 MIB, GIB = 2**20, 2**30
-EIGHT = [UnitBytes(f"block {index}", 100 * MIB, 100 * MIB, trained=25 * MIB) for index in range(8)]
-HEAD = UnitBytes("head", 500 * MIB, 500 * MIB, trained=125 * MIB)
-ROOT = UnitBytes("(root)", 50 * MIB, 50 * MIB, resident=True)
+EIGHT = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB, parameters=25 * MIB) for index in range(8)]
+HEAD = UnitNumbers("head", 500 * MIB, 500 * MIB, parameters=125 * MIB)
+ROOT = UnitNumbers("(root)", 50 * MIB, 50 * MIB, resident=True)
 SECOND = 100 * MIB  # bytes that go up, a quarter of those that go down, parameters that are stepped
 MACHINE = Machine("here", math.inf, SECOND, 4 * SECOND, 1, SECOND, 0, 0, optimizer_bytes_per_parameter=1)
 
@@ -67,7 +67,7 @@ def test_the_seconds_are_those_of_ways_up_and_down_and_of_the_optimizer():
 
 
 def test_smaller_units_are_offered_by_their_classes():
-    halves = [UnitBytes(f"half {i}", 50 * MIB, 50 * MIB, trained=13 * MIB) for i in range(16)]
+    halves = [UnitNumbers(f"half {i}", 50 * MIB, 50 * MIB, parameters=13 * MIB) for i in range(16)]
     said = refused([*EIGHT, ROOT], 6, 600, finer=(["Half"], [*halves, ROOT]))
     assert "units=['Half'] (350.00 MiB, " in said
 

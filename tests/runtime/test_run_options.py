@@ -13,7 +13,8 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.core.window_choice import UnitBytes, first_window, largest_window
+from sp_lightning.core.unit_numbers import UnitNumbers
+from sp_lightning.core.window_choice import first_window, largest_window
 from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
@@ -23,7 +24,7 @@ KIB = 1024
 
 
 def units(*sizes, gradient=None):
-    return [UnitBytes(f"unit {i}", size, size if gradient is None else gradient) for i, size in enumerate(sizes)]
+    return [UnitNumbers(f"unit {i}", size, size if gradient is None else gradient) for i, size in enumerate(sizes)]
 
 
 # ---- memory_budget and window="auto", in integers
@@ -44,8 +45,8 @@ def test_a_budget_gives_the_window_that_fits_beside_the_root_and_two_gradient_bu
 
 def test_a_budget_below_the_largest_unit_and_its_gradient_is_refused_with_numbers():
     wide = [
-        UnitBytes("model.layers.0", 600 * KIB * KIB, 0),
-        UnitBytes("model.layers.3", 700 * KIB * KIB, 600 * KIB * KIB),
+        UnitNumbers("model.layers.0", 600 * KIB * KIB, 0),
+        UnitNumbers("model.layers.3", 700 * KIB * KIB, 600 * KIB * KIB),
     ]
     with pytest.raises(MemoryBudgetError, match=r"needs at least 1\.27 GiB for model\.layers\.3, got 1\.00 GiB"):
         first_window(Options(memory_budget=2**30), wide, 0, on_host=False)

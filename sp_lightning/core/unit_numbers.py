@@ -1,4 +1,4 @@
-"""Host memory of a run in bytes, term by term: planned here, measured by ``benchmarks/host_memory.py``.
+"""A unit in plain numbers, and the host memory of a run, term by term (measured by ``benchmarks/host_memory.py``).
 
 1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
 2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
@@ -15,9 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from .machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ALIGNMENT = 512  # at which every tensor of a slab or of a device buffer begins, as one that torch allocates does
 STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2, "SGD": 0}
@@ -29,6 +33,44 @@ MORE_STATES = ("momentum", "centered", "amsgrad")  # arguments that add one each
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Round `nbytes` up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class UnitNumbers:
+    """The bytes of one unit, and its work in one step. What a caller does not ask for may be left at zero."""
+
+    name: str
+    up_nbytes: int  # of its weights on the device, which each load copies
+    down_nbytes: int  # of its gradients; 0 for a frozen unit
+    parameters: int = 0  # elements that the optimizer steps
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0  # without the forward that "recompute" repeats
+    activation_nbytes: int = 0  # saved by autograd in its forward
+    input_nbytes: int = 0  # the part of that which "recompute" saves
+    resident: bool = False  # stays on the device, outside the window
+    disk_nbytes: int = 0  # of each load, that are read from files
+    state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
+    state_written_nbytes: int = 0
+    cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step changes the unit."""
+        return self.down_nbytes > 0
+
+    def up_s(self, machine: Machine) -> float:
+        """Return the seconds of a load: files are read while what was read goes up."""
+        return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
+
+    def step_in_memory_s(self, machine: Machine) -> float:
+        """Return the seconds of the optimizer's step if its state is in memory."""
+        nbytes = self.parameters * machine.optimizer_bytes_per_parameter + self.cast * machine.cast_bytes_per_parameter
+        return self.trained * nbytes / machine.dram_bytes_per_s
+
+    def step_s(self, machine: Machine) -> float:
+        """Return the seconds of the optimizer's step: state is read and written beside it."""
+        on_disk = machine.disk_s(self.state_read_nbytes, self.state_written_nbytes)
+        return self.trained * max(self.step_in_memory_s(machine), on_disk)
 
 
 @dataclass(frozen=True, kw_only=True)
