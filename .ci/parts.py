@@ -1,13 +1,16 @@
-"""Run the slow tests in named parts, and keep in parts.txt what each part costs and when it last passed.
+"""Run the slow tests in named parts, and keep in parts.txt what each part costs.
 
-    python .ci/parts.py choose SECONDS          print the parts that fit: what the change touches, then the stalest
+    python .ci/parts.py choose SECONDS          print the parts that fit: those that the change touches first
     python .ci/parts.py run [--record] PART...  run these parts ("all": every one) with this Python's pytest
     python .ci/parts.py run [--record] --within SECONDS   run the chosen parts, and fail if one is cut off
+    python .ci/parts.py run [--record] --share 2/6        run the second of six shares, which together are all parts
 
 1. A slow test belongs to the part with the longest of all paths in `PARTS` that begin its name: to one, and to no more.
-2. The change is what differs from the commit that last wrote the table, together with what is not committed.
+2. The change is what differs from $CI_BASE, a commit, or else from the last commit that is a day older than HEAD,
+   together with what is not committed.
 3. ``--record`` writes the table; commit it. Its seconds are of a machine with two cores and nothing else to do.
-4. A slower machine shows in the parts that it has run: one that no longer fits at that pace is left out, not begun.
+4. Parts take turns: each commit moves the place in the table from which parts of equal right are chosen by one.
+5. A slower machine shows in the parts that it has run: one that no longer fits at that pace is left out, not begun.
 
 Tests are those of the current directory, and the table is this checkout's. The standard library is all it needs.
 """
@@ -15,7 +18,7 @@ Tests are those of the current directory, and the table is this checkout's. The 
 from __future__ import annotations
 
 import argparse
-import datetime
+import os
 import pathlib
 import signal
 import subprocess
@@ -26,8 +29,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".ci" / "parts.txt"
-HEAD = "part seconds passed commit".split()
-NEVER = "never"
+HEAD = ["part", "seconds"]
 SPARE = 1.25  # a part is chosen if this many times its seconds are left
 
 
@@ -80,32 +82,19 @@ PARTS = {
 }
 
 
-class Row(NamedTuple):
-    """What the table says of a part."""
-
-    seconds: int
-    passed: str  # the minute, UTC, so that rows sort by it; or NEVER
-    commit: str
-
-    @property
-    def age(self) -> str:
-        return "" if self.passed == NEVER else self.passed
-
-
-def read(table: pathlib.Path = TABLE) -> dict[str, Row]:
-    """Read the table; its parts must be those of `PARTS`."""
+def read(table: pathlib.Path = TABLE) -> dict[str, int]:
+    """Read the seconds of each part; the table's parts must be those of `PARTS`."""
     head, *lines = [line.split() for line in table.read_text().splitlines() if line and not line.startswith("#")]
-    rows = {name: Row(int(seconds), passed, commit) for name, seconds, passed, commit in lines}
+    rows = {name: int(seconds) for name, seconds in lines}
     if head != HEAD or list(rows) != list(PARTS):
         raise ValueError(f"{table} has the parts {list(rows)}, expected {list(PARTS)} under {HEAD}")
     return rows
 
 
-def write(rows: dict[str, Row], table: pathlib.Path = TABLE) -> None:
+def write(rows: dict[str, int], table: pathlib.Path = TABLE) -> None:
     """Write the rows below the table's comment."""
     comment = [line for line in table.read_text().splitlines() if line.startswith("#")]
-    lines = [HEAD, *((name, str(row.seconds), row.passed, row.commit) for name, row in rows.items())]
-    text = (f"{name:16}{seconds:>8}  {passed:18}{commit}" for name, seconds, passed, commit in lines)
+    text = (f"{name:16}{seconds:>8}" for name, seconds in [HEAD, *rows.items()])
     table.write_text("\n".join([*comment, *text]) + "\n")
 
 
@@ -124,24 +113,43 @@ def git(*arguments: str) -> list[str]:
 
 def change() -> set[str]:
     """List the files of the change (Rule 2)."""
-    last = git("log", "-1", "--format=%H", "--", str(TABLE))
     new = git("ls-files", "--others", "--exclude-standard")
-    return {*git("diff", "--name-only", *last), *new} - {TABLE.relative_to(ROOT).as_posix()} if last else set(new)
+    day = git("log", "-1", "--format=%ct")
+    before = git("log", "-1", "--format=%H", f"--before={int(day[0]) - 86400}") if day else []
+    base = os.environ.get("CI_BASE", "").strip("0") or (before or [""])[0]  # of a new branch the workflow has zeros
+    return {*(git("diff", "--name-only", base) if base else []), *new} - {TABLE.relative_to(ROOT).as_posix()}
 
 
-def choose(seconds: float, changed: Collection[str], rows: dict[str, Row]) -> tuple[list[str], list[str]]:
+def turn() -> int:
+    """Return the number of commits, from which parts take turns (Rule 4)."""
+    return int((git("rev-list", "--count", "HEAD") or ["0"])[0])
+
+
+def choose(seconds: float, changed: Collection[str], rows: dict[str, int], turn: int) -> tuple[list[str], list[str]]:
     """Choose the parts to run within so many seconds, and list those that are left out."""
 
     def touched(name: str) -> bool:
         paths = PARTS[name].code + tuple(test.partition("::")[0] for test in PARTS[name].tests)
         return any(file.startswith(paths) for file in changed)
 
+    first = turn % len(rows)
     chosen, left = [], []
-    for name in sorted(rows, key=lambda name: (not touched(name), rows[name].age)):
-        takes = rows[name].seconds * SPARE
+    for name in sorted([*rows][first:] + [*rows][:first], key=lambda name: not touched(name)):
+        takes = rows[name] * SPARE
         (chosen if takes <= seconds else left).append(name)
         seconds -= takes if name in chosen else 0
     return chosen, left
+
+
+def share(text: str, rows: dict[str, int]) -> list[str]:
+    """List the parts of a share such as "2/6": the longest go first, each to the share that has least to do."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"a share is one of 1/{count} to {count}/{count}, got {text}")
+    shares: list[list[str]] = [[] for _ in range(count)]
+    for name in sorted(rows, key=lambda name: -rows[name]):
+        min(shares, key=lambda names: sum(rows[name] for name in names)).append(name)
+    return shares[number - 1]
 
 
 def run(names: Iterable[str], seconds: float | None, record: bool) -> int:
@@ -150,19 +158,17 @@ def run(names: Iterable[str], seconds: float | None, record: bool) -> int:
     rows, expected, taken = read(), 0, 0
     for name in names:
         begin = time.monotonic()
-        pace = max(1.0, taken / expected) if expected else 1.0  # Rule 4
-        if end is not None and expected and begin + rows[name].seconds * SPARE * pace > end:
+        pace = max(1.0, taken / expected) if expected else 1.0  # Rule 5
+        if end is not None and expected and begin + rows[name] * SPARE * pace > end:
             say(f"---- slow part {name}: left out, {end - begin:.0f} s are left on a machine {pace:.1f} times as slow")
             continue
         status = run_tests(arguments(name), end and end - begin)
         took = round(time.monotonic() - begin)
-        expected, taken = expected + rows[name].seconds, taken + took
+        expected, taken = expected + rows[name], taken + took
         failed += [name] if status else []
         say(f"---- slow part {name}: {status or 'ok'} after {took} s")
         if record and not status:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
-            commit = (git("describe", "--always", "--dirty", "--exclude=*") or ["none"])[0]
-            write(read() | {name: Row(took, now, commit)})
+            write(read() | {name: took})
     if failed:
         say(f"slow parts that failed: {' '.join(failed)}")
     return 1 if failed else 0
@@ -198,17 +204,20 @@ def main() -> int:
     options = commands.add_parser("run")
     options.add_argument("part", nargs="*", choices=[*PARTS, "all", []])
     options.add_argument("--within", type=float)
+    options.add_argument("--share", metavar="2/6")
     options.add_argument("--record", action="store_true")
     given = parser.parse_args()
     rows = read()
     if given.command == "run" and given.part:
         return run(rows if "all" in given.part else given.part, given.within, given.record)
+    if given.command == "run" and given.share:
+        return run(share(given.share, rows), given.within, given.record)
     seconds = given.seconds if given.command == "choose" else given.within
     if seconds is None:
-        parser.error("run needs parts, or --within")
-    chosen, left = choose(seconds, change(), rows)
+        parser.error("run needs parts, --share or --within")
+    chosen, left = choose(seconds, change(), rows, turn())
     for what, names in ("chosen", chosen), ("left out", left):
-        say(f"slow parts {what}: {' '.join(f'{name} ({rows[name].seconds} s, {rows[name].passed})' for name in names)}")
+        say(f"slow parts {what}: {' '.join(f'{name} ({rows[name]} s)' for name in names)}")
     return run(chosen, seconds, given.record) if given.command == "run" else 0
 
 

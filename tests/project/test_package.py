@@ -220,7 +220,8 @@ def steps():
 
 def test_workflows_run_nothing_but_ci():
     commands = {step["run"] for step in steps() if "run" in step}
-    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist"}
+    share = ".ci/run --share ${{ matrix.share }}"
+    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", share}
     used = {step["uses"].partition("@")[0] for step in steps() if "uses" in step}
     assert {name for name in used if not name.startswith("actions/")} == {"pypa/gh-action-pypi-publish"}
 
@@ -231,12 +232,35 @@ def test_workflows_set_variables_that_ci_reads():
         assert all(name.startswith("PIP_") or f"${{{name}:-" in read for name in step.get("env", {})), step
 
 
+def test_actions_are_pinned_to_a_commit_and_say_its_version():
+    used = [
+        line.split("uses: ")[1]
+        for path in (ROOT / ".github/workflows").iterdir()
+        for line in path.read_text().splitlines()
+        if "uses: " in line
+    ]
+    assert len(used) > 10 and [name for name in used if not re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", name)] == []
+
+
+def test_the_nightly_run_has_all_slow_tests_and_each_share_of_them_ends_within_its_jobs_limit():
+    parts = loaded(ROOT / ".ci/parts.py")
+    job = workflows()["tests.yml"]["jobs"]["slow"]
+    shares = [parts.share(share, parts.read()) for share in job["strategy"]["matrix"]["share"]]
+    assert sorted(name for names in shares for name in names) == sorted(parts.PARTS)
+    assert all(2 * sum(parts.read()[name] for name in names) < 60 * job["timeout-minutes"] for names in shares)
+
+
+def test_issues_ask_for_what_doctor_prints():
+    (form,) = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").iterdir() if path.name == "wrong.yml"]
+    assert "python -m sp_lightning doctor" in form.read_text()
+
+
 def test_pull_requests_run_the_default_tests():
     job = workflows()["tests.yml"]["jobs"]["default"]
     assert job["if"] == "github.event_name == 'pull_request'" and job["steps"][-1]["run"] == ".ci/run --default"
 
 
-@pytest.mark.parametrize("job", ["quick", "default", "complete"])
+@pytest.mark.parametrize("job", ["quick", "default", "versions"])
 def test_the_matrix_begins_with_the_oldest_python_and_torch_that_the_package_supports(job):
     matrix = workflows()["tests.yml"]["jobs"][job]["strategy"]["matrix"]
     project = (ROOT / "pyproject.toml").read_text()
@@ -295,8 +319,7 @@ def parts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "read", functools.partial(module.read, tmp_path / "parts.txt"))
     monkeypatch.setattr(module, "write", functools.partial(module.write, table=tmp_path / "parts.txt"))
     (tmp_path / "parts.txt").write_text("# a comment\n")
-    days = {"one": "2025-01-03T10:00", "half": "2025-01-02T10:00", "rest": module.NEVER}
-    module.write({name: module.Row(100, day, "abc") for name, day in days.items()})
+    module.write(dict.fromkeys(kinds, 100))
     tests = {"a/test_one.py": ["test_slow", "test_slow_half", "test_other"], "test_two.py": ["test_slow"]}
     for file, names in tests.items():
         (tmp_path / "tests" / file).parent.mkdir(exist_ok=True, parents=True)
@@ -318,27 +341,48 @@ def test_each_slow_test_is_in_one_part(parts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds, changed, chosen",
+    "seconds, changed, turn, chosen",
     [
-        (1000, [], ["rest", "half", "one"]),  # the stalest first
-        (250, [], ["rest", "half"]),
-        (130, ["src/one/x.py"], ["one"]),  # but before them what the change touches
-        (130, ["tests/a/test_one.py", "src/half/x.py"], ["rest"]),  # of these the stalest
-        (124, ["src/one/x.py"], []),
+        (1000, [], 0, ["one", "half", "rest"]),
+        (1000, [], 4, ["half", "rest", "one"]),  # the next commit begins with the next part
+        (250, [], 2, ["rest", "one"]),
+        (130, ["src/rest/x.py"], 0, ["rest"]),  # but before them what the change touches
+        (130, ["tests/a/test_one.py", "src/half/x.py"], 1, ["half"]),  # of these by turns
+        (124, ["src/one/x.py"], 0, []),
     ],
 )
-def test_a_run_takes_what_the_change_touches_and_then_the_stalest(seconds, changed, chosen, parts):
-    found, left = parts.choose(seconds, changed, parts.read())
+def test_a_run_takes_what_the_change_touches_and_then_others_by_turns(seconds, changed, turn, chosen, parts):
+    found, left = parts.choose(seconds, changed, parts.read(), turn)
     assert found == chosen and {*found, *left} == set(parts.PARTS)
+
+
+def test_the_change_is_that_of_a_day_or_from_a_commit_that_is_named(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    for day, name in enumerate(["old", "new", "newest"]):
+        (tmp_path / name).write_text(name)
+        env = {**os.environ, "GIT_COMMITTER_DATE": f"2026-01-0{1 + day}T00:00:00", "GIT_CONFIG_GLOBAL": "/dev/null"}
+        env |= {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        for command in (["init", "--quiet"], ["add", name], ["commit", "--quiet", "-m", name]):
+            subprocess.run(["git", *command], cwd=tmp_path, env=env, check=True)
+    (tmp_path / "loose").write_text("")
+    monkeypatch.delenv("CI_BASE", raising=False)
+    assert {"newest", "loose"} <= parts.change() and not {"old", "new"} & parts.change() and parts.turn() == 3
+    monkeypatch.setenv("CI_BASE", "HEAD~2")
+    assert {"new", "newest", "loose"} <= parts.change() and "old" not in parts.change()
+
+
+def test_shares_are_of_about_one_length_and_are_all_parts(parts):
+    rows = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1}
+    assert [parts.share(f"{number}/2", rows) for number in (1, 2)] == [["a", "d"], ["b", "c", "e"]]
+    with pytest.raises(ValueError, match="a share is one of 1/2 to 2/2, got 3/2"):
+        parts.share("3/2", rows)
 
 
 def test_a_part_that_passed_is_recorded_and_one_that_failed_is_not(parts, monkeypatch, capsys):
     statuses = iter(["", "FAILED (1)"])
     monkeypatch.setattr(parts, "run_tests", lambda arguments, seconds: next(statuses))
-    before = parts.read()
     assert parts.run(["rest", "one"], None, record=True) == 1
-    after = parts.read()
-    assert (after["one"], after["half"]) == (before["one"], before["half"]) and after["rest"].passed > "2025-01"
+    assert parts.read() == {"one": 100, "half": 100, "rest": 0}
     assert parts.TABLE.read_text().startswith("# a comment\npart ")
     assert "slow parts that failed: one" in capsys.readouterr().out
 
