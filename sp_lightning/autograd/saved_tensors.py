@@ -260,7 +260,8 @@ class SavedTensors:
             found = str(error).partition("Tip:")[0].strip()  # torch's tips are for those who call a checkpoint
             raise ExactnessError(
                 f"{name} ran again in backward, and not as it did in forward: {found}\nIt depends on something outside "
-                "of it that has changed (a counter, a cache); use activations='keep' or 'offload'"
+                "of it that has changed (a counter, a cache such as parametrize.cached(), a level of forward-mode "
+                "differentiation that ended before backward); use activations='keep' or 'offload'"
             ) from error
 
 

@@ -173,7 +173,11 @@ def _dispatched(func: Any, types: Any) -> Any:
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows it by its name
     """Call ``Function.apply``, which bypasses function dispatch, with stand-ins (Rule 1)."""
     applied, ours = FUNCTION_APPLY.original.__get__(None, cls), not dispatches()
-    return applied(*args, **kwargs) if ours or not holds_parameters(args, kwargs) else lent(applied, args, kwargs)
+    hosts = [] if ours else _hosts(args, kwargs)
+    wanted = any(owner_of(host).phases.serving for host in hosts) or _are_combined_on_device(
+        applied, hosts, args, kwargs
+    )
+    return _call_with_stand_ins(applied, args, kwargs, hosts) if wanted else applied(*args, **kwargs)
 
 
 @functools.cache

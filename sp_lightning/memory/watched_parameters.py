@@ -211,6 +211,10 @@ class HostParameter(nn.Parameter):
                 value = value.to(true_device(self), true_dtype(self))  # it comes from a loss on the device
             _grad.__set__(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None  # as ``del`` does in torch
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return owner_of(self).phases.apparent_device() or _device.__get__(self)

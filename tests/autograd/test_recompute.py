@@ -13,6 +13,7 @@ import torch
 from refusals import refusal
 from side_by_side import blocks, check, inputs, squares, training
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -508,6 +509,15 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
         with pytest.raises(ExactnessError, match=r"blocks\.\d ran again in backward, and not as it did") as caught:
             loss.backward()
         assert str(caught.value).endswith("use activations='keep' or 'offload'") and "Tip:" not in str(caught.value)
+
+
+def test_a_level_of_forward_mode_differentiation_that_ended_before_backward_is_named(device):
+    net, (x,) = models.stack_of(models.Block)(), inputs(device, 1)
+    with sp_lightning.stream(net, device, window=1, activations="recompute"):
+        with forward_ad.dual_level():
+            slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        with pytest.raises(ExactnessError, match="forward-mode differentiation that ended before backward"):
+            slope.sum().backward()
 
 
 @parity.product(

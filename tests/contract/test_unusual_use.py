@@ -1557,6 +1557,12 @@ def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed
     check(lambda: Net(models.Block() for _ in range(3)), training(), device, activations=activations)
 
 
+@pytest.mark.parametrize("handed", ["a weight", "a fused loss", "a reentrant checkpoint"])
+def test_weights_that_are_handed_to_a_function_between_steps(device, handed):
+    functions = HANDED | {"a weight": lambda net, x: Product.apply(x, net.head.weight)}
+    check(blocks, training(lambda net, x: functions[handed](net, net.run(net.stem(x))).square().sum()), device)
+
+
 class Labelled(torch.Tensor):
     """Whose class takes part in torch's functions, and makes their results."""
 

@@ -246,11 +246,17 @@ def none_by_hand(net, _):
         p.grad = None
 
 
+def deleted(net, _):
+    for p in net.parameters():
+        del p.grad
+
+
 TAKEN_AWAY = {
     "by the optimizer": lambda _, optimizer: optimizer.zero_grad(),
     "by the module": lambda net, _: net.zero_grad(),
     "by a part, then by the module": lambda net, _: (net.blocks[2].zero_grad(), net.zero_grad(set_to_none=True)),
     "by hand": none_by_hand,
+    "by del": deleted,
 }
 
 
