@@ -79,7 +79,7 @@ class DiskError(SuperpipelineError, RuntimeError):
         return self.with_outcome(f"{self.outcome}, {checkpoint}") if names else self
 
     def with_outcome(self, outcome: str) -> DiskError:
-        """Make the same error with another account of what it left."""
+        """Make the same error with another description of the state that it left."""
         path, offset, errno = self.path, self.offset, self.errno
         error = DiskError(path=path, offset=offset, errno=errno, writes=self.writes, outcome=outcome)
         error.__cause__ = self

@@ -57,7 +57,7 @@ class Options:
         return self.host_budget is not None or self.disk is not None
 
     def check_devices(self, count: int) -> None:
-        """Raise OptionError if so many devices are more than an option is built for."""
+        """Raise OptionError if an option is not built for this many devices."""
         if count == 1 or not self.uses_files:
             return
         given = f"host_budget='{format_bytes(self.host_budget or 0)}'" if self.disk is None else f"disk={self.disk!r}"

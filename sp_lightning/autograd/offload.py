@@ -68,7 +68,7 @@ class Offload:
         self.active = True
 
     def end(self) -> list[OffloadedTensor]:
-        """End a unit's forward; return what it saved. Drops the device tensors of the unit before (Rule 2)."""
+        """End a unit's forward and return its saved tensors. Drops the device tensors of the unit before (Rule 2)."""
         self.active = False
         self.let_go()
         self._left, self._visit = list(self._visit.values()), {}

@@ -174,7 +174,7 @@ class Phases:
         return list(self._stack)
 
     def change(self, stack: list[Phase | Optimizer]) -> list[Phase | Optimizer]:
-        """Have other code run, which is in these phases; return those of the code that ran until now."""
+        """Change to code in these phases; return the phases of the code that ran until now."""
         ran, self._stack = self._stack, stack
         self._watch_reads()
         return ran

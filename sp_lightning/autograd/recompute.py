@@ -290,7 +290,7 @@ class _Copy:
         return all(len(then) == len(now := _items(part)) and all(map(operator.is_, now, then)) for part, then in both)
 
     def take(self) -> _Copy:
-        """Copy the copy for a second run, which may change what it gets."""
+        """Copy the stored copy for a second run, which may change it."""
         while self._given_back:
             if (again := self._given_back.pop()).is_true:
                 return again
@@ -347,7 +347,7 @@ def _items(part: Any) -> tuple[Any, ...]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether an object is its class and the entries of its ``__dict__``, also to those who copy it."""
+    """Whether an object consists of its class and the entries of its ``__dict__``, also for ``copy``."""
     kind = type(value)
     if isinstance(value, SHARED) or not hasattr(value, "__dict__"):
         return False

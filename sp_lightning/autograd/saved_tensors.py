@@ -69,7 +69,7 @@ class SavedWeight(NamedTuple):
     negative: bool
     host_version: int
     device_version: int
-    build: int
+    build: int  # `StandIns.build` when autograd saved it: since then the stand-ins may have been made anew
     memory: object
     bytes: SavedBytes | None  # of a view, and of a weight that travelled cast; else the weight's own at unpacking
 
@@ -158,7 +158,7 @@ class SavedTensors:
         self._casts = casts
 
     def push(self, name: str) -> None:
-        """Put our hooks in force, in front of those that were (Rule 2)."""
+        """Put our hooks in force, in front of the present ones (Rule 2)."""
         outer = top_hooks(False)
         hooks: tuple[Pack, Unpack] = self._pack, self._unpack
         if outer is not None:
@@ -281,7 +281,7 @@ def _disabled(error_message: str) -> Iterator[None]:
 
 
 def mark_own_checkpoint() -> None:
-    """Mark the hooks in force, which are a checkpoint's, as those of ours (Rule 5)."""
+    """Mark the hooks in force as our own checkpoint's (Rule 5)."""
     setattr(top_hooks(False)[0], OWN_CHECKPOINT, True)
 
 

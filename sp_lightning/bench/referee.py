@@ -161,7 +161,7 @@ def _started(job: dict[str, Any]) -> Iterator[_Worker]:
 
 
 def _place(size: int) -> dict[str, str]:
-    """Return where so many processes find one another."""
+    """Return the address at which this many processes find one another."""
     if size == 1:
         return {}
     with socket.socket() as free:

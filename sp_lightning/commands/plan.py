@@ -202,7 +202,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
 
 
 def _check_run(args: argparse.Namespace) -> None:
-    """Refuse what says how long a run is without what it is a run of, and what no run with answers has."""
+    """Refuse epochs and a price without samples, and accumulation beside answers."""
     from ..errors import OptionError
 
     if args.answer is not None and args.accumulate is not None:

@@ -1,4 +1,4 @@
-"""What depends on Hugging Face's accelerate: its methods that are patched, and its mark of where a model runs.
+"""Names of Hugging Face's accelerate: its methods that are patched, and its mark of where a model runs.
 
 Tried with accelerate 1.15, transformers 5.23 and TRL 1.16. This file is imported when streaming begins, and needs
 accelerate; nothing here needs transformers. A method that is gone, or takes other arguments, is an error that names the
@@ -85,7 +85,7 @@ def mark(module: nn.Module, device: torch.device) -> RunsOn:
 
 
 def unmark(module: nn.Module, found: RunsOn) -> None:
-    """Remove a mark, and make those of copies say nothing."""
+    """Remove a mark; the marks of copies say nothing from then on."""
     found.device = None
     if vars(module).get(HOOK) is found:
         delattr(module, HOOK)

@@ -112,7 +112,7 @@ def mkl_root() -> int | None:
 
 
 def share_operators(threads: int) -> bool:
-    """Have at most so many threads share each of the calling thread's operators; return whether that is so now.
+    """Let at most `threads` threads share each operator of the calling thread; return whether that took effect.
 
     Without it threads that step an optimizer on a busy machine would wait for each other in each operator. The public
     function changes the number for all threads that begin later.

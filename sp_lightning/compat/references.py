@@ -51,7 +51,7 @@ def uses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 @functools.cache
 def own_uses(references: int = 0) -> int:
-    """Count the uses of a storage that one tensor and so many references in Python have."""
+    """Count the uses of a storage that one tensor and this many references in Python have."""
     tensor = torch.zeros(1, device="cpu")
     others = [tensor.untyped_storage()] * references
     found = storage_uses([tensor])[0]
@@ -65,7 +65,7 @@ def shares_storage(tensor: Tensor) -> bool:
 
 
 def sharing_bytes(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the ids of those tensors to whose bytes another one refers; not of those that only share a storage."""
+    """Return the ids of the tensors whose bytes another tensor refers to; sharing a storage alone does not count."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         by_storage.setdefault(storage_id(tensor.untyped_storage()), []).append(tensor)

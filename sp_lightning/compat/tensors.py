@@ -160,7 +160,7 @@ def consists_of_tensors(tensor: Tensor) -> bool:
 
 
 class Form(NamedTuple):
-    """What makes a whole of the tensors that a tensor consists of; it refers to none of them."""
+    """The recipe by which a tensor is made again of the tensors that it consists of; it refers to none of them."""
 
     kind: Any
     context: Any

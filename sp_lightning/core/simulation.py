@@ -492,7 +492,7 @@ class _Host:
         return task
 
     def _observe(self, nbytes: int) -> None:
-        """Note that so many more bytes are on the device for a moment."""
+        """Note that this many more bytes are on the device for a moment."""
         used = self._resident_nbytes + self._schedule.resident_nbytes + self._saved_nbytes + self._packed_nbytes
         self.peak = max(self.peak, used + nbytes)
 

@@ -115,7 +115,7 @@ class DirectFile(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raise if the file is not what it was when it was opened."""
+        """Raise if the file changed since it was opened."""
 
     def close(self) -> None:
         """Close the file; mappings of it live on. Safe twice."""

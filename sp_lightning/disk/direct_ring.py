@@ -141,7 +141,7 @@ class DirectRing:
     """The buffers, and the threads that use them."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """Allocate buffers for pieces of at most so many bytes."""
+        """Allocate buffers for pieces of at most this many bytes."""
         self._device = device
         self._threads = ThreadPoolExecutor(READERS, "superpipeline-read")
         self._order = ThreadPoolExecutor(1, "superpipeline-disk")

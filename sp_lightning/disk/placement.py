@@ -55,7 +55,7 @@ class UnitPlacement:
 
 
 def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
-    """Choose the units whose weights stay in files, so that so many bytes less are needed, or all (Rule 2)."""
+    """Choose units whose weights stay in files, until `needed` bytes are saved or no unit is left (Rule 2)."""
     chosen = []
     for resident in (True, False):
         spread = evenly({i: unit.saved for i, unit in enumerate(units) if unit.resident == resident}, needed)
@@ -65,7 +65,7 @@ def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
 
 
 def evenly(saved: Mapping[int, int], needed: int) -> list[int]:
-    """Choose units spread evenly over the model, by the bytes that each saves, so that so many are saved, or all."""
+    """Choose units spread evenly over the model, until `needed` bytes are saved or no unit is left."""
     these = {index: nbytes for index, nbytes in saved.items() if nbytes > 0}
     there = sum(these.values())
     left, passed, so_far = min(needed, there), 0, 0
@@ -152,7 +152,7 @@ def may_move(
     castable: Collection[int],
     shared: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """List a unit's weights that can be on disk (Rule 5), but for those of these ids; none if none of them trains.
+    """List a unit's weights that can be on disk (Rule 5), without the ids in `shared`; none if none of them trains.
 
     With a compute type of their own all go up as wire copies, or none can.
     """

@@ -203,13 +203,13 @@ def _stays_in_memory(empty: int) -> bool:
 
 
 def check_room(folder: str, nbytes: int, checkpoints: int = 0) -> None:
-    """Raise DiskError if a folder's disk has no room for so many bytes, and for so many of checkpoints."""
+    """Raise DiskError if a folder's disk has no room for these bytes of state and of checkpoints."""
     if not make_room(folder, nbytes + checkpoints):
         raise no_room(folder, nbytes, checkpoints)
 
 
 def make_room(folder: str, nbytes: int) -> bool:
-    """Return whether a folder's disk has room for so many bytes, without what is garbage by now.
+    """Return whether a folder's disk has room for this many bytes, if need be after a garbage collection.
 
     An optimizer of an earlier run may be left in a cycle, such as with its scheduler, and its state with it.
     """
@@ -241,7 +241,7 @@ def free_nbytes(folder: str) -> int:
 
 
 def no_room(folder: str, nbytes: int, checkpoints: int = 0) -> DiskError:
-    """Make the error of a disk that has no room for so many bytes, and for so many of checkpoints."""
+    """Make the error of a disk that has no room for these bytes of state and of checkpoints."""
     there = free_nbytes(folder)
     needed, free = format_both(nbytes + checkpoints, there)
     missing, remedies = nbytes + checkpoints - there, ["name another disk"]

@@ -138,7 +138,7 @@ class SourceFile(DirectFile):
         return None if written([(address, nbytes)]) else offset
 
     def check(self) -> None:
-        """Raise if the file is not what it was when its weights were loaded (Rule 4)."""
+        """Raise if the file changed since its weights were loaded (Rule 4)."""
         now = self._now()
         if now != self._state:
             was, size = self.nbytes, now[0]

@@ -59,7 +59,7 @@ class StateRing:
     """The buffers, and the threads that read and write them."""
 
     def __init__(self, file: ScratchFile, nbytes: int, counters: Counters) -> None:
-        """Allocate buffers of so many bytes."""
+        """Allocate buffers of this many bytes each."""
         self._file = file
         self._counters = counters
         allocator = HostAllocator()

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PredictSteps:
-    """The steps of a run of a predict loop, so many at once."""
+    """The steps of a run of a predict loop, several of them at once."""
 
     def __init__(self, trainer: Any, handle: Handle, step: Callable[..., Any], at_once: int) -> None:
         self._trainer = trainer

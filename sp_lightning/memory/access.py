@@ -1,4 +1,4 @@
-"""Who still works on bytes of a module that user code may ask for: the access ledger.
+"""The access ledger: which work still reads or writes bytes of a module that user code may ask for.
 
 1. Work beside user code is entered before it can begin, and left only once its end was waited for. So an interrupted
    wait leaves it entered, and the next one takes the wait up again.

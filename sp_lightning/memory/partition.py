@@ -492,7 +492,7 @@ def _short(found: object) -> str:
 
 
 def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
-    """The outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (rule 1)."""
+    """List the outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (rule 1)."""
     wanted = set(chosen)
     pieces = [_Piece.of(tree, module, is_block=True) for module in _first_of(tree, tree.root, wanted)]
     if not pieces:

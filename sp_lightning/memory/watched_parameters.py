@@ -75,7 +75,7 @@ set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 
 
 class ReadPhases(Protocol):
-    """What a read of a host parameter finds, by the code that runs (phases.py)."""
+    """The answers to reads of a host parameter, by the code that runs (phases.py)."""
 
     @property
     def optimizing(self) -> bool:
@@ -107,7 +107,7 @@ class ParameterOwner(Protocol):
 
     @property
     def phases(self) -> ReadPhases:
-        """What reads find now."""
+        """The answers that reads get now."""
 
     def land(self) -> None:
         """Finish the gradients that are under way: wait for them and put them into ``.grad``."""
@@ -146,7 +146,7 @@ class DataWatcher(Protocol):
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
-        """Model code gives a stand-in of the parameter other data."""
+        """Take note that model code gives a stand-in of the parameter other data."""
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it."""

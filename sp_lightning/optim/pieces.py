@@ -251,12 +251,12 @@ class Cutting:
         return _ceil_div(self.threads, MOST_THREADS) if self.in_turn else self.threads
 
     def leaves_whole(self, numel: int) -> bool:
-        """Whether a parameter of so many elements is stepped whole."""
+        """Whether a parameter of this many elements is stepped whole."""
         # Rule 5: operators on fewer elements than GRAIN per thread are not shared by all threads.
         return numel < (GRAIN if self.in_turn else FEWEST_PIECES * self.piece) * self.threads
 
     def lengths(self, numel: int, most: int | None = None) -> tuple[int, ...]:
-        """Return the lengths of the pieces of a parameter with so many elements, of at most so many each."""
+        """Return the lengths of the pieces of a parameter with `numel` elements, for a buffer of at most `most`."""
         piece = self.piece if most is None else min(self.piece, max(most - LINE, 1) // self.sharers)
         return piece_lengths(numel, self.threads, self.sharers, piece)
 
@@ -302,7 +302,7 @@ def regroup_in_pieces(
 def _left_by_threads(
     optimizer: Optimizer, groups: list[Group], state: ChainMap[Tensor, State], count: int, sharers: int
 ) -> list[Group]:
-    """Step all pieces in so many threads that take them in turn; return the groups with the other parameters."""
+    """Step all pieces in this many threads, which take them in turn; return the groups with the other parameters."""
     pieces = set(map(id, state.maps[0]))
     todo: deque[Group] = deque()
     left: list[Group] = []

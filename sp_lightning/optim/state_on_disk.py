@@ -111,11 +111,11 @@ class Spilled:
         return sum(view.nbytes for key, view in self.views.items() if not (reads and self.makes(key)))
 
     def makes(self, key: str) -> bool:
-        """Whether this step makes what is under the key, of which nothing is to be read."""
+        """Whether this step makes the state under the key, so that none of it is read."""
         return self.is_new and key != WEIGHT
 
     def nbytes_in_buffer(self, first: int, count: int) -> int:
-        """Count the bytes that so many elements take in a buffer."""
+        """Count the bytes that this many elements take in a buffer."""
         items = [view.itemsize for view in self.views.values()]
         return sum(blocks(first * item % BLOCK + count * item) for item in items)
 
@@ -198,7 +198,7 @@ class StateOnDisk:
     def check_room(
         self, optimizers: Sequence[Optimizer], checkpoints: int = 0, beside: Sequence[StateOnDisk] = ()
     ) -> None:
-        """Raise DiskError if the disk has no room for the state that these will make, and so many bytes of checkpoints.
+        """Raise DiskError if the disk has no room for the state that these optimizers will make, and for checkpoints.
 
         What other modules' optimizers will make `beside` them on this disk counts, too; of optimizers whose state is
         unknown nothing does.
@@ -641,7 +641,7 @@ def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
 
 
 def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
-    """Cut a parameter into pieces, of which at least one fits into a buffer with so much room."""
+    """Cut a parameter into pieces, at least one of which fits into the room that a buffer has left."""
     numel = one.param.numel()
     most = (room - 2 * BLOCK * len(one.views)) // sum(view.itemsize for view in one.views.values())
     if one.is_whole:

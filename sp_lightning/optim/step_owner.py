@@ -80,7 +80,7 @@ class StepOwner:
     def announce(
         self, optimizer: Optimizer, shadow: ShadowStep, may_defer: Callable[[], bool], say: Say
     ) -> PendingStep:
-        """Announce a step of which nothing was announced before its optimizer's own code."""
+        """Announce a step in front of its optimizer's own code, if nothing announced it before."""
         self.begins_in_backward = False
         self._announced = PendingStep(self._counters, self._access, optimizer, shadow, self.thread, may_defer, say)
         return self._announced

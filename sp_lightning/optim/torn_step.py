@@ -66,7 +66,7 @@ def notice_loads(module: nn.Module) -> None:
 
 
 def tear(optimizer: Optimizer, stepped: int | str, error: BaseException) -> None:
-    """Mark an optimizer and its parameters, of which so many, or "some", were stepped when an error ended the step."""
+    """Mark an optimizer and its parameters as torn: an error ended a step when `stepped` of them were done."""
     if _why([optimizer]):
         return  # the same error was met before
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -121,7 +121,7 @@ def _why(ones: Iterable[Any]) -> str | None:
 
 
 def _forget() -> None:
-    """Remove the hooks of steps of which nothing is marked any more."""
+    """Remove the hooks on steps where nothing is marked any more."""
     for torn in [torn for torn in _torn if torn.is_over]:
         _torn.remove(torn)
         for hook in torn.hooks:

@@ -45,7 +45,7 @@ class RunTimes(NamedTuple):
         return mean_s(self.step_s, self.accumulating_s, accumulate)
 
     def answer_s(self, tokens: int) -> float:
-        """Return the time of answers of so many tokens."""
+        """Return the time of answers of this many tokens."""
         return self.reading_s + (tokens - 1) * self.step_s
 
 

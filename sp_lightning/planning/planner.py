@@ -540,7 +540,7 @@ class _Sizes:
         return self._accumulating_s[sizes]
 
     def times(self, sizes: Pair) -> tuple[float, float]:
-        """Return the times of a batch after which the optimizer steps, and of one after which it does not."""
+        """Return the time of a batch with an optimizer step after it, and of a batch without one."""
         return self.simulated(sizes).step_s, self.accumulating_s(sizes)
 
     def batch_s(self, sizes: Pair) -> float:
@@ -591,7 +591,7 @@ class _Sizes:
         ]
 
     def largest_window(self, most: int | None = None) -> int:
-        """Return the largest window that fits, of at most so many units; 0 if none does."""
+        """Return the largest window that fits, of at most `most` units; 0 if none does."""
         fits = 0
         low, high = 1, self.most if most is None else most
         while low <= high:

@@ -228,7 +228,7 @@ class Ranks:
             self._state[rank] = state
 
     def _note_gone(self, rank: int) -> None:
-        """Note that a rank comes to no further meeting of those that handle an exception (Rule 7)."""
+        """Note that a rank comes to no further meeting of the ranks that handle an exception (Rule 7)."""
         if self._state is not None and self._came_handling[rank] < GONE:
             self._came_handling[rank] += GONE
 

@@ -55,7 +55,7 @@ class Clipping:
         self._remove()
 
     def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
-        """Keep a factor of these parameters' gradients; return the parameters of those to be multiplied at once.
+        """Store a factor for these parameters' gradients; return the parameters whose gradients are multiplied at once.
 
         ``references``: from torch's function to each gradient (Rule 2).
         """
@@ -98,7 +98,7 @@ class Clipping:
         self._factors.clear()
 
     def clipped(self, store: UnitStore, index: int, mean: Tensor) -> Tensor:
-        """Multiply a shared gradient by the factors that owners have not multiplied by; it stays what it is."""
+        """Return a shared gradient times the factors that its owners have not applied yet; do not change it."""
         for factor in self._factors.get((store, index), ()):
             mean = mean.mul(factor)
         return mean

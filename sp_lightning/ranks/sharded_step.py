@@ -151,7 +151,7 @@ class Owners:
         )
 
     def _copy_moved_state(self, optimizer: Optimizer) -> None:
-        """Copy state that user code gave to another parameter: where it lies, that of its first one is written."""
+        """Copy state that user code gave to another parameter: the first one's is written in its place."""
         faces = [slab.face for slab in self._slabs.get(optimizer, {}).values()]
         slabs = sorted((face.data_ptr(), face.data_ptr() + face.nbytes) for face in faces)
         for parameter, state in optimizer.state.items() if slabs else ():

@@ -1,4 +1,4 @@
-"""What users wrote through their faces, made true for all ranks: settling.
+"""Settling: writes of users through their faces become true for all ranks.
 
 1. An edit that every rank makes, as under DDP, counts once. Each rank lists the pages that it wrote; the lists must be
    the same. The owner of each element copies it from its face to the truth. Then every rank compares what it wrote with

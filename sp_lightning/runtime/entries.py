@@ -93,7 +93,7 @@ class ForwardEntry(InPlaceOfForward):
             self.retire()
 
     def retire(self) -> None:
-        """Only delegate from now on: other code may still refer to this entry, or put it back."""
+        """Delegate only, from now on: other code may still refer to this entry, or put it back."""
         self.__class__ = ForwardEntry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

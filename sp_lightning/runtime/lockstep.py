@@ -51,7 +51,7 @@ class _Interrupted(BaseException):
 
 
 class Call:
-    """A call: what it runs, where it waits, and what came of it."""
+    """A call: its function, the unit that it waits for, and its result or error."""
 
     def __init__(self, number: int, function: Callable[[], Any], seed: int, turn: Turn, state: list[Any]) -> None:
         self.number = number  # in the order of the calls

@@ -163,7 +163,7 @@ def measure_ways_up(devices: Sequence[Device], effort: Effort = QUICK) -> float:
 
 
 def _way_up(device: Device, nbytes: int) -> Callable[[], Any]:
-    """Return a copy up of so many bytes, without torch's own threads where the CPU computes (Rule 4)."""
+    """Return a copy up of this many bytes, without torch's own threads where the CPU computes (Rule 4)."""
     copies = _CopiesBothWays(device, nbytes)
     if not device.is_host:
         return copies.up
@@ -208,7 +208,7 @@ def why_not_compiled() -> str:
 
 
 class _CopiesBothWays:
-    """A copy of so many bytes up, and one down, each on its stream."""
+    """A copy of this many bytes up, and one down, each on its stream."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes

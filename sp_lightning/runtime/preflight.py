@@ -267,7 +267,7 @@ def check_host(
 
 
 def _check_ranks(parameters: Sequence[nn.Parameter], whole: HostBytes, here: int, ranks: Ranks) -> None:
-    """Check the host memory of all ranks, of which this one has so many bytes of the weights."""
+    """Check the host memory of all ranks; `here` is the bytes of weights that this rank has made."""
     board = Board(ranks, 0)
     present = board.exchange(here)
     free = board.exchange(host_memory().free)[0]  # after the first exchange all ranks have made their models

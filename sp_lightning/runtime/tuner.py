@@ -87,7 +87,7 @@ class Tuner:
         self._fills_memory = self.watches_memory and options.memory_budget is None
         self._most = self.window if options.memory_budget is not None else max(1, len(self._streamed))
         self._capacity = 0
-        self._others = 0
+        self._others_nbytes = 0  # the most that anything but the units of the window took
         self._device_peak = 0
         self._retries = 0
         self._profiles: dict[Any, _MemoryProfile] = {}  # of the last pass of each kind, with its peak
@@ -165,7 +165,7 @@ class Tuner:
             self._profile.peak = max(self._profile.peak, peak - self._profile.window_when_fullest())
         elif self._kind in self._profiles:  # the peak of this pass is unknown, but not above the known one
             self._profile.peak = max(self._profile.peak, self._profiles[self._kind].peak)
-        self._others = max(self._others, self._profile.peak)
+        self._others_nbytes = max(self._others_nbytes, self._profile.peak)
         self._profiles[self._kind] = self._profile
         retries = self._device.memory_retries()
         if retries > self._retries and self.window > 1:
@@ -187,7 +187,7 @@ class Tuner:
 
     def _decide(self) -> None:
         most = self._most
-        memory = DeviceBudget(capacity=self._capacity, others=self._others)
+        memory = DeviceBudget(capacity=self._capacity, others=self._others_nbytes)
         if self._fills_memory:
             most = min(most, memory.most(self._streamed))
         choice = self._choice(most)
@@ -235,7 +235,7 @@ class Tuner:
     # ---- within a pass
 
     def visiting(self, window_nbytes: int) -> None:
-        """Watch memory before a visit, with so many bytes of the window's units on the device (Rule 3)."""
+        """Watch memory before a visit, with this many bytes of the window's units on the device (Rule 3)."""
         self._profile.others.append(self._device.memory_allocated() - window_nbytes)
         self._profile.window.append(window_nbytes)
         if self.window == 1:
@@ -244,7 +244,7 @@ class Tuner:
         memory = DeviceBudget(capacity=self._capacity, others=expected)
         most = memory.most(self._streamed)
         if most < self.window:
-            self._others = max(self._others, expected)
+            self._others_nbytes = max(self._others_nbytes, expected)
             self._shrink(most, f"activations rise {ratio:.2f} times as fast as in the pass before; {memory} expected")
 
     def visited(self, window_nbytes: int) -> None:
@@ -279,22 +279,24 @@ class Tuner:
         """Return the sizes that a resumed run starts from; empty if none were chosen."""
         if self._device.is_host or "auto" not in (self._options.window, self._options.transfer) or not self._kind:
             return {}
-        return {"window": self.window, "transfer": self.transfer, "others_nbytes": self._others}
+        return {"window": self.window, "transfer": self.transfer, "others_nbytes": self._others_nbytes}
 
     def resume(self, state: dict[str, int], why: str) -> None:
         """Start from the sizes that an earlier run or a plan chose, as far as they fit here."""
         if not state or self._device.is_host:
             return
         self._resumed = True
-        self._others = max(self._others, state["others_nbytes"])
+        self._others_nbytes = max(self._others_nbytes, state["others_nbytes"])
         window, transfer = self.window, self.transfer
         if self._options.window == "auto":
             window = min(state["window"], self._most)
             if self._fills_memory:
-                window = min(window, DeviceBudget(capacity=self._capacity, others=self._others).most(self._streamed))
+                window = min(
+                    window, DeviceBudget(capacity=self._capacity, others=self._others_nbytes).most(self._streamed)
+                )
         if self._options.transfer == "auto":
             transfer = state["transfer"]
         if self._fills_memory:
-            memory = DeviceBudget(capacity=self._capacity, others=self._others)
+            memory = DeviceBudget(capacity=self._capacity, others=self._others_nbytes)
             why += f"; at most {memory.most(self._streamed)} fit, as {memory}, units {sizes_of(self._streamed)}"
         self._set_sizes(window, min(transfer, window), why)

@@ -182,7 +182,7 @@ class _CountedCache:
         self._last: int | None = None
 
     def lengthen(self, count: int) -> None:
-        """Append so many tokens to all layers, wherever they are."""
+        """Append this many tokens to all layers, on the device or on the host."""
         for index, layer in enumerate(self.plain.layers):
             tensors = self._tensors(index)
             if tensors and count > 0:

@@ -510,3 +510,42 @@ def test_a_name_that_two_files_of_sub_packages_have_is_noticed(tmp_path):
 def test_a_rule_that_is_taken_out_without_the_others_moving_up_is_noticed(tmp_path):
     write(tmp_path, {**RULED, "sp_lightning/core.py": '"""A core.\n\n1. One thing.\n3. Another.\n"""\n'})
     assert misnumbered(tmp_path) == [str(tmp_path / "sp_lightning/core.py")]
+
+
+# ---- docstrings are read alone, in a hover: the first line names a thing, and numbers have names
+
+VAGUE = re.compile(r"(?:It|Its|Of|They|Their|That|Those|These|What|Who|He|His)\b")
+PUZZLING = ("so many", "can not", "withheld")
+
+
+def vague_docstrings(root: pathlib.Path) -> list[str]:
+    """The docstrings of a package that begin with a pronoun, or count things without a number."""
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if VAGUE.match(text) or any(words in text for words in PUZZLING):
+                    place = path.relative_to(root).as_posix()
+                    found.append(f"{place}: {text.splitlines()[0]}")
+    return found
+
+
+def test_docstrings_name_what_they_are_about():
+    assert vague_docstrings(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "text, is_vague",
+    [
+        ("It ends.", True),
+        ("Of a unit: its bytes.", True),
+        ("What reads find now.", True),
+        ("Allocate so many bytes.", True),
+        ("Return the items of a ring.", False),
+        ("Iterate over units.", False),
+    ],
+)
+def test_a_docstring_without_a_subject_is_noticed(text, is_vague, tmp_path):
+    write(tmp_path, {f"{PACKAGE}/memory/ring.py": f'def ring():\n    """{text}"""\n'})
+    assert bool(vague_docstrings(tmp_path)) is is_vague
