@@ -693,7 +693,13 @@ def stream(
     parsed = Options.parse(**options)
     ranks = None if group is None else connect(group, torch.device(device), timeout)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
-    handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
+    try:
+        handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.fail(isinstance(error, PeerError))
+            ranks.close()
+        raise
     handle.steps.by_hand = True
     return handle
 

@@ -41,6 +41,13 @@ def test_another_model_on_one_rank(other, named):
     assert named in errors[0]
 
 
+def test_ranks_that_were_refused_in_a_loop_by_hand_no_longer_watch_each_other():
+    """Else the first that ended its work would end the others."""
+    (first, second), watching, outputs = zip(*processes.run(2, refused_runs.unlike_by_hand), strict=True)
+    assert first.startswith("UnsupportedError: the ranks' models differ") and second.startswith("UnsupportedError")
+    assert watching == ([], []) and torch.equal(*outputs)
+
+
 def test_a_weight_whose_memory_another_tensor_has_too():
     for error in processes.run(2, refused_runs.shared_bytes):
         assert error.startswith("UnsupportedError: blocks.1.weight_orig shares its memory with another tensor"), error

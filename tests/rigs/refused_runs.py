@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 import sp_lightning
 from sp_lightning.core.host import HostMemory
 from sp_lightning.memory.pinned import libc
+from sp_lightning.ranks.board import WATCH_S
 from sp_lightning.runtime import preflight
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -66,6 +68,17 @@ def error(run: Callable[[], Any]) -> str:
     except Exception as found:
         return f"{type(found).__name__}: {found}"
     return ""
+
+
+def unlike_by_hand() -> tuple[str, list[str], torch.Tensor]:
+    """Stream another module on each rank, and then one that is alike; return what watched the ranks in between."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    found = error(lambda: sp_lightning.stream(torch.nn.Linear(4, 4 + rank), "cpu", group=dist.group.WORLD))
+    time.sleep(2 * WATCH_S)
+    watching = [thread.name for thread in threading.enumerate() if thread.name == "superpipeline-ranks"]
+    with sp_lightning.stream(torch.nn.Linear(4, 4), "cpu", group=dist.group.WORLD) as handle:
+        return found, watching, handle.module(torch.ones(4)).detach()
 
 
 def unlike_models(settings: list[dict[str, Any]]) -> str:
