@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate  # type: ignore[import-untyped,unused-ignore]
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.hooks import ModelHook  # type: ignore[import-untyped,unused-ignore]
 from torch import nn
@@ -32,7 +33,10 @@ MODULE_TO = Patch(nn.Module, "to")
 # hf/context.py, likewise. Trainers would copy a streamed model to each device that they see.
 DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
 
-PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, DATA_PARALLEL]
+# hf/context.py, likewise. accelerate and scripts of several ranks would give each rank gradients of its own.
+DISTRIBUTED_DATA_PARALLEL = Patch(nn.parallel.DistributedDataParallel, "__init__")
+
+PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, DATA_PARALLEL, DISTRIBUTED_DATA_PARALLEL]
 PARAMETERS = {  # that the replacements rely on
     PREPARE_MODEL: ["model", "device_placement", "evaluation_mode"],
     PREPARE_OPTIMIZER: ["optimizer", "device_placement"],
@@ -43,11 +47,31 @@ PARAMETERS = {  # that the replacements rely on
 HOOK = "_hf_hook"
 PREPARED = "_is_accelerate_prepared"
 
+# Arguments of DDP's wrapper that say among whom gradients are averaged, and how; None is the whole run, in full.
+OTHER_AVERAGES = ["process_group", "device_mesh", "mixed_precision", "param_to_hook_all_reduce"]
+IGNORED_BY_WRAPPER = "_ddp_params_and_buffers_to_ignore"  # an attribute of modules
+
 # In which one process has one device, or the processes of DDP do.
 PLAIN_TYPES = [DistributedType.NO, *(kind for kind in DistributedType if kind.name.startswith("MULTI_"))]
 
 # The device and the type that the arguments of ``module.to`` mean, and whatever else they say.
 parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, Any]] = torch._C._nn._parse_to
+
+
+def check_wrapper(wrapper: type[nn.Module], module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise an error unless DDP's wrapper averages the gradients of all parameters over all processes."""
+    if wrapper is not nn.parallel.DistributedDataParallel:
+        raise UnsupportedError(f"{wrapper.__name__} is a DDP of its own, and a streamed model needs torch's")
+    odd = [name for name in OTHER_AVERAGES if arguments.get(name) not in (None, dist.group.WORLD)]
+    odd += [IGNORED_BY_WRAPPER] if getattr(module, IGNORED_BY_WRAPPER, None) else []
+    if odd:
+        raise UnsupportedError(f"a streamed model averages all gradients over all processes: leave {odd[0]} out of DDP")
+
+
+def sends_buffers(arguments: dict[str, Any]) -> bool:
+    """Return whether DDP's wrapper gives all processes the first one's buffers."""
+    given = (arguments.get(name) for name in ("forward_sync_buffers", "broadcast_buffers"))
+    return next((bool(value) for value in given if value is not None), True)
 
 
 def check_names() -> None:

@@ -1,7 +1,7 @@
 """``sp_lightning.hf.streaming``: models that code for accelerate moves to the device stream through it instead.
 
 1. A model is streamed from the moment when stock code would move it to the device: by ``Accelerator.prepare`` or, on an
-   accelerator, by ``module.to``. Four public methods are patched meanwhile (compat/accelerate.py).
+   accelerator, by ``module.to``. Public methods are patched meanwhile (compat/accelerate.py).
 2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
    one submodule has all parameters is moved as ever: a layer, a metric.
 3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
@@ -14,7 +14,9 @@
    Rule 5).
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
    closed when a module around it begins to.
-8. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
+8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
+   on (ranked_model.py). One that is only moved, or that does not train, has one in each.
+9. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
    undone and all models are plain, on the host. One context is open at a time in a process.
 """
 
@@ -22,36 +24,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
+from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
-from ..errors import MissingExtraError, UnsupportedError
+from ..errors import MissingExtraError, PeerError, UnsupportedError
 from ..memory.watched_parameters import is_watched
 from ..options import Options
+from ..ranks.board import Ranks
+from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
 
 if TYPE_CHECKING:
     from ..compat.accelerate import RunsOn
 
-_open: list[streaming] = []  # at most one (Rule 8)
-RANKS = "several nodes/ranks through Hugging Face are not built yet"
+_open: list[streaming] = []  # at most one (Rule 9)
 
 
 class streaming:
     """Stream all models that code in this context moves to the device, or prepares with accelerate.
 
     Args:
+        timeout: With several processes, how long each waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
             ``master_weights`` FP32 weights are bfloat16 on the device.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, timeout: timedelta = default_pg_timeout, **options: Any) -> None:
         self.options = Options.parse(**options)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
+        self.ranks: Ranks | None = None  # once several processes share a model
+        self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
+        self._timeout = timeout
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._undo = contextlib.ExitStack()
 
@@ -74,6 +84,7 @@ class streaming:
             names.PREPARE_OPTIMIZER: self._prepare_optimizer,
             names.MODULE_TO: self._to,
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
+            names.DISTRIBUTED_DATA_PARALLEL: self._wrap_for_ranks,
         }
         _open.append(self)
         for patch, replacement in replacements.items():
@@ -81,7 +92,15 @@ class streaming:
             self._undo.callback(patch.remove)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_failure = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        if is_failure and self.ranks is not None:
+            assert error is not None
+            for handle in self.handles:
+                handle.steps.fail(error)
+            self.ranks.fail(isinstance(error, PeerError))
         self.close()
 
     def close(self) -> None:
@@ -89,6 +108,8 @@ class streaming:
         if self in _open:
             _open.remove(self)
         with self._undo:
+            if self.ranks is not None:
+                self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
             for handle in self.handles:
                 self._unmark(handle)
@@ -97,8 +118,26 @@ class streaming:
 
     def take(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream a module, unless it is streamed, or a part of one that is, as moving it would."""
-        if all(is_watched(parameter) for parameter in module.parameters()):
-            return  # also without any
+        if not all(is_watched(parameter) for parameter in module.parameters()):  # without any it is moved already
+            self._begin(module, device)
+
+    def share(self, module: nn.Module, device: torch.device) -> None:
+        """Begin to stream one host copy of a module on all ranks, each of which comes here (Rule 8)."""
+        handle = self.handle_of(module)
+        if handle is not None and handle in self._shared:
+            return
+        if self.ranks is None:
+            self.ranks = connect(None, device, self._timeout)
+            leave_at_exit(self, self.ranks)
+        self._shared.add(self._begin(module, device, self.ranks))
+        if self.ranks is not None:
+            broadcast_buffers(module, None, device)
+
+    def handle_of(self, module: nn.Module) -> Handle | None:
+        """Return the handle that streams a module, or one that it is a part of."""
+        return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
+
+    def _begin(self, module: nn.Module, device: torch.device, ranks: Ranks | None = None) -> Handle:
         self._check(module)
         close_dropped(self.handles)  # Rule 7
         parts = set(module.modules())
@@ -107,20 +146,15 @@ class streaming:
             self.handles.remove(handle)
             handle.close()
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
-        handle = Handle(module, device, self.options, compute_dtype)
+        handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks is not None)
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
+        return handle
 
     def _check(self, module: nn.Module) -> None:
         """Raise an error for what is not built for a model that begins to stream."""
         name = type(module).__name__
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UnsupportedError(
-                f"{name} trains in a process group of {dist.get_world_size()} ranks, but {RANKS}: start one process, "
-                "or train with Lightning's Trainer(strategy='superpipeline', devices=N)"
-            )
         if (part := self._names.dispatched(module)) is not None:
             raise UnsupportedError(
                 f"accelerate has dispatched {part or name} already (device_map, cpu_offload, dispatch_model): load the "
@@ -128,7 +162,8 @@ class streaming:
             )
         if getattr(module, "tp_size", None) not in (None, 1):
             raise UnsupportedError(
-                f"{name} has a tensor-parallel plan for {module.tp_size} ranks, and {RANKS}: load it without tp_plan"
+                f"{name} has a tensor-parallel plan for {module.tp_size} ranks, and each streams whole layers: load "
+                "it without tp_plan"
             )
         away = ((key, p.device) for key, p in module.named_parameters() if p.device.type not in ("cpu", "meta"))
         key, device = next(away, ("", None))
@@ -157,8 +192,9 @@ class streaming:
                 f"accelerate is set up for {accelerator.distributed_type.value}, which shards models itself: leave its "
                 "plugin and its options out (deepspeed=, fsdp=), as sp_lightning.hf needs none of them"
             )
-        self.take(model, accelerator.device)
-        return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # Rule 4
+        wraps = accelerator.use_distributed and not evaluation_mode and _trains(model)
+        (self.share if wraps else self.take)(model, accelerator.device)
+        return prepare(accelerator, model, device_placement=False, evaluation_mode=evaluation_mode)  # Rule 4
 
     def _prepare_optimizer(self, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
         if any(handle.steps.manages(optimizer) for handle in self.handles if not handle.closed):
@@ -185,10 +221,24 @@ class streaming:
         if any(is_watched(parameter) for parameter in module.parameters()):
             raise UnsupportedError(
                 f"torch's DataParallel would copy {type(module).__name__}, which is streamed, to each of "
-                f"{torch.accelerator.device_count()} devices: let the process see one (CUDA_VISIBLE_DEVICES=0), as "
-                f"{RANKS}"
+                f"{torch.accelerator.device_count()} devices: start a process for each (torchrun, accelerate launch), "
+                "or let this one see one device (CUDA_VISIBLE_DEVICES=0)"
             )
         self._names.DATA_PARALLEL.original(wrapper, module, *args, **kwargs)
+
+    def _wrap_for_ranks(self, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        handle = self.handle_of(module)
+        if handle is None or not _trains(module):
+            self._names.DISTRIBUTED_DATA_PARALLEL.original(wrapper, module, *args, **kwargs)
+            return
+        given = inspect.signature(self._names.DISTRIBUTED_DATA_PARALLEL.original).bind(wrapper, module, *args, **kwargs)
+        self._names.check_wrapper(type(wrapper), module, given.arguments)
+        from .ranked_model import RankedModel
+
+        self.share(module, handle.device.torch_device)
+        wrapper.__class__ = RankedModel
+        assert isinstance(wrapper, RankedModel)
+        RankedModel.__init__(wrapper, module, self, self._names.sends_buffers(given.arguments))
 
 
 def enable(**options: Any) -> streaming:
@@ -199,6 +249,10 @@ def enable(**options: Any) -> streaming:
 def _is_model(module: nn.Module) -> bool:
     """Whether several modules have parameters of their own (Rule 2)."""
     return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _method(original: Any, replacement: Any) -> Any:

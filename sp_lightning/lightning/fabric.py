@@ -23,8 +23,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
-import sys
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -36,12 +34,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit
-from ..errors import OptionError, PeerError, TornStepError, UnsupportedError
+from ..errors import OptionError, TornStepError, UnsupportedError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..optim import torn_step
 from ..options import Options
-from ..ranks.board import Ranks
+from ..ranks.connection import leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
@@ -116,7 +114,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         super().setup_environment()
         if self.ranks is None:
             self._set_up_ranks()
-            weakref.finalize(self, _leave, self.ranks, os.getpid())
+            leave_at_exit(self, self.ranks)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks."""
@@ -236,11 +234,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as the base class does; where exact, defer the step of units beside the next forward (Rule 3)."""
         handles = [handle for handle in self.handles if not handle.closed and handle.steps.manages(optimizer)]
-        if self.is_distributed and len(handles) > 1:
-            raise UnsupportedError(
-                "on several devices an optimizer cannot step modules that were set up one by one: set up a module that "
-                "has both (nn.ModuleList([first, second])), or make an optimizer for each"
-            )
         with contextlib.ExitStack() as stack:
             for handle in handles:
                 stack.enter_context(handle.explaining())
@@ -345,12 +338,3 @@ def _users(module: nn.Module) -> nn.Module:
 
 def _empty(kind: type[SuperpipelineFabricStrategy]) -> SuperpipelineFabricStrategy:
     return kind.__new__(kind)
-
-
-def _leave(ranks: Ranks | None, process: int) -> None:
-    """Leave the other ranks, where the strategy or the process ends; an error that ends it is told."""
-    if ranks is not None and os.getpid() == process:
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            ranks.fail(isinstance(error, PeerError))
-        ranks.close()

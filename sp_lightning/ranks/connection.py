@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import OptionError
+from ..errors import OptionError, PeerError
 from .board import Ranks
 from .shared_memory import check_possible
 
@@ -40,6 +42,20 @@ def connect(group: Any, device: torch.device, timeout: timedelta) -> Ranks | Non
     token = [os.urandom(16)]
     dist.broadcast_object_list(token, _first(group), group)
     return Ranks(rank, size, token[0], timeout, processes if len(set(spaces)) == 1 else None)
+
+
+def leave_at_exit(user: Any, ranks: Ranks | None) -> None:
+    """Leave the other ranks, if there are any, where the process ends or their user does, and tell of its error."""
+    if ranks is not None:
+        weakref.finalize(user, _leave, ranks, os.getpid())
+
+
+def _leave(ranks: Ranks, process: int) -> None:
+    if os.getpid() == process:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            ranks.fail(isinstance(error, PeerError))
+        ranks.close()
 
 
 def broadcast_buffers(module: nn.Module, group: Any, device: torch.device) -> None:

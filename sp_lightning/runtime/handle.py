@@ -370,12 +370,20 @@ class Handle:
 
         The next backward outside exchanges what was accumulated.
         """
-        before, self._exchanges = self._exchanges, False  # for an engine that is made anew in this context, too
-        self.engine.exchanges = False
+        before, self.exchanges = self.exchanges, False
         try:
             yield
         finally:
-            self._exchanges = self.engine.exchanges = before
+            self.exchanges = before
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether each backward exchanges gradients with the other ranks."""
+        return self._exchanges
+
+    @exchanges.setter
+    def exchanges(self, exchanges: bool) -> None:
+        self._exchanges = self.engine.exchanges = exchanges  # the former for an engine that is made anew, too
 
     def settle(self) -> None:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""

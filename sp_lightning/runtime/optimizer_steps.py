@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
 from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
+from ..errors import UnsupportedError
 from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
@@ -93,6 +94,7 @@ class OptimizerSteps:
         self._counters.listener.step_may_begin()
         managed = self._managed_by(optimizer)
         if managed:
+            self._check_alone(optimizer)
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
         self.engine.begin_optimizer(optimizer)
@@ -103,6 +105,18 @@ class OptimizerSteps:
             return None
         around = functools.partial(self.engine.run_closure, closure)
         return (args, {**kwargs, "closure": around}) if "closure" in kwargs else ((args[0], around, *args[2:]), kwargs)
+
+    def _check_alone(self, optimizer: Optimizer) -> None:
+        """Raise an error if an optimizer steps two modules of which each is shared by several ranks."""
+        if self.engine.team is None:
+            return
+        every = (getattr(hook, "__self__", None) for hook in HOOKS_BEFORE_EVERY_STEP.values())
+        steps = [one for one in every if isinstance(one, OptimizerSteps) and one.engine.team is not None]
+        if any(one is not self and one.manages(optimizer) for one in steps):
+            raise UnsupportedError(
+                "on several devices an optimizer cannot step modules that were set up one by one: set up a module that "
+                "has both (nn.ModuleList([first, second])), or make an optimizer for each"
+            )
 
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)

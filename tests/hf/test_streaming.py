@@ -245,19 +245,6 @@ def test_data_parallel_is_refused(device):
         nn.DataParallel(blocks())
 
 
-def test_training_in_a_process_group_is_refused_and_a_frozen_model_streams(device, monkeypatch):
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with sp_lightning.hf.streaming() as stream:
-        accelerator = accelerate.Accelerator()
-        with pytest.raises(
-            UnsupportedError, match="several nodes/ranks through Hugging Face are not built yet: start one"
-        ):
-            accelerator.prepare_model(blocks())
-        assert streams(accelerator.prepare_model(blocks().requires_grad_(False)))
-        assert len(stream.handles) == 1
-
-
 @pytest.mark.parametrize("change", ["gone", "other arguments"])
 def test_a_version_with_other_names_is_an_error_that_names_it(change, monkeypatch):
     from sp_lightning.compat.accelerate import PREPARE_MODEL

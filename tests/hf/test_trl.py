@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import pytest
-import torch
-from hf_runs import WORDS, Fetches, compare, judge, llama, seen, tokenizer
-
-pytest.importorskip("trl", reason="these runs are TRL's trainers")
-datasets = pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
+from hf_runs import compare
+from hf_trl import datasets, train
 
 EACH_OTHER = {"num_generations": 2, "max_completion_length": 4}
 
@@ -24,53 +20,6 @@ def one_cache(monkeypatch, tmp_path):
     yield
     datasets.enable_caching()
     datasets.enable_progress_bars()
-
-
-def data(kind):
-    generator = torch.Generator().manual_seed(0)
-
-    def some(count):
-        return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (count,), generator=generator))
-
-    makes = {
-        "SFT": lambda: {"text": some(8)},
-        "DPO": lambda: {"prompt": some(4), "chosen": " " + some(4), "rejected": " " + some(4)},
-        "Reward": lambda: {"prompt": some(4), "chosen": " " + some(4), "rejected": " " + some(4)},
-        "GRPO": lambda: {"prompt": some(4)},
-    }
-    return datasets.Dataset.from_list([makes[kind]() for _ in range(8 if kind == "GRPO" else 12)])
-
-
-def distinct(completions, **_):
-    return [float(len(set(text))) for text in completions]
-
-
-def train(folder, kind, adapters=False, reference=False, **settings):
-    trl = importlib.import_module("trl")
-    torch.manual_seed(1)
-    given = {"model": judge() if kind == "Reward" else llama()}
-    if reference:
-        given["ref_model"] = llama()
-    if settings.get("beta") and not adapters:  # TRL loads the reference from where the model came from
-        given["model"].save_pretrained(folder / "base")
-        given["model"] = type(given["model"]).from_pretrained(folder / "base", dtype=torch.float32)
-    if adapters:
-        given["peft_config"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear")
-    if kind == "GRPO":
-        given["reward_funcs"] = distinct
-    defaults = {"num_train_epochs": 1, "logging_steps": 1, "report_to": [], "save_strategy": "no", "seed": 3}
-    defaults |= {"disable_tqdm": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4}
-    trainer = getattr(trl, f"{kind}Trainer")(
-        **given,
-        args=getattr(trl, f"{kind}Config")(output_dir=str(folder), **(defaults | settings)),
-        train_dataset=data(kind),
-        processing_class=tokenizer(),
-        callbacks=[counting := Fetches()],
-    )
-    trainer.train()
-    trainer.save_model(str(folder / "final"))
-    yield from seen(trainer, folder)
-    yield "fetches", counting
 
 
 RUNS = {

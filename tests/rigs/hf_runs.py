@@ -88,6 +88,7 @@ OPEN: list[streaming] = []  # the context of the streamed run
 
 def seen(trainer: Any, folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
     """Logs, parameters and optimizer state of a trainer, and what is in the files that it wrote."""
+    trainer.accelerator.wait_for_everyone()
     for number, entry in enumerate(trainer.state.log_history):
         logged = sorted(key for key in entry if not any(part in key for part in NOT_THE_SAME))
         yield f"log {number}", {key: entry[key] for key in logged}
@@ -141,7 +142,7 @@ def record(run: Run, folder: pathlib.Path, options: dict[str, Any] | None) -> tu
     """A run, streamed if there are options, and what its handles counted."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # by another rank
     entries: list[parity.Entry] = []
     found: dict[str, Any] = {"handles": []}
     torch.manual_seed(0)

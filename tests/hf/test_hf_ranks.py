@@ -1,0 +1,147 @@
+"""Several ranks train one host copy of a model with accelerate, a Trainer or TRL, as they do under DDP."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import processes
+import pytest
+import ranked_hf
+
+import parity
+
+pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
+transformers = pytest.importorskip("transformers", reason="these runs are transformers' Trainers")
+
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+EACH_OTHER = {"num_generations": 2, "max_completion_length": 4}
+RUNS = {
+    "plainly": ("plainly", {}),
+    "plainly in bf16": ("plainly", {"mixed_precision": "bf16"}),
+    "accumulating": ("accumulating", {}),
+    "accumulating in bf16": ("accumulating", {"mixed_precision": "bf16"}),
+    "two models": ("gan", {}),
+    "Trainer": ("trainer", {}),
+    "Trainer accumulating": ("trainer", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
+    "Trainer and the best": ("trainer", {**BEST, "load_best_model_at_end": True, "num_train_epochs": 2}),
+    "Trainer in bf16": ("trainer", {"bf16": True}),
+    "Trainer checkpointing": ("trainer", {"gradient_checkpointing": True}),
+    "Trainer resuming": ("resuming", {}),
+    "SFT": ("trl", {"kind": "SFT"}),
+    "SFT of adapters": ("trl", {"kind": "SFT", "adapters": True}),
+    "DPO with a reference": ("trl", {"kind": "DPO", "reference": True}),
+    "GRPO with a reference": ("trl", {"kind": "GRPO", "beta": 0.1, **EACH_OTHER}),
+}
+DAILY = ("plainly", "cpu"), ("Trainer and the best", "simgpu")
+TRL = ("SFT", "DPO", "GRPO")
+
+
+def combinations():
+    for run in RUNS:
+        for device in ("cpu", "simgpu"):
+            marks = [pytest.mark.simgpu] * (device == "simgpu") + [pytest.mark.slow] * ((run, device) not in DAILY)
+            yield pytest.param(run, device, marks=marks, id=f"{run}-{device}")
+
+
+@pytest.mark.parametrize("run, on", list(combinations()))
+def test_two_ranks_are_ddp(run, on, tmp_path):
+    if run.startswith(TRL):
+        pytest.importorskip("trl", reason="these runs are TRL's trainers")
+        pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
+    name, settings = RUNS[run]
+    options = {"window": 2, "activations": "recompute"} if run == "Trainer and the best" else {"window": 1}
+    expected = processes.run(2, ranked_hf.record, name, None, folder=str(tmp_path), **settings)
+    found = processes.run(2, ranked_hf.record, name, options, accelerator=on, folder=str(tmp_path), **settings)
+    for theirs, ours in zip(expected, found, strict=True):
+        parity.compare(theirs, ours)
+
+
+def test_a_model_that_ddp_would_wrap_is_shared_and_others_are_not():
+    for found in processes.run(2, ranked_hf.facts):
+        assert (found["shared"], found["streamed"]) == (["net"], 2)
+        assert found["kind"] == found["once more"] == "RankedModel"
+        assert "longer do: train and evaluate inside the context" in found["after"]
+        for said, expected in zip(
+            found["errors"],
+            (
+                "UnsupportedError: a streamed model has no DDP to give a communication hook",
+                "UnsupportedError: ranks of a streamed model need the same number of batches",
+                "UnsupportedError: the wrapper of a streamed model cannot be copied",
+                "UnsupportedError: OwnWrapper is a DDP of its own",
+                "UnsupportedError: a streamed model averages all gradients over all processes: leave process_group out",
+                "UnsupportedError: on several devices an optimizer cannot step modules that were set up one by one",
+            ),
+            strict=True,
+        ):
+            assert said.startswith(expected), said
+
+
+@pytest.mark.simgpu
+def test_a_model_that_was_moved_is_shared_once_it_is_wrapped():
+    for found in processes.run(2, ranked_hf.facts, "simgpu", True):
+        assert (found["shared"], found["streamed"]) == (["net"], 3)
+
+
+def test_a_rank_that_fails_is_named():
+    first, second = processes.run(2, ranked_hf.fails)
+    assert first.startswith("PeerError: rank 1 failed") and second.startswith("ZeroDivisionError")
+
+
+# ---- scripts
+
+SCRIPT = """
+    import sys
+    import time
+
+    import torch
+    import accelerate
+    from safetensors.torch import save_file
+    from torch import nn
+
+    run = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False))
+    assert isinstance(model, nn.parallel.DistributedDataParallel) and run.num_processes == 2
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + run.process_index))
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    print(type(model).__name__)
+    if run.is_main_process:
+        time.sleep(6)  # the other one has ended
+        save_file({name: value.clone() for name, value in model.module.state_dict().items()}, sys.argv[1])
+"""
+
+
+def start(launcher, script, out, streams):
+    launched = ["-m", "sp_lightning", "launch", "--window", "1", "--", script] if streams else [script]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", *launcher, str(processes.free_port()), *launched, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+ACCELERATE = ["accelerate.commands.launch", "--cpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision"]
+ACCELERATE += ["no", "--dynamo_backend", "no", "--main_process_port"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
+def test_launch_under_a_launcher_of_processes_runs_the_script_as_it_is(launcher, tmp_path):
+    """A rank that ends before the others does not end them."""
+    from safetensors.torch import load_file
+
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    assert "DistributedDataParallel" in start(launcher, str(script), tmp_path / "stock", False)
+    assert "RankedModel" in start(launcher, str(script), tmp_path / "streamed", True)
+    stock, streamed = load_file(tmp_path / "stock"), load_file(tmp_path / "streamed")
+    assert stock.keys() == streamed.keys()
+    assert not [name for name in stock if parity.difference(stock[name], streamed[name])]

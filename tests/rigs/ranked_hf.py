@@ -1,0 +1,293 @@
+"""Runs of Hugging Face's Trainer, of TRL and of loops with accelerate on each rank: under DDP, or streamed.
+
+As under torchrun (processes.py, Rule 1). The reference runs on the CPU, whose kernels the simulated device has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranked_runs import simulated
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import parity
+
+SIMULATED = "simgpu:0"
+
+
+@contextlib.contextmanager
+def place(device: str) -> Iterator[None]:
+    """A rank's environment, with a process group for tensors of the device."""
+    env = {"RANK": os.environ["LOCAL_RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "HF_HUB_OFFLINE": "1"}
+    with pytest.MonkeyPatch.context() as patch, simulated(device):
+        for name, value in {**env, "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true"}.items():
+            patch.setenv(name, value)
+        if device == "simgpu":
+            patch.setenv("ACCELERATE_TORCH_DEVICE", SIMULATED)
+        patch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+        patch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
+        accelerator = torch.accelerator.current_accelerator()  # whose tensors a barrier of torch has
+        is_simulated = accelerator is not None and accelerator.type == "simgpu"
+        dist.init_process_group(importlib.import_module("simccl").register() if is_simulated else "gloo")
+        yield
+
+
+def record(
+    name: str, options: dict[str, Any] | None, accelerator: str = "cpu", folder: str = "", **settings: Any
+) -> parity.Record:
+    """Record what a run leaves on this rank: under DDP if there are no options, else with these."""
+    with place("cpu" if options is None else accelerator):
+        hf_runs = importlib.import_module("hf_runs")
+        run = functools.partial(RUNS[name](), **settings)
+        kind = "stock" if options is None else accelerator
+        found, counted = hf_runs.record(run, pathlib.Path(folder) / kind, options)
+        assert options is None or counted["handles"]
+    return found
+
+
+def trainer() -> Callable[..., Iterator[Any]]:
+    return functools.partial(importlib.import_module("hf_runs").train, use_cpu=True)
+
+
+def trl() -> Callable[..., Iterator[Any]]:
+    return functools.partial(importlib.import_module("hf_trl").train, use_cpu=True)
+
+
+def resuming() -> Callable[..., Iterator[Any]]:
+    return resume_in_the_middle
+
+
+def resume_in_the_middle(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
+    """Train with checkpoints, then once more from the one in the middle."""
+    run = functools.partial(trainer(), save_strategy="steps", save_steps=2, evaluates=False, num_train_epochs=2)
+    for where, value in run(folder, **settings):
+        if where == "fetches" or not where.startswith("checkpoint"):
+            yield where, value
+    for where, value in run(folder / "again", resume=str(folder / "checkpoint-2"), **settings):
+        yield f"again: {where}", value if where != "fetches" else None
+
+
+# ---- loops with accelerate
+
+
+class Net(nn.Module):
+    """Blocks with a batch norm and a part that a rank may skip."""
+
+    def __init__(self, width: int = 16, out: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(4)
+        )
+        self.head = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = block(x)
+        return self.head(x)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
+
+
+def batches() -> DataLoader[Tensor]:
+    rows = torch.randn(64, 16, generator=torch.Generator().manual_seed(7))
+    return DataLoader(list(rows), batch_size=4)
+
+
+def accelerator(find_unused: bool = True, **settings: Any) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused)
+    return Accelerator(cpu=True, kwargs_handlers=[ddp], **settings)
+
+
+def ends(*modules: nn.Module) -> list[Any]:
+    return [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+
+
+def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
+    """Skips blocks, evaluates, clips, and writes to weights; saves and loads its state."""
+    run = accelerator(**settings)
+    torch.manual_seed(1)
+    net = Net()
+    model, optimizer, loader = run.prepare(net, adamw(net), batches())
+    assert isinstance(model, nn.parallel.DistributedDataParallel) and run.unwrap_model(model) is net is model.module
+    yield "modules", [name for name, _ in model.named_modules()]
+    for step, x in enumerate(loader):
+        if step == 4:
+            run.save_state(str(folder / "state"))
+            yield "saved", sorted(path.name for path in (folder / "state").iterdir()) if run.is_main_process else []
+        loss = model(x, 1 + (run.process_index + step) % 3).square().mean()
+        run.backward(loss)
+        yield f"gradients {step}", [p.grad for p in net.parameters()]
+        norm = run.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            yield f"evaluated {step}", [run.gather(loss), norm, model(x), model(x), net(x)]
+            next(net.parameters()).mul_(0.99)
+            if run.is_main_process:  # alone
+                net(x)
+        model.train()
+    run.wait_for_everyone()
+    run.load_state(str(folder / "state"))
+    yield "loaded", [ends(model), optimizer.state_dict()["state"]]
+    for x in loader:
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    yield "ends", [ends(model), optimizer.state_dict()["state"]]
+
+
+def accumulating(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
+    """Accumulates as accelerate does, and as its documentation has it for several forwards before a backward."""
+    run = accelerator(find_unused=False, gradient_accumulation_steps=3, **settings)
+    torch.manual_seed(1)
+    net = Net()
+    model, optimizer, loader = run.prepare(net, adamw(net), batches())
+    for step, x in enumerate(loader):
+        with run.accumulate(model):
+            loss = model(x).square().mean()
+            run.backward(loss)
+            yield f"gradients {step}", [loss, [p.grad for p in net.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+    x = next(iter(loader))
+    with run.no_sync(model):
+        first, second = model(x).square().mean(), model(x + 1).square().mean()
+    run.backward(first)
+    yield "without an exchange", [p.grad for p in net.parameters()]
+    with run.trigger_sync_in_backward(model):
+        run.backward(second)
+    yield "with one", [p.grad for p in net.parameters()]
+    optimizer.step()
+    yield "ends", [ends(model), optimizer.state_dict()["state"]]
+
+
+def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
+    """Trains two modules in turn, each with an optimizer of its own."""
+    run = accelerator(**settings)
+    torch.manual_seed(1)
+    nets = Net(out=16), Net(out=1)
+    generator, critic, of_generator, of_critic, loader = run.prepare(*nets, *map(adamw, nets), batches())
+    for step, x in enumerate(loader):
+        torch.manual_seed(100 + step)
+        made = generator(torch.randn(x.shape).to(x.device))
+        of_critic.zero_grad()
+        real = critic(x).square().mean()
+        run.backward(real)
+        fake = (critic(made.detach()) - 1).square().mean()
+        run.backward(fake)
+        yield f"critic {step}", [real, fake, [p.grad for p in critic.parameters()]]
+        of_critic.step()
+        of_generator.zero_grad()
+        fooled = critic(made).square().mean()
+        run.backward(fooled)
+        yield f"generator {step}", [fooled, [[p.grad for p in net.parameters()] for net in nets]]
+        of_generator.step()
+    yield "ends", [ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
+
+
+RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
+    "trainer": trainer,
+    "resuming": resuming,
+    "trl": trl,
+    "plainly": lambda: plainly,
+    "accumulating": lambda: accumulating,
+    "gan": lambda: gan,
+}
+
+
+# ---- what a rank finds
+
+
+def facts(device: str = "cpu", moves: bool = False) -> dict[str, Any]:
+    """What streams where on this rank, and which wrappers it met."""
+    from sp_lightning.hf import streaming
+
+    with place(device), streaming(window=1) as stream:
+        run = accelerator()
+        net, frozen, judge = Net(), Net().requires_grad_(False), Net()
+        if moves:
+            net.to(run.device)
+        model = run.prepare(net)
+        run.prepare_model(judge, evaluation_mode=True)
+        if moves:
+            frozen.to(run.device)
+        teams = [(one.module, one.engine.team is not None) for one in stream.handles]
+        again = nn.parallel.DistributedDataParallel(net)
+        found = {
+            "shared": [
+                name for name, it in (("net", net), ("frozen", frozen), ("judge", judge)) if (it, True) in teams
+            ],
+            "streamed": len(teams),
+            "kind": type(model).__name__,
+            "once more": type(again).__name__,
+            "errors": [said(lambda what=what: ERRORS[what](run, model, net)) for what in ERRORS],
+        }
+    found["after"] = said(lambda: model(torch.zeros(4, 16)))
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+    return found
+
+
+class OwnWrapper(nn.parallel.DistributedDataParallel):
+    pass
+
+
+def step_two(run: Any, model: nn.Module, net: nn.Module) -> None:
+    other = run.prepare(Net())
+    optimizer = run.prepare(torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
+    run.backward(model(torch.zeros(4, 16)).sum() + other(torch.zeros(4, 16)).sum())
+    optimizer.step()
+
+
+ERRORS: dict[str, Callable[[Any, nn.Module, nn.Module], Any]] = {
+    "hook": lambda run, model, net: model.register_comm_hook(None, None),
+    "join": lambda run, model, net: run.join_uneven_inputs([model]).__enter__(),
+    "copy": lambda run, model, net: copy.deepcopy(model),
+    "own wrapper": lambda run, model, net: OwnWrapper(net),
+    "own group": lambda run, model, net: nn.parallel.DistributedDataParallel(net, process_group=dist.new_group([0, 1])),
+    "one optimizer": step_two,
+}
+
+
+def said(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fails() -> str:
+    """Raise on the second rank; return what the first one says."""
+    from sp_lightning.hf import streaming
+
+    with place("cpu"):
+        try:
+            with streaming(window=1):
+                run = accelerator()
+                model, optimizer = run.prepare(net := Net(), adamw(net))
+                if run.process_index:
+                    raise ZeroDivisionError
+                run.backward(model(torch.zeros(4, 16)).sum())
+                optimizer.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+    return "nothing"
