@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name = field.name.replace("_", "-")
         help = f"as the strategy's option {field.name} (default: {field.default})"
         parser.add_argument(f"--{name}", dest=field.name, default=argparse.SUPPRESS, metavar="VALUE", help=help)
+    parser.add_argument("--report", action="store_true", help="say at the end what the models took their time for")
+    parser.add_argument("--log-metrics", action="store_true", help="add figures to the log of transformers' Trainer")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -39,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(argument="the script", found=" ".join(script), allowed="after --: a path, or -m and a module")
     if not is_module and not os.path.isfile(script[0]):
         raise OptionError(argument="the script", found=script[0], allowed="a file, or -m and a module")
-    stream = streaming(**given)
+    stream = streaming(report=args.report, log_metrics=args.log_metrics, **given)
     before = sys.argv, list(sys.path)
     sys.argv = script[is_module:]
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python has it

@@ -7,6 +7,8 @@ installed version.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +43,16 @@ PARAMETERS = {  # that the replacements rely on
     PREPARE_MODEL: ["model", "device_placement", "evaluation_mode"],
     PREPARE_OPTIMIZER: ["optimizer", "device_placement"],
 }
+
+
+# hf/context.py, likewise, if its figures are asked for. The log of transformers' Trainer would not have them.
+@functools.cache
+def trainer_log() -> Patch:
+    """Make the patch of the Trainer's log: transformers is slow to import, and loops with accelerate do without."""
+    patch = Patch(importlib.import_module("transformers").Trainer, "log")
+    _check(patch, ["logs"], f"transformers {importlib.import_module('transformers').__version__}")
+    return patch
+
 
 # Attributes of models. Without the first a model that accelerate has dispatched would be streamed over its hooks, and
 # without the second one that was prepared already would be moved once more.
@@ -77,13 +89,18 @@ def sends_buffers(arguments: dict[str, Any]) -> bool:
 def check_names() -> None:
     """Raise an error if this version of accelerate is not one that can be patched."""
     for patch, expected in PARAMETERS.items():
-        found = list(inspect.signature(patch.original).parameters)[1:] if callable(patch.original) else None
-        if found is None or found[: len(expected)] != expected:
-            has = "no such method" if found is None else f"Accelerator.{patch.name}({', '.join(found)})"
-            raise UnsupportedError(
-                f"sp_lightning.hf needs Accelerator.{patch.name}({', '.join(expected)}), but accelerate "
-                f"{accelerate.__version__} has {has}: install accelerate 1.15, or report this version"
-            )
+        _check(patch, expected, f"accelerate {accelerate.__version__}")
+
+
+def _check(patch: Patch, expected: list[str], version: str) -> None:
+    place = f"{patch.holder.__name__}.{patch.name}"
+    found = list(inspect.signature(patch.original).parameters)[1:] if callable(patch.original) else None
+    if found is None or found[: len(expected)] != expected:
+        has = "no such method" if found is None else f"{place}({', '.join(found)})"
+        raise UnsupportedError(
+            f"sp_lightning.hf needs {place}({', '.join(expected)}), but {version} has {has}: install accelerate 1.15 "
+            "and transformers 5, or report this version"
+        )
 
 
 class RunsOn(ModelHook):  # type: ignore[misc]

@@ -40,6 +40,8 @@ from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
+from .ranked_model import RankedModel
+from .report import Reports
 
 if TYPE_CHECKING:
     from ..compat.accelerate import RunsOn
@@ -51,17 +53,27 @@ class streaming:
     """Stream all models that code in this context moves to the device, or prepares with accelerate.
 
     Args:
+        report: Whether the first process says at the end what each model that trained took its time for.
+        log_metrics: Whether the log of transformers' Trainer gets the figures of ``SuperpipelineCallback``.
         timeout: With several processes, how long each waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
             ``master_weights`` FP32 weights are bfloat16 on the device.
     """
 
-    def __init__(self, timeout: timedelta = default_pg_timeout, **options: Any) -> None:
+    def __init__(
+        self,
+        report: bool = False,
+        log_metrics: bool = False,
+        timeout: timedelta = default_pg_timeout,
+        **options: Any,
+    ) -> None:
         self.options = Options.parse(**options)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
         self.ranks: Ranks | None = None  # once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
         self._timeout = timeout
+        self._reports = Reports() if report or log_metrics else None
+        self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._undo = contextlib.ExitStack()
 
@@ -86,6 +98,8 @@ class streaming:
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
             names.DISTRIBUTED_DATA_PARALLEL: self._wrap_for_ranks,
         }
+        if self._log_metrics:
+            replacements[names.trainer_log()] = self._log
         _open.append(self)
         for patch, replacement in replacements.items():
             patch.install(_method(patch.original, replacement))
@@ -103,6 +117,10 @@ class streaming:
             self.ranks.fail(isinstance(error, PeerError))
         self.close()
 
+    def figures(self, module: nn.Module) -> dict[str, float]:
+        """Return the figures of a model since the last call, for a log of your own; needs ``log_metrics=True``."""
+        return {} if self._reports is None else self._reports.figures(self.handle_of(module))
+
     def close(self) -> None:
         """Make all models plain again, on the host, and undo all patches. Safe twice."""
         if self in _open:
@@ -111,6 +129,8 @@ class streaming:
             if self.ranks is not None:
                 self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
+            if self._reports is not None:
+                self._reports.end(self.ranks, list(self._shared), self._says)
             for handle in self.handles:
                 self._unmark(handle)
 
@@ -150,6 +170,8 @@ class streaming:
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
+        if self._reports is not None and _trains(module):
+            self._reports.begin(handle)
         return handle
 
     def _check(self, module: nn.Module) -> None:
@@ -233,12 +255,15 @@ class streaming:
             return
         given = inspect.signature(self._names.DISTRIBUTED_DATA_PARALLEL.original).bind(wrapper, module, *args, **kwargs)
         self._names.check_wrapper(type(wrapper), module, given.arguments)
-        from .ranked_model import RankedModel
-
         self.share(module, handle.device.torch_device)
         wrapper.__class__ = RankedModel
         assert isinstance(wrapper, RankedModel)
         RankedModel.__init__(wrapper, module, self, self._names.sends_buffers(given.arguments))
+
+    def _log(self, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:  # of training
+            logs = logs | self.figures(trainer.model)
+        self._names.trainer_log().original(trainer, logs, *args, **kwargs)
 
 
 def enable(**options: Any) -> streaming:

@@ -1,4 +1,4 @@
-"""What stands in for DistributedDataParallel around a model of which several ranks stream one host copy.
+"""The stand-in for DistributedDataParallel around a model of which several ranks stream one host copy.
 
 1. Scripts for several ranks meet DDP's wrapper: they ask for its type, read ``model.module``, and its names are those
    of a stock checkpoint. So accelerate and scripts make it, and get this kind of it for a model that streams. Its
@@ -10,24 +10,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
+from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers
 from ..runtime.handle import Handle
 
-if TYPE_CHECKING:
-    from .context import streaming
+
+class Streams(Protocol):
+    """The context that streams models (context.py)."""
+
+    ranks: Ranks | None
+
+    def handle_of(self, module: nn.Module) -> Handle | None: ...
 
 
 class RankedModel(DistributedDataParallel):
     """A streamed model in DDP's wrapper."""
 
-    def __init__(self, module: nn.Module, stream: streaming, sends_buffers: bool) -> None:
+    def __init__(self, module: nn.Module, stream: Streams, sends_buffers: bool) -> None:
         nn.Module.__init__(self)
         self.module = module
         self.device = self.handle_in(stream).device.torch_device
@@ -49,7 +55,7 @@ class RankedModel(DistributedDataParallel):
             handle.exchanges = self.require_backward_grad_sync
         return self.module(*args, **kwargs)
 
-    def handle_in(self, stream: streaming) -> Handle:
+    def handle_in(self, stream: Streams) -> Handle:
         """Return the handle that streams the model."""
         handle = stream.handle_of(self.module)
         if handle is None:
@@ -68,7 +74,7 @@ class RankedModel(DistributedDataParallel):
         raise UnsupportedError("ranks of a streamed model need the same number of batches: leave join out")
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse them, too."""
+        """Refuse ranks with unlike numbers of batches."""
         self.join_hook()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -76,7 +82,7 @@ class RankedModel(DistributedDataParallel):
 
 
 class _Reducer:
-    """What accelerate asks of DDP's reducer, to exchange gradients of forwards that were run without."""
+    """The part of DDP's reducer with which accelerate exchanges gradients of forwards in ``no_sync``."""
 
     def __init__(self, model: RankedModel) -> None:
         self._model = model

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ def place(device: str) -> Iterator[None]:
         accelerator = torch.accelerator.current_accelerator()  # whose tensors a barrier of torch has
         is_simulated = accelerator is not None and accelerator.type == "simgpu"
         dist.init_process_group(importlib.import_module("simccl").register() if is_simulated else "gloo")
+        state = importlib.import_module("accelerate.state")
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
         yield
 
 
@@ -240,7 +244,6 @@ def facts(device: str = "cpu", moves: bool = False) -> dict[str, Any]:
             "errors": [said(lambda what=what: ERRORS[what](run, model, net)) for what in ERRORS],
         }
     found["after"] = said(lambda: model(torch.zeros(4, 16)))
-    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
     return found
 
 
@@ -257,7 +260,7 @@ def step_two(run: Any, model: nn.Module, net: nn.Module) -> None:
 
 ERRORS: dict[str, Callable[[Any, nn.Module, nn.Module], Any]] = {
     "hook": lambda run, model, net: model.register_comm_hook(None, None),
-    "join": lambda run, model, net: run.join_uneven_inputs([model]).__enter__(),
+    "join": lambda run, model, net: model.join(),
     "copy": lambda run, model, net: copy.deepcopy(model),
     "own wrapper": lambda run, model, net: OwnWrapper(net),
     "own group": lambda run, model, net: nn.parallel.DistributedDataParallel(net, process_group=dist.new_group([0, 1])),
@@ -288,6 +291,20 @@ def fails() -> str:
                 optimizer.step()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        finally:
-            importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
     return "nothing"
+
+
+def reported() -> str:
+    """Train and return what this rank writes to stderr at the end."""
+    from sp_lightning.hf import streaming
+
+    with place("cpu"), contextlib.redirect_stderr(io.StringIO()) as stderr:
+        with streaming(window=1, report=True):
+            run = accelerator()
+            net = Net()
+            model, optimizer = run.prepare(net, adamw(net))
+            for _ in range(6):
+                run.backward(model(torch.ones(4, 16)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return "\n".join(line for line in stderr.getvalue().splitlines() if line.startswith("superpipeline:"))
