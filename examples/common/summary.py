@@ -134,6 +134,7 @@ class Summary(L.Callback):
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start(trainer)
+        self._begin_batch(trainer)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end(trainer, pl_module)
@@ -144,8 +145,6 @@ class Summary(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._end_batch(trainer, pl_module)
 
-    def on_predict_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._begin_batch(trainer)
-
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._end_batch(trainer, pl_module)
+        self._begin_batch(trainer)  # several may be under way at once: from the end of one to that of the next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ..common.files import read_jsonl, whole
 from ..common.summary import say
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
+from ..lora_llm.quantized import quantize
 
 
 class Generate(FineTuneLLM):
@@ -34,6 +36,7 @@ class Generate(FineTuneLLM):
         temperature: 0 takes the most likely token each time; more samples.
         cache: Where keys and values of layers that are not in use wait: "device" or "host". On the host they leave room
             on the device for more prompts at a time, and each token moves them all up and down.
+        base_bits: Pack the weights of linear layers into 8 or 4 bits, with bitsandbytes.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Generate(FineTuneLLM):
         max_new_tokens: int = 32,
         temperature: float = 0.0,
         cache: Literal["device", "host"] = "device",
+        base_bits: Literal[4, 8] | None = None,
     ) -> None:
         super().__init__(name_or_path, dtype)
         self.cache = cache
+        self.base_bits = base_bits
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
 
@@ -54,13 +59,25 @@ class Generate(FineTuneLLM):
         """What a plan has to know: the tokens of each answer, and where keys and values wait."""
         return self.max_new_tokens, self.cache
 
+    def load(self) -> Any:
+        model = super().load()
+        if self.base_bits is not None:
+            quantize(model, self.base_bits, leave=model.get_output_embeddings())
+        return model
+
+    @property
+    def settings(self) -> list[Any]:
+        """What answers depend on, beside the prompts."""
+        return [self.name_or_path, self.dtype_name, self.max_new_tokens, self.temperature, self.base_bits]
+
     def on_predict_start(self) -> None:
-        self.generated, self.seconds = 0, 0.0
+        self.generated, self.begin, self.seed = 0, time.perf_counter(), torch.initial_seed()
 
     def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:
         tokenizer, prompts = self.trainer.datamodule.tokenizer, batch["input_ids"]
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        begin = time.perf_counter()
+        if self.temperature:  # what a batch draws depends on its place in the file: not on those before, which a run
+            torch.manual_seed(self.seed + batch["number"])  # that goes on does not have, nor on those beside it
         made = self.model.generate(
             input_ids=prompts,
             attention_mask=batch["attention_mask"],
@@ -69,7 +86,6 @@ class Generate(FineTuneLLM):
             past_key_values=self.own_cache(),
             **sampling,
         )[:, prompts.shape[1] :].cpu()
-        self.seconds += time.perf_counter() - begin
         self.generated += int((made != tokenizer.pad_token_id).sum())
         texts = tokenizer.batch_decode(made, skip_special_tokens=True)
         return [{**record, "answer": text} for record, text in zip(batch["records"], texts, strict=True)]
@@ -85,7 +101,7 @@ class Generate(FineTuneLLM):
     def on_predict_end(self) -> None:
         generated, seconds = (
             float(self.trainer.strategy.reduce(torch.tensor(figure), reduce_op=how))
-            for figure, how in ((self.generated, "sum"), (self.seconds, "max"))
+            for figure, how in ((self.generated, "sum"), (time.perf_counter() - self.begin, "max"))
         )
         say(f"{generated:.0f} tokens in {seconds:.1f} s, {generated / seconds:.1f} tokens per second")
 
@@ -104,6 +120,7 @@ class PromptData(L.LightningDataModule):
         self.path = path
         self.tokenizer_name = tokenizer
         self.batch_size = batch_size
+        self.done = 0  # prompts that were answered before
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -122,7 +139,7 @@ class PromptData(L.LightningDataModule):
                     f"{where}: a prompt of {len(tokens)} tokens and max_new_tokens={module.max_new_tokens} are more "
                     f"than the {most} positions of the model of {checkpoint}"
                 )
-            self.records.append({"record": record, "tokens": tokens})
+            self.records.append({"record": record, "tokens": tokens, "number": len(self.records)})
 
     def made_up(self) -> str:
         """Prompts for a run that was given none."""
@@ -144,38 +161,72 @@ class PromptData(L.LightningDataModule):
 
     def collate(self, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         tokens = self.tokenizer.pad({"input_ids": [record["tokens"] for record in records]}, return_tensors="pt")
-        return {**tokens, "records": [record["record"] for record in records]}
+        return {**tokens, "records": [record["record"] for record in records], "number": records[0]["number"]}
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.records, batch_size=self.batch_size, collate_fn=self.collate)
+        return DataLoader(self.records[self.done :], batch_size=self.batch_size, collate_fn=self.collate)
 
 
 class Answers(L.Callback):
-    """Writes what was predicted, a line for each record, as soon as it is there; the file appears when all are."""
+    """Writes what was predicted, a line for each record, as soon as it is there; the file appears when all are.
+
+    Until then the lines are in a file beside it, from which the same run goes on after a kill: with the next whole
+    batch, so that batches, and what they draw at random, are those of an undisturbed run. On several devices each has
+    such a file, and a run begins anew.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.writing: Any = None
+        self.out: Any = None
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.path = Path(trainer.default_root_dir) / self.file
         ranks = range(trainer.world_size)
-        self.parts = (
-            [self.path.with_name(f"{self.path.name}.{rank}") for rank in ranks] if len(ranks) > 1 else [self.path]
-        )
+        self.parts = [self.path.with_name(f"{self.path.name}.part{f'.{rank}' * (len(ranks) > 1)}") for rank in ranks]
         self.part = self.parts[trainer.global_rank]
-        self.writing = whole(self.part)
-        self.out = self.writing.__enter__().open("w", encoding="utf-8")
+        self.of = self.path.with_name(f"{self.path.name}.of")  # says of which run the part is
+        self.kept = 0
+        if len(ranks) == 1:
+            self.go_on(trainer.datamodule, pl_module)
+
+    def go_on(self, data: Any, module: Any) -> None:
+        """Keep the whole batches of the same run, if one was killed."""
+        prompts = json.dumps([[one["tokens"], one["record"]] for one in data.records])
+        digest = hashlib.sha256(prompts.encode()).hexdigest()
+        run = json.dumps([digest, data.batch_size, torch.initial_seed(), *module.settings])
+        if self.part.exists() and self.of.exists() and self.of.read_text() == run:
+            with self.part.open("rb") as part:
+                sizes = [len(line) for line in part if line.endswith(b"\n")]
+            batches = len(sizes) // data.batch_size
+            data.done = min(batches * data.batch_size, len(data.records) - 1)  # something is left to answer
+            data.done -= data.done % data.batch_size
+            self.kept = sum(sizes[: data.done])
+            say(f"going on after {data.done} prompts that {self.part} has answers to")
+        else:
+            self.part.unlink(missing_ok=True)  # before the other file says that it is of this run
+            with whole(self.of) as of:
+                of.write_text(run)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.out = self.part.open("ab")
+        self.out.truncate(self.kept)
 
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs)
+        self.out.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs).encode())
+        self.out.flush()
+        speed = pl_module.generated / (time.perf_counter() - pl_module.begin)
+        show_beside(trainer.progress_bar_callback, f"{speed:.1f} tokens/s")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.out.close()
-        self.writing.__exit__(None, None, None)
         trainer.strategy.barrier()  # all parts are there
-        if trainer.is_global_zero and len(self.parts) > 1:
-            self.merge()
+        if trainer.is_global_zero:
+            if len(self.parts) > 1:
+                self.merge()
+            else:
+                self.part.replace(self.path)
+            self.of.unlink(missing_ok=True)
 
     def merge(self) -> None:
         """Put the answers of all devices in the order of their prompts, of which Lightning deals each one in turn."""
@@ -187,9 +238,16 @@ class Answers(L.Callback):
             part.unlink()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self.writing is not None:
+        if self.out is not None:
             self.out.close()
-            with contextlib.suppress(type(exception)):
-                self.writing.__exit__(type(exception), exception, None)
-            if self.part != self.path:
+            if len(self.parts) > 1 or not self.part.stat().st_size:  # nothing to go on from
                 self.part.unlink(missing_ok=True)
+                self.of.unlink(missing_ok=True)
+
+
+def show_beside(bar: Any, text: str) -> None:
+    """Show a figure in a progress bar of either kind, beside the batches that were predicted."""
+    if getattr(bar, "predict_progress_bar_id", None) is not None:
+        bar.progress.update(bar.predict_progress_bar_id, description=f"{bar.predict_description} {text}")
+    elif hasattr(bar, "predict_progress_bar"):
+        bar.predict_progress_bar.set_postfix_str(text)

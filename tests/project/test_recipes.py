@@ -10,8 +10,10 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 import urllib.error
 import zlib
 
@@ -1473,6 +1475,72 @@ def test_a_run_that_fails_leaves_no_half_of_a_file_and_the_answers_before_it(tin
         predict(*arguments)
     assert [json.loads(line) for line in pathlib.Path("run/answers.jsonl").read_text().splitlines()] == before
     assert [path.name for path in pathlib.Path("run").glob("answers*")] == ["answers.jsonl"]
+
+
+def killed_after(batches, arguments):
+    """Run the recipe in a process that is killed when so many batches are answered; it may end before."""
+    code = f"""
+        import os, signal
+        import torch
+        from examples.predict.module import Answers
+        from sp_lightning.cli import main
+        torch.set_num_threads(1)
+        write, left = Answers.on_predict_batch_end, [{batches}]
+        def counted(self, *arguments):
+            write(self, *arguments)
+            left[0] -= 1
+            if not left[0]:
+                self.out.write(b'{{"prompt": "half of a li')
+                self.out.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        Answers.on_predict_batch_end = counted
+        main({["predict", "--config", "examples/predict/config.yaml", *arguments]!r})
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=env, capture_output=True)
+
+
+@pytest.mark.parametrize("count, batches", [(12, (1, 2)), pytest.param(1000, (20, 60, 99), marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_goes_on_to_the_same_file(count, batches, tiny_llm, capsys):
+    words = ("The owl", "The cat sees a red boat", "A", "The cat")
+    data = write("ask.jsonl", *({"prompt": words[number % 4], "id": number} for number in range(count)))
+    where = [f"--model.name_or_path={tiny_llm}", f"--data.path={pathlib.Path(data).absolute()}"]
+    where += ["--data.batch_size=2", "--model.temperature=0.7", "--model.max_new_tokens=4"]
+    undisturbed = predict(*where)
+    folder = pathlib.Path("killed").absolute()
+    for number in batches:
+        done = killed_after(number, [f"--trainer.default_root_dir={folder}", *QUIET, *where])
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+        assert not (folder / "answers.jsonl").exists()
+    capsys.readouterr()
+    assert predict(*where, folder="killed") == undisturbed
+    assert f"going on after {2 * sum(batches)} prompts" in capsys.readouterr().out
+    assert [path.name for path in folder.glob("answers*")] == ["answers.jsonl"]
+
+
+def test_answers_of_another_run_are_not_gone_on_from(tiny_llm):
+    data = pathlib.Path(write("ask.jsonl", *({"prompt": "The owl", "id": number} for number in range(6)))).absolute()
+    where = [f"--model.name_or_path={tiny_llm}", f"--data.path={data}", "--data.batch_size=2"]
+    folder = pathlib.Path("killed").absolute()
+    killed_after(1, [f"--trainer.default_root_dir={folder}", *QUIET, *where])
+    other = "--model.max_new_tokens=3"
+    assert predict(*where, other, folder="killed") == predict(*where, other)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
+    pytest.importorskip("bitsandbytes")
+    arguments = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}", "--model.dtype=bfloat16"
+    assert predict(*arguments, "--data.batch_size=4") == predict(
+        *arguments, "--data.batch_size=4", PLAIN, folder="plain"
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm):
+    arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
+    option = f"--trainer.strategy.predict_at_once={at_once}"
+    assert predict(*arguments, option) == predict(*arguments, PLAIN, folder="plain")
 
 
 # ---- images
