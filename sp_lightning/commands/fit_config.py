@@ -11,6 +11,7 @@
    says how many, by an attribute ``trained_copies``.
 5. A module that generates answers in ``predict`` says so by an attribute ``generates``: the tokens of each, and where
    keys and values wait, "device" or "host". Its batch holds the prompts as ``input_ids``, and it is not trained.
+   With ``predict_at_once`` the batches under way at once count as one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,6 +90,9 @@ def find(arguments: Sequence[str]) -> Run:
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)
+    at_once = trainer.strategy.predict_at_once if asked else None
+    if at_once is not None:
+        batch, steps = _several(batch, at_once), -(-steps // at_once)
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
     return Run(
@@ -104,6 +108,16 @@ def find(arguments: Sequence[str]) -> Run:
         answer=answer,
         cache=cache,
     )
+
+
+def _several(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return ``count`` batches as one: all of them have caches at the same time, and share each trip (Rule 5)."""
+    rows = batch["input_ids"].shape[0]
+    of_rows = {name: hasattr(value, "__len__") and len(value) == rows for name, value in batch.items()}
+    return {
+        name: value if not of_rows[name] else value * count if isinstance(value, list) else torch.cat([value] * count)
+        for name, value in batch.items()
+    }
 
 
 def _parser() -> Any:

@@ -146,7 +146,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         )
         if predict_at_once is not None and not (is_int(predict_at_once) and predict_at_once >= 1):
             raise OptionError(argument="predict_at_once", found=predict_at_once, allowed="None or an int >= 1")
-        self._predict_at_once = predict_at_once
+        self.predict_at_once = predict_at_once
         self._predict_steps: PredictSteps | None = None
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._last_checkpoint: str | None = None  # of this run
@@ -230,9 +230,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self.setup_optimizers(trainer)
             self._check_room(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.PREDICTING and self._predict_at_once is not None:
+        if trainer.state.fn == TrainerFn.PREDICTING and self.predict_at_once is not None:
             assert self.handle is not None
-            self._predict_steps = PredictSteps(trainer, self.handle, self.predict_step, self._predict_at_once)
+            self._predict_steps = PredictSteps(trainer, self.handle, self.predict_step, self.predict_at_once)
 
     def _check_room(self, trainer: Trainer) -> None:
         """Raise DiskError if the optimizers' state, or checkpoints beside it, would fill its disk in mid-run."""
