@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..errors import OptionError
+
 STDOUT = "-"
 
 
@@ -39,7 +41,6 @@ def make_room(*paths: str | Path | None) -> None:
 
 def check_picture(path: str) -> None:
     """Raise an error, before any work, if a picture cannot be drawn to this path."""
-    from ..errors import OptionError
     from .plan_plot import check_matplotlib
 
     check_matplotlib()

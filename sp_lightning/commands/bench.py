@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..errors import OptionError
 from . import make_room
 
 SETTING = "model batch seq precision optimizer clip activations inference steps repetitions device device_memory"
@@ -73,8 +74,6 @@ def _names(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
-    from ..errors import OptionError
-
     for pair in pairs:
         if "=" not in pair:
             raise OptionError(argument="--set", found=pair, allowed="NAME=VALUE")

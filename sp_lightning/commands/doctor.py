@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ..options import format_bytes
 from . import STDOUT, add_json, make_room, write_json
 
 if TYPE_CHECKING:
@@ -57,23 +58,22 @@ def _print(report: Report) -> None:
 
 def rows(report: Report) -> list[tuple[str, str]]:
     """Return the facts as labelled lines of text."""
-    from ..options import format_bytes as size
 
     facts = report.facts
     machine = facts.machine
     link = f"{machine.up_bytes_per_s / 1e9:.1f} GB/s up, {machine.down_bytes_per_s / 1e9:.1f} GB/s down"
     both = f"each keeps {machine.duplex:.0%} while both run"
-    limit = "unlimited" if facts.lock_limit_nbytes is None else size(facts.lock_limit_nbytes)
+    limit = "unlimited" if facts.lock_limit_nbytes is None else format_bytes(facts.lock_limit_nbytes)
     if facts.pinned_nbytes is None:
         pinned = "not used by this device"
     else:
-        pinned = f"{size(facts.pinned_nbytes)} of {size(facts.pin_tried_nbytes)} tried"
-    memory = f"{size(facts.host_free_nbytes)} free of {size(machine.host_nbytes)}"
+        pinned = f"{format_bytes(facts.pinned_nbytes)} of {format_bytes(facts.pin_tried_nbytes)} tried"
+    memory = f"{format_bytes(facts.host_free_nbytes)} free of {format_bytes(machine.host_nbytes)}"
     fused = f"{facts.fused_parameters_per_s / 1e9:.2f}e9 with fused_optimizer=True"
     how = f"by torch's operators ({facts.why_not_compiled})" if facts.why_not_compiled else "in compiled code"
     return [
         ("device", f"{facts.device} ({facts.device_name})"),
-        ("device memory", f"{size(facts.device_free_nbytes)} free of {size(machine.device_nbytes)}"),
+        ("device memory", f"{format_bytes(facts.device_free_nbytes)} free of {format_bytes(machine.device_nbytes)}"),
         ("compute", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s in bfloat16, forward and backward"),
         ("link", f"{link}; {both}" + "; copies in memory, as the CPU computes" * facts.on_host),
         *([("ways up at once", _ways_up(report))] if facts.ways_up > 1 else []),
@@ -99,16 +99,12 @@ def _ways_up(report: Report) -> str:
 
 
 def _disk(report: Report) -> str:
-    from ..options import format_bytes
-
     facts = report.facts
     write, read = facts.disk_write_bytes_per_s / 1e9, facts.disk_read_bytes_per_s / 1e9
     return f"{write:.2f} GB/s written, {read:.2f} read, {format_bytes(facts.disk_free_nbytes)} free ({facts.folder})"
 
 
 def _disk_for_state(disk: DiskSpeed) -> str:
-    from ..options import format_bytes
-
     how = "direct" if disk.is_direct else "through the page cache"
     return (
         f"{disk.read_bytes_per_s / 1e9:.2f} GB/s read, {disk.write_bytes_per_s / 1e9:.2f} written, "

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..errors import OptionError
 from . import STDOUT, add_json, check_picture, make_room, write_json
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ def main(args: argparse.Namespace) -> int:
     from ..planning.forecast import WIDTH, text
 
     for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
-        if getattr(args, name) is not None:
-            _check_count(name, getattr(args, name))
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise OptionError(argument=name, found=value, allowed="an int >= 1")
     _check_run(args)
     if args.plot:
         check_picture(args.plot)
@@ -149,7 +151,6 @@ def in_place_of_fit(args: argparse.Namespace) -> bool:
 
 def _run_of_fit(args: argparse.Namespace) -> Run:
     """Return the run that fit would make with the config, if there is one, and the arguments beside it."""
-    from ..errors import OptionError
     from .fit_config import find
     from .model_spec import own_function
 
@@ -172,7 +173,6 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
 
 def _run_of_arguments(args: argparse.Namespace) -> Run:
     """Return the run that plan's own arguments describe."""
-    from ..errors import OptionError
     from .fit_config import Run
     from .model_spec import SPECS, find
 
@@ -203,8 +203,6 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
 
 def _check_run(args: argparse.Namespace) -> None:
     """Refuse epochs and a price without samples, and accumulation beside answers."""
-    from ..errors import OptionError
-
     if args.answer is not None and args.accumulate is not None:
         allowed = "left out beside --answer: nothing is trained"
         raise OptionError(argument="accumulate", found=args.accumulate, allowed=allowed)
@@ -225,10 +223,3 @@ def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float
     if steps is not None and args.price is not None:
         speed["cost"] = speed["hours"] * args.price
     return speed
-
-
-def _check_count(name: str, value: int) -> None:
-    from ..errors import OptionError
-
-    if value < 1:
-        raise OptionError(argument=name, found=value, allowed="an int >= 1")

@@ -60,7 +60,6 @@ EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
 PACE = {"Adafactor": 40, "AdamW8bit": 70}
 ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
 CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
 def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine, name: str | None) -> Plan:
@@ -167,14 +166,13 @@ class _Planner:
 
     def plan(self) -> Plan:
         chosen, paced = self.tried.sizes()
-        terms = self.terms(self.needs, *chosen)
-        sweep = self.tried.sweep()
         largest_batch = self._largest_batch()
-        parameters, reading = sum(cost.parameters for cost in self.needs.costs), self.needs.reading
+        trained = sum(cost.parameters for cost in self.needs.costs)
+        trace, reading = self.needs.trace, self.needs.reading
         return Plan(
             model=self.source.name,
-            parameters=self._parameters(),
-            trained=parameters,
+            parameters=trained if trace is None else trace.parameters,
+            trained=trained,
             rows=self.source.rows,
             counted=self.source.counted,
             precision=self.run.precision,
@@ -183,13 +181,13 @@ class _Planner:
             window=chosen.window,
             transfer=chosen.transfer,
             units=tuple(cost.name for cost in self.needs.streamed),
-            device_terms=terms,
+            device_terms=self.terms(self.needs, *chosen),
             host=self._host(self.source, self.options, self.needs),
             available=self.available,
             simulation=self.tried.simulated(chosen),
             largest_window=self.tried.largest_window(),
             largest_batch=largest_batch,
-            sweep=tuple(sweep),
+            sweep=tuple(self.tried.sweep()),
             changes=tuple(self._changes(chosen, largest_batch)),
             host_changes=tuple(self._host_changes(self.tried.batch_s(paced))),
             notes=tuple(dict.fromkeys(self.source.notes)),
@@ -206,10 +204,6 @@ class _Planner:
 
     def _reading_s(self, reading: Requirements | None, sizes: Pair) -> float:
         return 0.0 if reading is None else _Sizes(self, self.options, reading, self.machine).simulated(sizes).step_s
-
-    def _parameters(self) -> int:
-        trace = self.needs.trace
-        return sum(cost.parameters for cost in self.needs.costs) if trace is None else trace.parameters
 
     def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
         """Return the bytes on the device, by term, with what is reserved."""
