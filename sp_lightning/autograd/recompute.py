@@ -44,11 +44,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
-from ..compat.tensors import consists_of_tensors, storage_id, without_function_modes
+from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import host_of, quietly
+from ..memory.watched_parameters import HOST_OF_WHOLE, DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, mark_own_checkpoint, reachable, tensors_in
@@ -201,7 +201,7 @@ class _ForwardState:
 
     def note_attributes(self, tensors: Iterable[Tensor]) -> None:
         """Take the attributes that tensors have in Python, too."""
-        self.attributes += [(tensor, dict(vars(tensor))) for tensor in tensors if not consists_of_tensors(tensor)]
+        self.attributes += [(tensor, dict(vars(tensor))) for tensor in tensors if not hasattr(type(tensor), FLATTEN)]
 
     @property
     def values(self) -> list[Any]:
@@ -227,7 +227,7 @@ class _ForwardState:
         def clone(buffer: Tensor | None) -> Tensor | None:
             if buffer is not None:
                 attributes, buffer = vars(buffer), buffer.detach().clone()
-                if attributes and not consists_of_tensors(buffer):
+                if attributes and not hasattr(type(buffer), FLATTEN):
                     vars(buffer).update({name: copied(v) for name, v in attributes.items()})
             return buffer
 
@@ -493,6 +493,11 @@ class _ForwardSnapshot:
         self._now.pop().close()
 
 
+def host_of(value: Any) -> Any:
+    """Return the host parameter of a stand-in; anything else as it is."""
+    return value.host if isinstance(value, DeviceParameter) else getattr(value, HOST_OF_WHOLE, value)
+
+
 def _places(modules: list[nn.Module]) -> list[dict[str, Any]]:
     """Return the places of modules' parameters, but for those where a guard is (autocast_weights.py)."""
     return [module._parameters for module in modules if type(module._parameters) is dict]
@@ -598,7 +603,7 @@ def _passed(arguments: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def look(value: Any) -> None:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not consists_of_tensors(value):
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not hasattr(type(value), FLATTEN):
             found.append(value)
 
     _mapped(arguments, look)

@@ -519,11 +519,6 @@ def stand_in_of_whole(whole: Whole, parts: Iterator[Tensor], device: torch.devic
     return made
 
 
-def host_of(value: Any) -> Any:
-    """Return the host parameter of a stand-in; anything else as it is."""
-    return value.host if isinstance(value, DeviceParameter) else getattr(value, HOST_OF_WHOLE, value)
-
-
 def is_stand_in(tensor: Tensor) -> TypeGuard[DeviceParameter]:
     """Whether a tensor is a stand-in; ``isinstance`` takes three times as long, as torch answers it in Python."""
     return issubclass(type(tensor), DeviceParameter)

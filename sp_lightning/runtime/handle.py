@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..autograd.autocast_weights import castable
 from ..autograd.phases import Phase
+from ..autograd.recompute import host_of
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, without_dispatch
@@ -29,7 +30,7 @@ from ..core.unit_numbers import UnitNumbers
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
-from ..memory.watched_parameters import host_of, is_watched, unwatch
+from ..memory.watched_parameters import is_watched, unwatch
 from ..optim import torn_step
 from ..options import Options, is_int
 from ..ranks.board import Ranks
