@@ -142,8 +142,7 @@ class StandIns:
 
     def _whole(self, whole: Whole) -> Tensor:
         """Make the stand-in of a whole of those of its parts."""
-        parts = (self.outputs[self.index_of[id(part)]] for _, part in whole.parts)
-        return stand_in_of_whole(whole, parts, self.store.device.torch_device)
+        return stand_in_of_whole(whole, [self.outputs[self.index_of[id(part)]] for _, part in whole.parts])
 
     def _receiver(self, uses: CastUses) -> Receive:
         """Return the receiver of the node's gradients: it adds those in autocast's type, which come by ``uses``."""

@@ -80,7 +80,7 @@ def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
     found: list[tuple[Tensor, Tensor]] = []
     furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
-    for tensor in sorted(tensors, key=Tensor.data_ptr):
+    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes
         end = tensor.data_ptr() + _extent(tensor)
         if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
             found.append((furthest[1], tensor))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.tensors import consists_of_tensors
 from ..errors import OptionError
 from .names import FabricHalfPrecision, HalfPrecision, update_properties
 
@@ -24,13 +25,13 @@ def half_dtype(precision: Any) -> torch.dtype:
 
 
 def convert(module: nn.Module, half: torch.dtype) -> nn.Module:
-    """Convert a module's buffers to half precision and its parameters to FP32."""
+    """Convert a module's buffers to half precision and its parameters to FP32, but for quantised ones."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(half)
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not consists_of_tensors(parameter):
             parameter.data = parameter.data.float()
     update_properties(module, dtype=half)
     return module

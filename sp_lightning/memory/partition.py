@@ -176,7 +176,7 @@ class _Tree:
         """Refuse parts of wholes that share their bytes with another weight (rule 10)."""
         named = {id(weight): (name, weight) for owned in self.owned.values() for name, weight in owned}
         parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
-        weights = [weight for owned in self.owned.values() for _, weight in owned if not weight.is_meta]
+        weights = [weight for owned in self.owned.values() for _, weight in owned]
         for one, other in overlapping(weights):
             if id(one) in parts or id(other) in parts:
                 names = named[id(one)][0], named[id(other)][0]
@@ -220,6 +220,8 @@ def _whole(name: str, param: nn.Parameter) -> Whole:
     try:
         with without_dispatch():
             form, parts = flattened(param, name)
+        if not parts:
+            raise ValueError("it has none")
     except Exception as error:
         raise PartitionError(
             f"{name} is a {kind}, which cannot be taken apart into the tensors that it consists of ({error}): use a "

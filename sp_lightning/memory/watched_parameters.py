@@ -505,10 +505,11 @@ def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool])
     return output  # type: ignore[return-value]
 
 
-def stand_in_of_whole(whole: Whole, parts: Iterator[Tensor], device: torch.device) -> Tensor:
+def stand_in_of_whole(whole: Whole, parts: list[Tensor]) -> Tensor:
     """Make the stand-in of a parameter that consists of tensors of stand-ins of its parts (partition.py, rule 10)."""
+    device = true_device(parts[0])
     with torch.inference_mode(False), torch.no_grad():
-        made = whole.form.whole(parts, device)
+        made = whole.form.whole(iter(parts), device)
     others = {name: value for name, value in vars(whole.parameter).items() if name not in vars(made)}
     vars(made).update(others, **{IS_PARAMETER: True, HOST_OF_WHOLE: whole.parameter})
     if true_device(made) != device:

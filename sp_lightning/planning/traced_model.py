@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..autograd.saved_tensors import tensors_in
 from ..compat.kernels import has_chunked_loss
-from ..compat.tensors import storage_id
+from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, storage_id
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
 from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
@@ -431,7 +431,7 @@ def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(dtype)
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not consists_of_tensors(parameter):
             parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
 
 
@@ -440,6 +440,12 @@ def _copied(module: nn.Module, tensors: FakeTensors | RealTensors) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         with torch.no_grad():
+            if consists_of_tensors(parameter):
+                form, parts = flattened(parameter)
+                made = form.whole((tensors.adopt(part) for _, part in parts), parameter.device)
+                vars(made)[IS_PARAMETER] = True
+                memo[id(parameter)] = made.requires_grad_(parameter.requires_grad)
+                continue
             memo[id(parameter)] = nn.Parameter(tensors.adopt(parameter.detach()), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = tensors.adopt(buffer.detach())

@@ -6,11 +6,14 @@ import copy
 import io
 import pickle
 
+import lightning as L
+import processes
 import pytest
 import torch
 import wrapped
+from lightning.pytorch.callbacks import ModelCheckpoint
 from refusals import refusal
-from side_by_side import check, inputs, squares, training
+from side_by_side import check, fit, inputs, squares, training
 from torch import nn
 
 import models
@@ -83,6 +86,112 @@ def test_a_unit_whose_quantised_weight_is_kept_stays_on_the_device():
         for block in net.blocks:
             assert torch.equal(block.kept[0].decoded(), block.up.base.weight.decoded())
             block.kept = []
+
+
+class Module(L.LightningModule):
+    """Its checkpoints have what trains: Lightning cannot read others of such weights, plainly either."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.strict_loading = False
+        self.net = wrapped.adapted(form)()
+
+    def training_step(self, batch, _):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+    def on_save_checkpoint(self, checkpoint):
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
+
+
+def compare(one, other):
+    """Compares two modules after their fits."""
+    for (name, theirs), (_, ours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        for wanted, found in zip(wrapped.parts(theirs), wrapped.parts(ours), strict=True):
+            assert parity.difference(wanted.detach().cpu(), found.detach().cpu()) is None, name
+    assert [loss.item() for loss in one.losses] == [loss.item() for loss in other.losses]
+
+
+@parity.product(form=["int8", "nf4"], precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
+def test_a_trainer_trains_adapters_over_a_quantised_base(device, form, precision):
+    plain = fit(lambda: Module(form), None, device, precision=precision)
+    streaming = parity.streaming_strategy(device.type, window=1)
+    compare(plain, fit(lambda: Module(form), streaming, device, precision=precision))
+
+
+@pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
+def test_checkpoints_of_adapters_resume_both_ways(form, tmp_path):
+    def train(streams, steps, ckpt_path=None):
+        strategy = parity.streaming_strategy("cpu", window=1) if streams else None
+        saves = ModelCheckpoint(tmp_path / str(streams), "last") if ckpt_path is None else None
+        options = {"callbacks": [saves], "enable_checkpointing": True} if saves else {}
+        cpu = torch.device("cpu")
+        module = fit(lambda: Module(form), strategy, cpu, ckpt_path, max_steps=steps, **options)
+        return saves.best_model_path if saves else module
+
+    paths = [train(streams, 2) for streams in (False, True)]
+    first, *others = [train(streams, 4, path) for path in paths for streams in (False, True)]
+    for other in others:
+        compare(first, other)
+
+
+def test_master_weights_leave_a_quantised_base_as_it_is():
+    before = {}
+
+    def make():
+        module = Module("int8")
+        before.update(copy.deepcopy(wrapped.weights(module)))
+        return module
+
+    strategy = parity.streaming_strategy("cpu", window=1, master_weights=True)
+    module = fit(make, strategy, torch.device("cpu"), precision="bf16-true")
+    assert module.losses and module.net.stem.weight.dtype is torch.float32
+    for name, weight in wrapped.weights(module).items():
+        assert weight.dtype == before[name].dtype
+        assert all(map(torch.equal, wrapped.parts(weight), wrapped.parts(before[name]))), name
+
+
+@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+def test_a_quantised_base_stays_in_its_file(form):
+    net, other, (x,) = wrapped.adapted(form)(), wrapped.adapted(form)(), inputs("cpu", 1)
+    torch.save(net.state_dict(), "base.pt")
+    other.load_state_dict(torch.load("base.pt", mmap=True, weights_only=False), assign=True)
+    other.requires_grad_(False)
+    with torch.no_grad():
+        expected = net(x)
+        with sp_lightning.stream(other, "cpu", window=1, host_budget="0B") as handle:
+            assert torch.equal(other(x), expected)
+            nbytes = sum(part.nbytes for p in other.parameters() for part in wrapped.parts(p))
+            assert handle.stats()["disk_read"] > 0.9 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("form", "rank_device"),
+    [
+        ("nf4", "cpu"),
+        *(pytest.param(form, "cpu", marks=pytest.mark.slow) for form in wrapped.TRAINED if form != "nf4"),
+        *(pytest.param(form, "simgpu", marks=[pytest.mark.slow, pytest.mark.simgpu]) for form in ("coded", "int8")),
+    ],
+)
+def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(form, rank_device):
+    expected = processes.run(2, wrapped.train_on_ranks, None, form)
+    found = processes.run(2, wrapped.train_on_ranks, {"window": 1}, form, rank_device)
+    for theirs, ours in zip(expected, found, strict=True):
+        assert [parity.difference(*pair) for pair in zip(theirs, ours, strict=True)] == [None] * len(theirs)
+
+
+@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+def test_a_plan_counts_the_bytes_of_a_quantised_base(form):
+    net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
+    plan = sp_lightning.plan(net, x, loss=squares, machine="h100")
+    with sp_lightning.stream(net, "cpu", window=1) as handle, torch.no_grad():
+        net(x)
+        assert plan.host.weights == handle.stats()["host_bytes"]
 
 
 # --- What users do to such weights

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
+import sp_lightning
 
 aten = torch.ops.aten
 WIDTH, HIDDEN = 128, 256  # 256 blocks of 64 weights fit, which NF4 needs
@@ -179,6 +183,35 @@ class AdaptedStack(models.Stack):
 
 def adapted(form: str, count: int = 4) -> Callable[[], AdaptedStack]:
     return functools.partial(AdaptedStack, form, count)
+
+
+def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu") -> list[Tensor]:
+    """Losses and trained weights of this rank: under DDP without options, else streamed with them."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net: Any = adapted(form)()
+    call, handle, seen = net, contextlib.nullcontext(), []
+    if options is None:
+        device = "cpu"
+        ignored = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignored(net, list(weights(net)))  # which DDP cannot broadcast
+        call = nn.parallel.DistributedDataParallel(net)
+    else:
+        handle = sp_lightning.stream(net, device, group=dist.group.WORLD, **options)
+    with handle:
+        trained = [p for p in net.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+        for step in range(3):
+            x = models.vectors(2 * step + rank)[0].to(device)
+            loss = call(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().cpu())
+        seen += [p.detach().clone() for p in trained]
+    dist.destroy_process_group()
+    return seen
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
