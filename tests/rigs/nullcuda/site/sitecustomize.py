@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import sys
 
 import torch
 
+sys.modules["torchao"] = None  # transformers imports it where it is, and it asks for the device then: too early to fork
 torch.backends.cudnn.enabled = False
 if kernels := os.environ.get("NULLCUDA_KERNELS"):
     torch.backends.cuda.enable_flash_sdp(False)
