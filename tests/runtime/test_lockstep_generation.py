@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
@@ -78,7 +79,9 @@ SPECULATION = {
 
 
 @pytest.mark.parametrize("name", SPECULATION)
-@pytest.mark.parametrize("at_once", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "at_once", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_speculation_is_exact_and_brings_weights_up_once_for_all_tokens_of_a_guess(name, at_once, device):
     how, model = SPECULATION[name](device), llama()
     forwards = forwards_of(model)
@@ -202,3 +205,47 @@ def test_other_kinds_of_models_have_the_bits_of_each_alone(name, how, device):
         alone = [call() for call in calls()]
         together = handle.lockstep(calls(), at_once=3)
     assert all(map(same, together, alone))
+
+
+# --- Traffic and time
+
+
+def equal_calls(model, device, new):
+    numbers = torch.Generator().manual_seed(1)
+    prompts = torch.randint(41, (8, 1, 5), generator=numbers).to(device)
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    return [functools.partial(model.generate, prompt, **how) for prompt in prompts]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_bytes_of_weights_for_a_token_fall_by_the_calls_at_once(count, device):
+    model = llama()
+    with sp_lightning.stream(model, device, window=2) as handle:
+        calls = equal_calls(model, device, new=60)[:count]
+        before = handle.stats()["bytes_up"]
+        alone = [call() for call in calls]
+        middle = handle.stats()["bytes_up"]
+        together = handle.lockstep(calls, at_once=count)
+        end = handle.stats()["bytes_up"]
+    assert same(together, alone)
+    assert (middle - before) / (end - middle) == pytest.approx(count, rel=0.02)
+
+
+@pytest.mark.simgpu
+def test_eight_calls_give_five_times_the_tokens_a_second_of_one_where_the_link_binds():
+    import simgpu
+
+    model, device = llama(layers=3), torch.device("simgpu", 0)
+    with sp_lightning.stream(model, device, window=1, transfer=1) as handle:
+        calls = equal_calls(model, device, new=4)
+        handle.lockstep(calls)  # the first call of an operator blocks the host
+        layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+        simgpu.config.h2d_gbps = layer / 1e9 / 0.1  # a tenth of a second for a unit
+        begin = time.perf_counter()
+        calls[0]()
+        middle = time.perf_counter()
+        handle.lockstep(calls, at_once=8)
+        end = time.perf_counter()
+        simgpu.config.h2d_gbps = 0
+    assert middle - begin > 4 * 3 * 0.1 * 0.9  # it binds
+    assert 8 * (middle - begin) / (end - middle) >= 5
