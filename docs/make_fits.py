@@ -1,4 +1,4 @@
-"""Write the README's table of what fits where, from the planner alone.
+"""Write the tables of what fits where, a long one and the README's, from the planner alone.
 
     python docs/make_fits.py
 
@@ -11,14 +11,23 @@ import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from sp_lightning.core.machine import GIB, PROFILES, headroom
 from sp_lightning.planning import plan
+from sp_lightning.planning.shapes import SHAPES
 from sp_lightning.planning.workloads import WORKLOADS, Workload, decoder
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).parent / "what-fits.md"
 BEGIN, END = "<!-- what fits -->", "<!-- end of what fits -->"
 CARDS = ("rtx4060", "rtx4070", "rtx4060ti-16gb", "rtx4090")
 MEMORIES = (32, 64, 128)  # GiB
+IN_SHORT = (
+    *(("rtx4060", 32), ("rtx4060", 64)),
+    *(("rtx4070", 32), ("rtx4070", 64)),
+    *(("rtx4090", 64), ("rtx4090", 128)),
+)
 TOKENS = 2048  # of a step
 RUN = 10_000_000  # tokens
 ROOMY, TIGHT = 4096 * GIB, GIB  # hosts: one that never binds, one that always does
@@ -46,6 +55,9 @@ MODELS = {
     "Llama 70B": WORKLOADS["llama3-70b"],
 }
 WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
+SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
+ASKED = {"Llama 1B": "llama-1b", "Llama 3B": "llama-3b", "Llama 8B": "llama-8b"}  # of shapes.py, which can answer
+PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
 
 
 @dataclass(frozen=True)
@@ -67,25 +79,38 @@ def needs(card: str, model: str) -> Iterator[Needs]:
     yield Needs(change.nbytes, change.host_nbytes or 0, change.step_s)
 
 
-def table() -> str:
-    """Make the table: a row for each card and host memory."""
-    lines = [f"| card | RAM | {' | '.join(WAYS)} |", f"| --- | --- |{' --- |' * len(WAYS)}"]
+def answers(card: str, model: str) -> Needs:
+    """Return what answers take on one card."""
+    shape = SHAPES[ASKED[model]]
+    batch = shape.inputs(PROMPTS, PROMPT, torch.Generator())
+    given = {"machine": card, "precision": "bf16-true", "answer": ANSWER, "host_memory": ROOMY}
+    found = plan(shape.make, batch, **given)
+    return Needs(found.device_nbytes, found.host.total, found.with_memory.answer_s(ANSWER))
+
+
+def tables() -> tuple[str, str]:
+    """Make the long table, with a row for each card and host memory, and the short one."""
+    long, short = ([f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * 3}"] for ways in (WAYS, SHORT))
     for card in CARDS:
         found = {model: list(needs(card, model)) for model in MODELS}
+        asked = {model: answers(card, model) for model in ASKED} if card in dict(IN_SHORT) else {}
         gigabytes = PROFILES[card].device_nbytes // GIB
         for memory in MEMORIES:
             free = memory * GIB - headroom(memory * GIB)
             cells = [_cell({model: ways[number] for model, ways in found.items()}, card, free) for number in range(3)]
-            lines.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            long.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
+            if (card, memory) in IN_SHORT:
+                of = [cells[0], cells[2], _cell(asked, card, free, PROMPTS * ANSWER, hours=False)]
+                short.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(of)} |")
+    return "\n".join(long), "\n".join(short)
 
 
-def _cell(of_models: dict[str, Needs], card: str, free: int) -> str:
+def _cell(of_models: dict[str, Needs], card: str, free: int, tokens: int = TOKENS, hours: bool = True) -> str:
     """Describe the largest model that fits, or a dash."""
     for model, one in reversed(of_models.items()):
         if one.device_nbytes <= PROFILES[card].device_nbytes and one.host_nbytes <= free:
-            speed = TOKENS / one.step_s
-            return f"{model}, {float(f'{speed:.2g}'):.0f} tokens/s, {RUN / speed / 3600:.2g} h"
+            speed = tokens / one.step_s
+            return f"{model}, {float(f'{speed:.2g}'):.0f} tokens/s" + f", {RUN / speed / 3600:.2g} h" * hours
     return "-"
 
 
@@ -93,13 +118,14 @@ def written(text: str, new: str) -> str:
     """Return the page with the table in its place."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{README.name} has no place between {BEGIN} and {END}"
+    assert begin and end, f"the page has no place between {BEGIN} and {END}"
     return f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
 
 
 def main() -> None:
-    """Write the table into the README."""
-    README.write_text(written(README.read_text(), table()))
+    """Write both tables into their pages."""
+    for page, table in zip((PAGE, README), tables(), strict=True):
+        page.write_text(written(page.read_text(), table))
 
 
 if __name__ == "__main__":

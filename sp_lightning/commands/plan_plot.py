@@ -43,9 +43,15 @@ def figure(plan: Plan) -> Any:
     place: dict[str, Any] = {"xytext": (14, 18), "textcoords": "offset points", "bbox": BEHIND, "zorder": 9}
     axis.annotate(note, (plan.device_nbytes / GIB, plan.step_s), color=CHOSEN, fontsize=9, **place)
     axis.axvline(plan.available / GIB, color=LIMIT, linewidth=1, linestyle="--", label="device memory")
-    axis.axvspan(plan.available / GIB, right, color=LIMIT, alpha=0.05, linewidth=0)
+    if any(point.nbytes > plan.available for point in shown):
+        axis.axvspan(plan.available / GIB, right, color=LIMIT, alpha=0.05, linewidth=0)
+        beyond: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "ha": "right", "va": "top", "fontsize": 9}
+        axis.text(right - 0.01 * (right - left), 0.98, "does not fit", color=INK, **beyond)
     axis.axhline(plan.floor_s, color=FAINT, linewidth=1, linestyle=":", label=f"lower bound, set by the {plan.binds}")
-    axis.set_ylim(0, 1.2 * max(point.step_s for point in shown))
+    slowest, fastest = max(point.step_s for point in shown), min(plan.floor_s, *(point.step_s for point in shown))
+    room = 0.15 * (slowest - fastest) + 0.01 * slowest
+    axis.set_ylim(max(0.0, fastest - room), slowest + room)
+    _label_windows(axis, [point for point in shown if point.transfer == shown[0].transfer], right - left)
     axis.set_xlim(left, right)
     axis.set_xlabel("device memory in GiB; the numbers are windows", color=INK)
     axis.set_ylabel("predicted seconds of a step", color=INK)
@@ -53,7 +59,7 @@ def figure(plan: Plan) -> Any:
     axis.set_title(f"{plan.model} on {plan.machine.name}: {about}", color=INK, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="upper center")
     drawn.tight_layout()
     return drawn
 
@@ -81,6 +87,21 @@ def _draw_line(axis: Any, points: list[SweepPoint], number: int, available: int)
     for point, x, y in zip(points, gib, seconds, strict=True):
         face = color if point.nbytes <= available else "white"
         axis.plot([x], [y], marker="o", markersize=size, color=color, markerfacecolor=face, zorder=4 + number)
-        if number == 0:
-            place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points"}
-            axis.annotate(str(point.window), (x, y), fontsize=8, color=INK, ha="center", **place)
+
+
+def _label_windows(axis: Any, points: list[SweepPoint], width: float) -> None:
+    """Write the windows below their points; those of neighbours that would overlap stand together: "2 to 4"."""
+    low, high = axis.get_ylim()
+    groups: list[list[SweepPoint]] = []
+    for point in points:
+        last = groups[-1][-1] if groups else None
+        near = last is not None and abs(point.nbytes - last.nbytes) / GIB < 0.035 * width
+        if near and last is not None and abs(point.step_s - last.step_s) < 0.06 * (high - low):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    place: dict[str, Any] = {"xytext": (0, -17), "textcoords": "offset points", "bbox": BEHIND, "zorder": 8}
+    for group in groups:
+        text = str(group[0].window) if len(group) == 1 else f"{group[0].window} to {group[-1].window}"
+        middle = sum(point.nbytes for point in group) / len(group) / GIB, min(point.step_s for point in group)
+        axis.annotate(text, middle, fontsize=8, color=INK, ha="center", **place)

@@ -62,13 +62,13 @@ def figure(timelines: Sequence[Timeline], step: int | None = None) -> Any:
     scale, unit = (1.0, "s") if longest >= 2 else (1e3, "ms")
     rows = [_rows(timeline, s) for timeline, s in chosen]
     heights = [len(lanes) + 1.65 for lanes in rows]
-    drawn = Figure(figsize=(WIDTH_IN, ROW_IN * (sum(heights) + 1.0 + 2.4 * len(rows))), facecolor="white")
+    drawn = Figure(figsize=(WIDTH_IN, ROW_IN * (sum(heights) + 1.6 + 2.4 * len(rows))), facecolor="white")
     axes = drawn.subplots(len(chosen), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, (timeline, s), lanes in zip(axes, chosen, rows, strict=True):
         _Panel(axis, timeline, s, lanes, scale, unit, longest).draw()
     axes[-1].set_xlabel(f"time in {unit}", color=INK, fontsize=8.5)
     _legend(drawn, chosen)
-    drawn.tight_layout(rect=(0, 0.26 / drawn.get_figheight(), 1, 1), h_pad=1.0)
+    drawn.tight_layout(rect=(0, 0.48 / drawn.get_figheight(), 1, 1), h_pad=1.0)
     return drawn
 
 
@@ -137,9 +137,9 @@ class _Panel:
         )
         if text and self._fits(text, width):
             ink = INK if _is_light(color) else "white"
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
-            middle = left + width / 2
-            self.axis.text(middle, row, text, ha="center", va="center", fontsize=TEXT_PT, color=ink, bbox=behind)
+            behind = {"facecolor": color, "edgecolor": "none", "pad": 1.0}  # over hatches, and the line of the floor
+            place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5, "bbox": behind}
+            self.axis.text(left + width / 2, row, text, fontsize=TEXT_PT, color=ink, **place)
 
     def _fits(self, text: str, width: float) -> bool:
         inches = width / self.longest * WIDTH_IN * 0.86
@@ -218,4 +218,11 @@ def _legend(drawn: Any, chosen: list[tuple[Timeline, Step]]) -> None:
     ]
     if any(span.stall for span in spans):
         handles.append(Patch(facecolor="white", edgecolor=WAITS, hatch="//////", linewidth=0, label="waits"))
-    drawn.legend(handles=handles, loc="lower left", ncols=len(handles), frameon=False, fontsize=8, labelcolor=INK)
+    shown = [causes(timeline.spans, step.start, step.end) for timeline, step in chosen]
+    handles += [
+        Patch(facecolor=CAUSE_COLORS[cause], label=f"the step: {NAMES[cause]}")
+        for cause in CAUSES
+        if any(shares[cause] > 0 for shares in shown)
+    ]
+    ncols = -(-len(handles) // 2)
+    drawn.legend(handles=handles, loc="lower left", ncols=ncols, frameon=False, fontsize=8, labelcolor=INK)

@@ -125,6 +125,7 @@ def test_import_registers_the_strategy_and_does_nothing_else():
 def test_top_level_holds_what_a_stranger_expects():
     expected = {"sp_lightning", "examples", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "LICENSE"}
     expected |= {"CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".git", ".github", ".gitignore", ".pre-commit-config.yaml"}
+    expected |= {"mkdocs.yml"}
     ignored = (ROOT / ".gitignore").read_text().split()
     found = {path.name for path in ROOT.iterdir()}
     assert {name for name in found - expected if not any(fnmatch.fnmatch(name, i) for i in ignored)} == set()
@@ -221,7 +222,7 @@ def steps():
 def test_workflows_run_nothing_but_ci():
     commands = {step["run"] for step in steps() if "run" in step}
     share = ".ci/run --share ${{ matrix.share }}"
-    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", share}
+    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", ".ci/run --site", share}
     used = {step["uses"].partition("@")[0] for step in steps() if "uses" in step}
     assert {name for name in used if not name.startswith("actions/")} == {"pypa/gh-action-pypi-publish"}
 
