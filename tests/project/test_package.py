@@ -119,6 +119,32 @@ def test_import_registers_the_strategy_and_does_nothing_else():
     assert strategies == ["superpipeline"] and same
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["--help", "plan --model llama3-8b --machine rtx4090 --host-memory 256GiB"])
+def test_a_command_that_makes_no_model_takes_a_fifth_of_the_import_more(command):
+    """In processor time of one process, of which the shortest of three runs counts: the same under load."""
+    output = python(f"""
+        import contextlib
+        import io
+        import time
+
+        begin = time.process_time()
+        import sp_lightning
+        imported = time.process_time() - begin
+        from sp_lightning.cli import main
+
+        def run():
+            begin = time.process_time()
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                main({command.split()})
+            return time.process_time() - begin
+
+        print(imported, min(run() for _ in range(3)))
+    """)
+    imported, ran = map(float, output.split())
+    assert 0 < ran < 0.2 * imported, (imported, ran)
+
+
 # ---- layout
 
 

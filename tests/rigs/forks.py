@@ -67,7 +67,7 @@ class Program:
         fds = [numbers, *(file.fileno() for file in self.files)]
         socket.send_fds(server(modules, tuple(begins_with.items())), [request], fds)
         os.close(numbers)
-        self.pid = self._number(60)
+        self.pid = self._number(None)  # however long the server takes under load: pytest's own limit ends it
 
     def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Wait until it has ended."""
@@ -83,11 +83,15 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _number(self, timeout: float) -> int:
+    def _number(self, timeout: float | None) -> int:
         """Receive the next thing that the server's side tells: the program's number, then how it ended."""
         if not select.select([self.numbers], [], [], timeout)[0]:
+            assert timeout is not None
             raise subprocess.TimeoutExpired(self.arguments, timeout)
-        return NUMBER.unpack(os.read(self.numbers, NUMBER.size))[0]
+        told = os.read(self.numbers, NUMBER.size)
+        if not told:
+            raise ChildProcessError("the server of forks has ended")
+        return NUMBER.unpack(told)[0]
 
 
 @functools.cache
