@@ -254,8 +254,11 @@ class UnitStore:
     def release(self, kept: bool = False) -> None:
         """Make the parameters plain again, with the bytes they have, and free the device buffer.
 
-        With ``kept`` the user's code still refers to the device bytes: then they are left to it.
+        With ``kept`` the user's code still refers to the device bytes: then they are left to it. Where the host
+        computes, the parameters lie there from now on: in a plain run, such a view is one of theirs.
         """
+        if kept and self.device.is_host and self.on_device.is_loaded and not self.shared:
+            self._settle_on_device()
         for parameter in self.params:
             unwatch(parameter)
         for weight in self.weights:
@@ -263,6 +266,16 @@ class UnitStore:
         self._storages = []
         if self.on_device.is_loaded and not kept:
             self.on_device.free()
+
+    def _settle_on_device(self) -> None:
+        """Have the parameters lie in the device buffer, where they have their own types there."""
+        if self.stale():
+            self.load()
+            self.on_device.wait_load()
+        for index, parameter in enumerate(self.params):
+            view = self.on_device.view(index)
+            if view.dtype == true_dtype(parameter) and view.shape == parameter.shape:
+                set_true_data(parameter, view)
 
     def data_exposed(self, parameter: Tensor) -> None:
         """Move the epoch (Rule 6) and wait for the fill (Rule 4): the host bytes may be written now."""

@@ -100,6 +100,15 @@ def test_weights_that_are_exchanged_after_their_block_ran_without_autocast(devic
     assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
+def test_a_view_that_is_kept_from_a_step_is_one_of_the_weight_after_the_fit(device):
+    acts = (
+        programs.Act(0, "stepped", "module", "keep view", 56),
+        programs.Act(2, "forward", "module", "write to what was kept", 96),
+    )
+    program = programs.Program(2221, entry="lightning", kinds=("Dense",), batches=2, epochs=2, manual=True, acts=acts)
+    assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
+
+
 @pytest.mark.slow
 def test_an_optimizer_that_writes_to_storages_does_on_two_ranks_what_it_does_under_ddp():
     program = programs.Program(0, batches=2, optimizer="by storage")
