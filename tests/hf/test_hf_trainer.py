@@ -31,6 +31,9 @@ SETTINGS = {
     "smoothing": {"label_smoothing_factor": 0.1},
     "made by model_init": {"makes_model": True},
     "evaluation first": {"eval_on_start": True},
+    "a fused optimizer": {"optim": "adamw_torch_fused"},
+    "8-bit optimizer state": {"optim": "adamw_bnb_8bit"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "generating": {**SEQ2SEQ, "make": t5, "predict_with_generate": True, "generation_max_length": 6},
 }
 DAILY = {  # every other combination is slow
@@ -44,10 +47,13 @@ DAILY = {  # every other combination is slow
 }
 
 
+ON_CPU = ("8-bit optimizer state", "compiled")  # bitsandbytes, and the compiler, have no simulated device
+
+
 def combinations():
     for setting in SETTINGS:
         for window in WINDOWS:
-            for device in parity.DEVICES:
+            for device in parity.DEVICES if setting not in ON_CPU else ["cpu"]:
                 marks = [pytest.mark.simgpu] if device == "simgpu" else []
                 marks += [] if (setting, window, device) in DAILY else [pytest.mark.slow]
                 yield pytest.param(setting, window, device, marks=marks, id=f"{setting}-{window}-{device}")

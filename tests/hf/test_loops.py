@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from hf_runs import compare, llama, rows
+from torch import nn
 from torch.utils.data import DataLoader
 
 
@@ -70,3 +71,59 @@ SLOW = [("bf16 and accumulating", "cpu"), ("zeroing first", "simgpu"), ("plain",
 def test_a_loop_leaves_the_bits_of_the_stock_run(kind, device, tmp_path):
     found = compare(functools.partial(loop, **LOOPS[kind]), tmp_path)
     assert found["held_steps"] == [{"bf16 and accumulating": 3}.get(kind, 7)]
+
+
+def adapters_of_a_denoiser(folder, **options):
+    """The shape of diffusers' training scripts: frozen parts that are moved, and a denoiser whose adapters train."""
+    torch.manual_seed(1)
+    encoder, denoiser = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2))
+    accelerator = Accelerator(mixed_precision="bf16", **options)
+    encoder.requires_grad_(False).to(accelerator.device, dtype=torch.bfloat16)
+    denoiser.requires_grad_(False).to(accelerator.device)
+    for layer in denoiser:
+        layer.register_parameter("adapter", nn.Parameter(torch.zeros(8)))
+        layer.register_forward_hook(lambda layer, _, output: output + layer.adapter)
+    trained = [p for p in denoiser.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-2)
+    loader = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(2)), batch_size=4)
+    denoiser, optimizer, loader = accelerator.prepare(denoiser, optimizer, loader)
+    for index, x in enumerate(loader):
+        with accelerator.accumulate(denoiser):
+            with torch.no_grad():
+                hidden = encoder(x.to(torch.bfloat16))
+            loss = (denoiser(hidden.float()) - x).square().mean()
+            accelerator.backward(loss)
+            yield f"norm {index}", accelerator.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        yield f"loss {index}", accelerator.gather(loss)
+    yield "weights", accelerator.unwrap_model(denoiser).state_dict()
+
+
+def two_models(folder, **options):
+    """Two models that train in turn, each with an optimizer of its own."""
+    torch.manual_seed(1)
+    nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, out)) for out in (8, 1)]
+    optimizers = [torch.optim.Adam(net.parameters(), 1e-2) for net in nets]
+    accelerator = Accelerator(**options)
+    maker, judge, of_maker, of_judge = accelerator.prepare(*nets, *optimizers)
+    for index in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index)).to(accelerator.device)
+        made = maker(x)
+        of_judge.zero_grad()
+        accelerator.backward((judge(x) - 1).square().mean() + judge(made.detach()).square().mean())
+        of_judge.step()
+        of_maker.zero_grad()
+        loss = (judge(made) - 1).square().mean()
+        accelerator.backward(loss)
+        of_maker.step()
+        yield f"loss {index}", loss
+    for index, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+        yield f"ends {index}", [net.state_dict(), optimizer.state_dict()["state"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [adapters_of_a_denoiser, two_models])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+def test_a_loop_over_two_models_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
+    assert len(compare(run, tmp_path)["handles"]) == (2 if run is two_models or device.type != "cpu" else 1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_runs import WORDS, Fetches, judge, llama, seen, tokenizer
 
 pytest.importorskip("trl", reason="these runs are TRL's trainers")
@@ -39,9 +39,10 @@ def train(folder, kind, adapters=False, reference=False, **settings):
     if reference:
         given["ref_model"] = llama()
     if settings.get("beta") and not adapters:  # TRL loads the reference from where the model came from
-        base = folder / f"base{os.environ.get('LOCAL_RANK', '')}"  # each rank has its own
-        given["model"].save_pretrained(base)
-        given["model"] = type(given["model"]).from_pretrained(base, dtype=torch.float32)
+        given["model"].save_pretrained(folder / "base")  # by the first rank
+        if dist.is_initialized():
+            dist.barrier()
+        given["model"] = type(given["model"]).from_pretrained(folder / "base", dtype=torch.float32)
     if adapters:
         given["peft_config"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear")
     if kind == "GRPO":
