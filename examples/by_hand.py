@@ -49,7 +49,7 @@ def train(arguments, model, rows, handle, device):
             if step == arguments.steps:
                 break
     step_ms = (time.perf_counter() - begin) * 1e3 / max(step - 1, 1)
-    print(line(loss.item(), device_peak(device, handle), plain_nbytes(model, [optimizer]), step_ms))
+    print(line(loss.item(), device_peak(device, handle), plain_nbytes(model, [optimizer]), step_ms / 1e3))
 
 
 def main():

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from sp_lightning.options import format_bytes
+from sp_lightning.options import format_bytes, format_seconds
 
 say = rank_zero_only(print)  # of several devices, the first one speaks
 
@@ -73,7 +73,7 @@ def traffic(batches: Sequence[Moved], batches_per_step: int) -> str:
 
 
 def line(
-    loss: float | None, peak: int | None, plain: int, step_ms: float, batches: int = 1, moved: str | None = None
+    loss: float | None, peak: int | None, plain: int, batch_s: float, batches: int = 1, moved: str | None = None
 ) -> str:
     """The figures for a reader."""
     return " | ".join(
@@ -82,7 +82,7 @@ def line(
             *([] if peak is None else [f"device peak {format_bytes(peak)}"]),
             f"plain Lightning would have needed {format_bytes(plain)} and activations",
             *([moved] if moved else []),
-            f"{step_ms:.1f} ms per step" + (f" of {batches} batches" if batches > 1 else ""),
+            f"{format_seconds(batch_s)} per batch" + (f", {batches} batches in a step" if batches > 1 else ""),
         ]
     )
 
@@ -109,12 +109,12 @@ class Summary(L.Callback):
 
     def _end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         timed = self.seconds[self.batches_per_step :] or self.seconds
-        step_ms = 1e3 * self.batches_per_step * sum(timed) / max(len(timed), 1)
+        batch_s = sum(timed) / max(len(timed), 1)
         peak = device_peak(trainer.strategy.root_device, getattr(trainer.strategy, "handle", None))
         loss = trainer.callback_metrics.get("loss")
         plain = plain_nbytes(module, trainer.optimizers, averages(trainer))
         moved = traffic(self.moved, self.batches_per_step)
-        say(line(None if loss is None else float(loss), peak, plain, step_ms, self.batches_per_step, moved))
+        say(line(None if loss is None else float(loss), peak, plain, batch_s, self.batches_per_step, moved))
 
     def _begin_batch(self, trainer: L.Trainer) -> None:
         self.before = bytes_so_far(trainer)

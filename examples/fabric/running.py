@@ -122,4 +122,4 @@ def say(fabric: Fabric, clock: Clock, loss: Tensor | None, *parts: tuple[nn.Modu
     peaks = [device_peak(fabric.device, handle) for handle in handles or [None]]
     known = [peak for peak in peaks if peak is not None]
     plain = sum(plain_nbytes(module, [optimizer] if optimizer else []) for module, optimizer in parts)
-    print(line(None if loss is None else float(loss.detach()), max(known, default=None), plain, clock.step_ms))
+    print(line(None if loss is None else float(loss.detach()), max(known, default=None), plain, clock.step_ms / 1e3))
