@@ -2,7 +2,9 @@
 
 1. The first user of a patch installs it and the last one removes it, in any order and on any thread. So all users of a
    patch pass the same function: what differs between them it finds when it is called.
-2. Removing a patch puts back what was there when this file was imported, to the very object.
+2. Removing a patch puts back what was there when its first user came, to the very object: users may have patched the
+   attribute themselves, after this file was imported. Where they patched over ours meanwhile, theirs stays, with ours
+   below it, which is not installed a second time: it would call itself.
 3. No other file assigns to attributes of torch. tests/compat/test_patches.py compares torch's modules and classes
    before and after runs of every kind, and so finds a patch that is not in this registry.
 4. A new version of torch is tried with that test, and with those that the comments below name. All patches were tried
@@ -34,15 +36,30 @@ class Patch:
     def __init__(self, holder: Any, name: str) -> None:
         self.holder = holder
         self.name = name
-        self.original: Any = vars(holder).get(name, ABSENT)
         self.users = 0
+        self._original: Any = vars(holder).get(name, ABSENT)
+        self._replacement: Any = ABSENT
+        self._is_covered = False  # by a patch of the user's
         ALL.append(self)
+
+    @property
+    def original(self) -> Any:
+        """The attribute that our replacement stands in front of, now or once it is installed."""
+        found = self._found
+        return self._original if self.users or self._is_covered or found is self._replacement else found
+
+    @property
+    def _found(self) -> Any:
+        return vars(self.holder).get(self.name, ABSENT)
 
     def install(self, replacement: Any) -> None:
         """Add a user, the first of which puts the replacement in place."""
         with _lock:
             if not self.users:
-                setattr(self.holder, self.name, replacement)
+                self._is_covered = self._is_covered and self._found not in (self._original, self._replacement)
+                if not self._is_covered:
+                    self._original, self._replacement = self.original, replacement
+                    setattr(self.holder, self.name, replacement)
             self.users += 1
 
     def remove(self) -> None:
@@ -51,10 +68,12 @@ class Patch:
             self.users -= 1
             if self.users:
                 return
-            if self.original is ABSENT:
+            if self._found is not self._replacement:
+                self._is_covered = self._found is not self._original
+            elif self._original is ABSENT:
                 delattr(self.holder, self.name)
             else:
-                setattr(self.holder, self.name, self.original)
+                setattr(self.holder, self.name, self._original)
 
 
 # memory/watched_parameters.py, while any parameter is managed. ``nn.Parameter(p)`` would be a second host parameter

@@ -17,6 +17,7 @@ from side_by_side import blocks, inputs, sgd, squares
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import models
 import parity
@@ -352,3 +353,26 @@ def test_a_patch_lasts_from_its_first_user_to_its_last():
     finally:
         for patch in (present, absent):
             patches.ALL.remove(patch)
+
+
+def counting(calls, applied):
+    def apply(kind, *args, **kwargs):
+        calls.append(kind.__name__)
+        return applied.__get__(None, kind)(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_a_patch_of_the_users_over_a_patched_name_is_called_and_stays(moment, monkeypatch):
+    calls, net, x = [], blocks(), next(inputs(HOST))
+    if moment == "before":
+        monkeypatch.setattr(torch.autograd.Function, "apply", counting(calls, vars(torch.autograd.Function)["apply"]))
+    for _ in range(2):
+        with sp_lightning.stream(net, HOST, window=1):
+            if moment == "meanwhile" and not calls:
+                over = counting(calls, vars(torch.autograd.Function)["apply"])
+                monkeypatch.setattr(torch.autograd.Function, "apply", over)
+            checkpoint(net, x.requires_grad_(), use_reentrant=True).sum().backward()
+    checkpoint(net, x, use_reentrant=True)
+    assert calls.count("CheckpointFunction") == 3

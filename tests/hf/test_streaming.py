@@ -247,12 +247,12 @@ def test_data_parallel_is_refused(device):
 
 @pytest.mark.parametrize("change", ["gone", "other arguments"])
 def test_a_version_with_other_names_is_an_error_that_names_it(change, monkeypatch):
-    from sp_lightning.compat.accelerate import PREPARE_MODEL
-    from sp_lightning.compat.patches import ABSENT
-
     def prepare_model(self, model, placement): ...
 
-    monkeypatch.setattr(PREPARE_MODEL, "original", ABSENT if change == "gone" else prepare_model)
+    if change == "gone":
+        monkeypatch.delattr(accelerate.Accelerator, "prepare_model")
+    else:
+        monkeypatch.setattr(accelerate.Accelerator, "prepare_model", prepare_model)
     has = "no such method" if change == "gone" else r"Accelerator\.prepare_model\(model, placement\)"
     with pytest.raises(UnsupportedError, match=rf"but accelerate {accelerate.__version__} has {has}"):
         sp_lightning.hf.enable()
