@@ -131,6 +131,7 @@ def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
     assert isinstance(model, nn.parallel.DistributedDataParallel) and run.unwrap_model(model) is net is model.module
     yield "modules", [name for name, _ in model.named_modules()]
+    yield "beginning", ends(model)
     for step, x in enumerate(loader):
         if step == 4:
             run.save_state(str(folder / "state"))
