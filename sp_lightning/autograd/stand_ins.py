@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.references import references
-from ..compat.tensors import attributes_in, set_versions
+from ..compat.tensors import attributes_in, set_versions, were_replaced
 from ..core.unit_numbers import UnitHostBytes, UnitNumbers, aligned
 from ..errors import ExactnessError, UnsupportedError
 from ..memory.partition import Slot, Unit, Whole, exchange
@@ -104,7 +104,7 @@ class StandIns:
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
-        self._attributes: list[list[Any]] = []  # of the wholes' stand-ins when they were made
+        self._attributes: list[Any] = []  # of the wholes' stand-ins when they were made
         self._versions: list[int] = []
         self._own_references = 0
 
@@ -210,6 +210,7 @@ class StandIns:
     def remake(self) -> None:
         """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
         self.outputs = self.shown = []
+        self._attributes = []
         self._versions = []  # the unit may be fetched and evicted before its next visit
         self.data_exposed[0] = False
         self.full_precision.clear()
@@ -226,6 +227,7 @@ class StandIns:
         neither module nor engine would ever be freed.
         """
         self.outputs = self.shown = []
+        self._attributes = []
         self._versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = ()
         self.hidden = []
@@ -259,11 +261,8 @@ class StandIns:
 
     def _changed_whole(self) -> str | None:
         """Return the name of a whole whose stand-in was given another attribute, if any was."""
-        stand_ins = self.shown[len(self.outputs) :]
-        for whole, now, before in zip(self.wholes, map(attributes_in, stand_ins), self._attributes, strict=True):
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return whole.name
-        return None
+        changed = map(were_replaced, self._attributes)
+        return next((whole.name for whole, was in zip(self.wholes, changed, strict=True) if was), None)
 
     def _collect_writes(self, replayed: Sequence[int]) -> None:
         if self.data_exposed[0]:

@@ -189,13 +189,20 @@ def flattened(tensor: Tensor, name: str = "") -> tuple[Form, list[tuple[str, Ten
     return Form(type(tensor), context, tensor.size(), tensor.stride(), forms), found
 
 
-def attributes_in(tensor: Tensor) -> list[Any]:
-    """List the values of a tensor's attributes in Python, and of those of tensors among them that consist of others."""
-    found = list(vars(tensor).values())
-    for value in list(found):
+def attributes_in(tensor: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Return a tensor with its attributes in Python, and likewise those tensors among these that consist of others."""
+    found = [(tensor, dict(vars(tensor)))]
+    for value in vars(tensor).values():
         if isinstance(value, Tensor) and consists_of_tensors(value):
             found += attributes_in(value)
     return found
+
+
+def were_replaced(attributes: list[tuple[Tensor, dict[str, Any]]]) -> bool:
+    """Whether any of these attributes is another object now; new ones, as torch's compiler sets, do not count."""
+    return any(
+        vars(tensor).get(name, tensor) is not value for tensor, before in attributes for name, value in before.items()
+    )
 
 
 def _on(device: torch.device, context: Any) -> Any:

@@ -24,7 +24,7 @@ from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
-from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, without_dispatch
+from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
@@ -809,7 +809,7 @@ class ModuleFingerprint:
         self._with_entries = [entry.module for entry in entries]
         self._classes = list(map(type, self._with_entries))
         wholes = [parameter for parameter in module.parameters() if consists_of_tensors(parameter)]
-        self._wholes = [(whole, attributes_in(whole)) for whole in wholes]  # which tensors each consists of, and how
+        self._wholes = [*map(attributes_in, wholes)]  # which tensors each consists of, and how
 
     def has_changed(self, any_replaced: bool) -> bool:
         """Return whether parameters were replaced, swapped, added, removed or retyped.
@@ -817,10 +817,8 @@ class ModuleFingerprint:
         Tensors that ``functional_call`` puts in their places for a call do not count.
         ``any_replaced`` says that the data of some parameter was replaced.
         """
-        for whole, before in self._wholes:
-            now = attributes_in(whole)
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return True
+        if self._wholes and any(map(were_replaced, self._wholes)):
+            return True
         if not any_replaced and self._identities == _identities(self._module):
             return False
         structure, now = self._structure, _structure(self._module)

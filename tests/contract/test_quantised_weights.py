@@ -140,6 +140,19 @@ def test_checkpoints_of_adapters_resume_both_ways(form, tmp_path):
         compare(first, other)
 
 
+@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+def test_compiled_blocks_read_quantised_weights(form):
+    """Torch's compiler sets attributes of its own on tensors that it sees."""
+
+    def make():
+        net = wrapped.adapted(form)()
+        for block in net.blocks:
+            block.compile(backend="eager")
+        return net
+
+    check(make, trained_and_evaluated, torch.device("cpu"))
+
+
 def test_master_weights_leave_a_quantised_base_as_it_is():
     before = {}
 
