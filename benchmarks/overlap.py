@@ -35,7 +35,7 @@ import simgpu
 import simgpu.lightning
 from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.lightning.strategy import SuperpipelineStrategy
-from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.memory.host_copy import HostCopy
 
 MS = 1000  # microseconds
 UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10
@@ -109,7 +109,7 @@ def sleeping_optimizer(milliseconds):
 @contextlib.contextmanager
 def waiting():
     """Wait after every submission within this context."""
-    load, send = UnitStore.load, GradientReturn._send
+    load, send = HostCopy.load, GradientReturn._send
 
     def load_and_wait(self):
         load(self)
@@ -120,11 +120,11 @@ def waiting():
         transfer.done.synchronize()
         return transfer
 
-    UnitStore.load, GradientReturn._send = load_and_wait, send_and_wait
+    HostCopy.load, GradientReturn._send = load_and_wait, send_and_wait
     try:
         yield
     finally:
-        UnitStore.load, GradientReturn._send = load, send
+        HostCopy.load, GradientReturn._send = load, send
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 # torch's own waits, and functions of this package whose purpose is a wait.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
-WAITS |= {"wait_step", "before_host_access", "_complete", "_give_host_bytes", "quiesce", "_wait_for_copies"}
+WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "bench/referee.py", "bench/turns.py"}
 BESIDE |= {"observe/disk_speed.py"}
@@ -61,7 +61,7 @@ FOR_FILES = {
     "disk/checkpoint_file.py": _CHECKPOINTS,
     "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
     "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
-    "disk/file_store.py": _IN_FILES,
+    "disk/homes.py": _IN_FILES,
     "disk/scratch_file.py": ("tests/disk/test_scratch_file.py", "tests/disk/test_waits_for_files.py"),
     "disk/source_files.py": ("tests/disk/test_source_files.py", *_CHECKPOINTS),
     "disk/state_ring.py": _ON_DISK,

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..compat.references import shares_storage
 from ..compat.tensors import graph_task
 from ..errors import ExactnessError
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import DeviceParameter, stand_in, true_data, true_version
 from ..memory.weights import same_bytes
 from .gradient_nodes import Gradients, Receive, check_not_recorded, connect
@@ -53,7 +53,7 @@ class _OldCopy:
 class FullPrecisionCopies:
     """The full-precision copies of one unit's weights that travel in autocast's type."""
 
-    def __init__(self, store: UnitStore, receive: Receive) -> None:
+    def __init__(self, store: HostCopy, receive: Receive) -> None:
         self._store = store
         self._receive = receive
         self.enabled: set[int] = set()  # weights that have a copy in this visit and in all later ones

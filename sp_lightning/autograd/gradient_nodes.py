@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compat.tensors import graph_task, set_sequence_number
 from ..errors import ExactnessError
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import true_grad_fn
 
 Gradients = tuple[Tensor | None, ...]
@@ -47,7 +47,7 @@ class UnitNode(torch.autograd.Function):
         return (None, None, *ctx.receive(ctx, grads))
 
 
-def connect(store: UnitStore, receive: Receive, views: list[Tensor]) -> list[Tensor]:
+def connect(store: HostCopy, receive: Receive, views: list[Tensor]) -> list[Tensor]:
     """Make stand-ins of a unit's device views: those of trainable parameters lead to the host parameters."""
     if not any(parameter.requires_grad for parameter in store.params):
         return views

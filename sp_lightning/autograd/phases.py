@@ -12,6 +12,8 @@
    the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
 5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
    read in model code finds the weight on the device, as in a plain run, with the type that it has there.
+6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
+   more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
 """
 
 from __future__ import annotations
@@ -148,13 +150,17 @@ class Phases:
         if not self.in_step and torch.is_grad_enabled():
             self._stack[0] = Phase.BEFORE_BACKWARD
         self._watch_reads()
-        return not self.in_step
+        if self.in_step:
+            return False
+        self.before_user_code()
+        return True
 
     def end_backward(self) -> None:
         """End a backward that raised no error."""
         if not self.closed:
             self._stack[0] = Phase.BETWEEN_STEPS
             self._watch_reads()
+            self.before_user_code()
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -184,6 +190,7 @@ class Phases:
         self._remove(optimizer)
         self._stack.append(optimizer)
         self._watch_reads()
+        self.before_user_code()
 
     def end_optimizer(self, optimizer: Optimizer) -> None:
         """End an optimizer's step, and those inside it that raised (Rule 4)."""
@@ -205,11 +212,20 @@ class Phases:
             stepping.insert(0, self._stack.pop())
         weight_reads.resume()
         try:
-            return closure()
+            result = closure()
         finally:
             if not self.closed:
                 self._stack += stepping
             self._watch_reads()
+        self.before_user_code()
+        return result
+
+    def before_user_code(self) -> None:
+        """Wait until no fill reads host bytes: code that may write them goes on next (Rule 6)."""
+        fills = self._access.fills
+        for copied in list(fills):
+            fills[copied].settle()
+            del fills[copied]
 
     def _watch_reads(self) -> None:
         """Watch reads of weights as Rule 5 says."""

@@ -47,7 +47,7 @@ from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HOST_OF_WHOLE, DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
@@ -84,7 +84,7 @@ class Recompute:
 
     @never_compiled
     def run(
-        self, call: Call, name: str, store: UnitStore | None, root: nn.Module, args: Any, kwargs: Any
+        self, call: Call, name: str, store: HostCopy | None, root: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, list[OffloadedTensor]]:
         """Run ``call(*args, **kwargs)`` now, and again when backward needs what it saves.
 
@@ -398,7 +398,7 @@ class _ForwardSnapshot:
         self._weights: list[Tensor] = []  # of the unit
         self._addresses: list[int] = []  # of the weights' data: must not change either
         self._cast: dict[Any, SavedBytes] = {}  # the bytes of weights that travel in autocast's type
-        self._memory: object = None  # says that this graph needs the unit's layout (unit_store.py, Rule 8)
+        self._memory: object = None  # says that this graph needs the unit's layout (host_copy.py, Rule 6)
 
     def replace(self, clones: dict[int, Tensor]) -> None:
         """Put clones in the places of arguments that the first run changed, by the ids of these."""
@@ -417,7 +417,7 @@ class _ForwardSnapshot:
         self._offload = offload
         return offloaded
 
-    def rely_on(self, store: UnitStore | None) -> None:
+    def rely_on(self, store: HostCopy | None) -> None:
         """Note the tensors that must not change until the second run (Rule 2); offload.py watches those it sent."""
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():

@@ -6,7 +6,7 @@
    tensors too, so that an outer checkpoint or ``save_on_cpu`` sees exactly what it sees in a plain run.
 3. A weight that was written in place between its use and its backward is an error, as in a plain run, wherever it was
    written. Where ``p.data = ...`` replaced its data, autograd's reference to the weight itself gives the new bytes, and
-   one to a view of it the old ones, as in a plain run: the old bytes are left to it (unit_store.py, Rule 8).
+   one to a view of it the old ones, as in a plain run: the old bytes are left to it (host_copy.py, Rule 6).
 4. Under autocast a plain run saves a cast copy, which does not change when the weight is written. Nor do the saved
    bytes of a weight that travelled as that copy, or was cast on the device (autocast_weights.py, Rule 6).
 5. Code that disables saved-tensor hooks (``torch.func`` does) would be refused where ours are in force: ours are taken
@@ -107,8 +107,12 @@ class SavedWeight(NamedTuple):
         if self.bytes is None and torch.is_grad_enabled():  # create_graph: the new graph saves it past our hooks
             store.weights[self.weight].saved_again = True
         if self.bytes is not None and self.bytes.before is not None:
-            storage = store.bytes_before(self.weight, self.bytes.before)
-            first -= store.on_device.layout.fields[self.weight].offset // self.dtype.itemsize
+            field = store.on_device.layout.fields[self.weight]
+            with torch.inference_mode(False), torch.no_grad():
+                before = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device=storage.device)
+                storage = before.copy_(self.bytes.before).untyped_storage()
+            store.counters.bytes_up += field.nbytes
+            first -= field.offset // self.dtype.itemsize
         tensor = true_data(self.unit.stand_ins.outputs[self.weight])  # takes less time than an empty one
         if tensor.dtype is not self.dtype:
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -177,7 +181,7 @@ class SavedTensors:
             vars(pack).clear()  # what graphs refer to leads to no hooks that it does not need
 
     def _unit_of(self, tensor: Tensor) -> StreamedUnit | None:
-        """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (unit_store.py, Rule 3).
+        """Return the unit in whose buffer a tensor lies, or whose parted stand-in it is (stand_ins.py, Rule 7).
 
         A sparse tensor, which has no storage, belongs to none.
         """

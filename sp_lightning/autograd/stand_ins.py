@@ -10,12 +10,18 @@
 5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
+7. Data that model code assigns to a stand-in is copied into the device buffer. But if other code refers to a view of
+   the unit's bytes, the view must keep the old ones: then the stand-in is *parted*, with memory of its own for the new
+   data, which is copied into the buffer when the visit ends. If model code assigns the data in the buffer again before
+   that (``old = p.data; p.data = other; ...; p.data = old``), the stand-in is over the buffer again. Data of another
+   shape has the weight's bytes in another order (a quantized layer that packs them for its kernel). Its unit keeps its
+   place and its size, so a frozen weight gets that shape at once, on both sides, unless a graph needs the old one.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,10 +32,19 @@ from ..compat.references import references
 from ..compat.tensors import attributes_in, set_versions, were_replaced
 from ..core.unit_numbers import UnitHostBytes, UnitNumbers, aligned
 from ..errors import ExactnessError, UnsupportedError
+from ..memory.host_copy import HostCopy
 from ..memory.partition import Slot, Unit, Whole, exchange
-from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import stand_in, stand_in_of_whole, true_data, true_version, unwatch, watch
-from ..memory.weights import same_bytes
+from ..memory.watched_parameters import (
+    set_true_data,
+    stand_in,
+    stand_in_of_whole,
+    true_data,
+    true_dtype,
+    true_version,
+    unwatch,
+    watch,
+)
+from ..memory.weights import Weight, same_bytes
 from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
 
@@ -80,14 +95,15 @@ class HiddenInVisits(InPlaceOfForward):
 
 
 class StandIns:
-    """The stand-ins of one unit's parameters, and the slots that they are put into."""
+    """The stand-ins of one unit's parameters, and the slots that they are put into; the watcher of the parameters."""
 
     def __init__(
         self,
-        store: UnitStore,
+        store: HostCopy,
         receive: Receive,
     ) -> None:
         self.store = store
+        self.owner, self.names = store.owner, store.names
         self.wholes = store.unit.wholes
         # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
         self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
@@ -107,6 +123,13 @@ class StandIns:
         self._attributes: list[Any] = []  # of the wholes' stand-ins when they were made
         self._versions: list[int] = []
         self._own_references = 0
+        for host in self.hosts:
+            watch(host, self)
+
+    @property
+    def autocast(self) -> Mapping[int, torch.dtype]:
+        """The types of the weights that travel in autocast's type, by index."""
+        return self.store.autocast
 
     def refresh(self) -> bool:
         """Make the stand-ins if there are none, or if ``requires_grad`` of a parameter changed (Rule 3).
@@ -178,7 +201,7 @@ class StandIns:
         if not self.bound:
             return
         if self.data_exposed[0]:
-            self.store.rejoin(self.outputs)
+            self._rejoin()
         exchange(self.slots, self.shown, self.hosts)
         for entry in reversed(self.hidden):
             entry.show()
@@ -226,6 +249,8 @@ class StandIns:
         Autograd's nodes lead to the engine, and no garbage collector sees through them: if a module keeps a graph,
         neither module nor engine would ever be freed.
         """
+        for host in self.hosts:
+            unwatch(host)
         self.outputs = self.shown = []
         self._attributes = []
         self._versions = []  # an optimizer whose closure made the units anew ends with these
@@ -256,7 +281,7 @@ class StandIns:
         except Exception:
             self.unbind()
             self.remake()
-            self.store.mark_stale()
+            self.store.wrote()
             raise
 
     def _changed_whole(self) -> str | None:
@@ -266,7 +291,7 @@ class StandIns:
 
     def _collect_writes(self, replayed: Sequence[int]) -> None:
         if self.data_exposed[0]:
-            self.store.rejoin(self.outputs)
+            self._rejoin()
         for index in replayed:
             self._replay(index)
         if self.full_precision.old_copies:
@@ -304,12 +329,11 @@ class StandIns:
         held = sum(map(sum, references(self.shown))) > self._own_references + self._bound_slots
         return held or self.store.on_device.has_views()
 
-    def check_replaced(self) -> None:
+    def check_replaced(self, replaced: Sequence[int]) -> None:
         """Raise if a weight's data was replaced while other code refers to views of the unit's device bytes.
 
         The views are only counted, so whether they have the old data or the new in a plain run is unknown.
         """
-        replaced = self.store.replaced()
         if replaced and self.has_views():
             raise ExactnessError(
                 f"the data of {self.store.names[replaced[0]]} was replaced (p.data = ...) while a graph or an object "
@@ -325,6 +349,91 @@ class StandIns:
     def may_be_written(self) -> bool:
         """Whether code may write to device bytes of the unit outside of its visits."""
         return self.has_views() or bool(self.full_precision.old_copies)
+
+    # ---- data that user code gives to parameters, and model code to stand-ins
+
+    def host_exposed(self, parameter: Tensor) -> None:
+        """Move the epoch, as the host bytes may be written now."""
+        self.owner.before_host_access(parameter)
+        self.store.wrote()
+
+    def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it.
+
+        In a plain run the value is on the device, often as a copy made by ``.to(p.device)``, which copies nothing here.
+        So the value's memory becomes the parameter's only where the CPU computes, for an optimizer's own code, which
+        runs on the host, or if it is in a slab. Any other value is copied.
+        """
+        host, index, on_device = true_data(parameter), self.store.index_of[id(parameter)], self.store.on_device
+        self._show_saved_again(index, value)
+        place = on_device.storage.data_ptr() + on_device.layout.fields[index].offset
+        if value.data_ptr() == place and value.shape == host.shape:
+            return host  # the value is the parameter's stand-in, as ``module.to()`` in a step assigns it
+        shared = self.store.device.is_host or self.owner.phases.optimizing or self.owner.in_slab(value)
+        return value if shared and not self.owner.on_device(value) else value.to("cpu", copy=True)
+
+    def _show_saved_again(self, index: int, value: Tensor) -> None:
+        """Copy a weight's new data into the device buffer at once if a graph saved the weight past our hooks.
+
+        Such a graph, of gradients (create_graph), saved the weight itself: a plain run gives it the new data.
+        """
+        weight, on_device = self.store.weights[index], self.store.on_device
+        if weight.saved_again:
+            weight.saved_again = on_device.has_views()
+            if weight.saved_again:
+                with torch.no_grad():
+                    on_device.view(index).copy_(value)
+
+    def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a stand-in other data inside its visit (Rule 7).
+
+        A full-precision copy always has memory of its own (fp32_copies.py).
+        """
+        store, on_device = self.store, self.store.on_device
+        has_views = on_device.has_views()  # the value may be such a view; counted before `place` is one of ours
+        index = store.index_of[id(parameter)]
+        weight = store.weights[index]
+        if value.shape != weight.host.shape and self._may_reshape(weight, value):
+            store.reshape(index, value.shape)
+            self._part(weight, False, stand_in, on_device.view(index))
+        place = on_device.view(index)
+        weight.check_data(value, true_dtype(stand_in))
+        if index in store.autocast:
+            set_true_data(stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
+        elif value.data_ptr() == place.data_ptr() and value.stride() == place.stride():
+            self._part(weight, False, stand_in, place)
+        elif weight.parted or has_views:
+            self._part(weight, True, stand_in, torch.empty_like(true_data(stand_in)).copy_(value))
+        else:
+            self._leave(index)
+            place.copy_(value)
+
+    def _may_reshape(self, weight: Weight, value: Tensor) -> bool:
+        """Whether data of another shape is the weight's bytes in another order, and no one needs the old shape."""
+        same_bytes = value.dtype is weight.host.dtype and value.numel() == weight.parameter.numel()
+        plain = value.is_contiguous() and weight.parameter.is_contiguous() and not weight.is_narrow
+        needed = weight.parameter.requires_grad or self.store.slab.is_shared or self.store.remembered()
+        return same_bytes and plain and not needed
+
+    def _part(self, weight: Weight, parted: bool, stand_in: Tensor, data: Tensor) -> None:
+        """Give a stand-in memory of its own, or place it over the device buffer again (Rule 7)."""
+        set_true_data(stand_in, data)
+        self.store.on_device.own_aliases += weight.parted - parted
+        weight.parted = parted
+
+    def _rejoin(self) -> None:
+        """Copy the data of parted stand-ins into the device buffer when their visit ends (Rule 7)."""
+        for index, (weight, output) in enumerate(zip(self.store.weights, self.outputs, strict=True)):
+            if weight.parted:
+                self._leave(index)
+                place = self.store.on_device.view(index)
+                place.copy_(true_data(output))
+                self._part(weight, False, output, place)
+
+    def _leave(self, index: int) -> None:
+        """Copy a weight's device bytes to the host for what autograd saved of them, before an overwrite."""
+        if self.store.remembered():
+            self.store.weights[index].leave(lambda: self.store.on_device.view(index).to("cpu", copy=True))
 
     def _write_back_if_differs(self, index: int) -> None:
         now = self.store.on_device.view(index).cpu()
@@ -344,15 +453,13 @@ def check_frozen(whole: Whole) -> None:
 class StreamedUnit:
     """A unit at run time: its bytes, its stand-ins and the number of its open visits."""
 
-    def __init__(self, unit: Unit, store: UnitStore, receive: OnGradients) -> None:
+    def __init__(self, unit: Unit, store: HostCopy, receive: OnGradients) -> None:
         self.unit = unit
         self.name = unit.name
         self.index = unit.index
         self.store = store
         self.visits = 0
         self.stand_ins = StandIns(store, lambda node, grads: receive(self, node, grads))
-        for whole in unit.wholes:
-            watch(whole.parameter, store)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """Return the device tensor that model code may see in the place of one of the unit's host parameters."""
@@ -367,8 +474,6 @@ class StreamedUnit:
 
     def forget(self) -> None:
         """Drop modules and stand-ins when streaming ends; names and numbers stay."""
-        for whole in self.unit.wholes:
-            unwatch(whole.parameter)
         self.stand_ins.forget()
         self.unit = self.store.unit = replace(self.unit, modules=())
 
@@ -389,7 +494,7 @@ class StreamedUnit:
         """Return the unit's bytes on the host, and those that its gradients will take there."""
         fields = zip(self.store.host_layout.fields, self.store.params, strict=True)
         trained = sum(aligned(field.nbytes) for field, p in fields if p.requires_grad)
-        return UnitHostBytes(weights=self.store.slab.numel(), wire=self.store.wire.numel(), trained=trained)
+        return UnitHostBytes(weights=self.store.slab.truth.numel(), wire=self.store.wire_nbytes, trained=trained)
 
     @property
     def movable(self) -> bool:

@@ -10,7 +10,7 @@
 5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit: with a compute
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
    from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
-   whose bytes other code may refer stay in memory, where it finds what each step writes (unit_store.py, Rule 9).
+   whose bytes other code may refer stay in memory, where it finds what each step writes (host_copy.py, Rule 7).
 6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -17,19 +17,18 @@ from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, SourceFileError
 from ..memory.device import Device
+from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
 from ..memory.pinned import find_foreign
-from ..memory.unit_store import UnitStore
-from ..memory.watched_parameters import ParameterOwner, true_data
+from ..memory.watched_parameters import true_data
 from ..options import format_bytes
 from .direct_file import BLOCK, Mount, mount_of
 from .direct_ring import DirectRing
-from .file_store import FileUnitStore, Scratch, ScratchStore
+from .homes import Scratch, ScratchHome, SourceFiles
 from .placement import Budgeted, choose, may_move
 from .source_files import Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
-DeviceType = Callable[[torch.dtype], torch.dtype]
 
 
 class Choice(NamedTuple):
@@ -51,7 +50,7 @@ class WeightFiles:
         self._scratch = scratch
         self._device = device
         self._files: dict[str, SourceFile] = {}
-        self._stores: list[FileUnitStore] = []
+        self._homes: list[SourceFiles | ScratchHome] = []
         self._ring: DirectRing | None = None
         try:
             self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in choice.found.items()}
@@ -64,26 +63,19 @@ class WeightFiles:
         """Bytes of the buffers."""
         return 0 if self._ring is None else self._ring.nbytes
 
-    def store(
-        self, unit: Unit, device: Device, counters: Counters, owner: ParameterOwner, device_dtype: DeviceType
-    ) -> UnitStore:
-        """Make the store of a unit, some of whose weights may stay in files."""
-        places = {
-            index: self._places[id(parameter)]
-            for index, (_, parameter) in enumerate(unit.params)
-            if id(parameter) in self._places
-        }
-        moved = [index for index, (_, parameter) in enumerate(unit.params) if id(parameter) in self._moved]
-        if not places and not moved:
-            return UnitStore(unit, device, counters, owner, device_dtype)
+    def homes(self, unit: Unit, counters: Counters) -> Sequence[FileHome]:
+        """Return the files in which weights of a unit lie, none or one."""
+        ids = [id(parameter) for _, parameter in unit.params]
+        places = {index: self._places[key] for index, key in enumerate(ids) if key in self._places}
+        moved = [index for index, key in enumerate(ids) if key in self._moved]
+        homes: list[SourceFiles | ScratchHome] = []
         if moved:
             assert self._scratch is not None
-            ring = self._made_ring
-            store: FileUnitStore = ScratchStore(unit, device, counters, owner, device_dtype, moved, self._scratch, ring)
-        else:
-            store = FileUnitStore(unit, device, counters, owner, device_dtype, places, self._made_ring)
-        self._stores.append(store)
-        return store
+            homes.append(ScratchHome(moved, self._scratch, self._device, unit.name, counters, self._made_ring))
+        elif places:
+            homes.append(SourceFiles(places, unit.name, counters, self._made_ring))
+        self._homes += homes
+        return homes
 
     def close(self) -> None:
         """End the reads and close the files. Parameters stay what they are: views of mappings of the files."""
@@ -108,7 +100,7 @@ class WeightFiles:
 
     def _made_ring(self) -> DirectRing:
         if self._ring is None:
-            read = [store.largest_piece for store in self._stores]
+            read = [home.largest_piece() for home in self._homes]
             self._ring = DirectRing(self._device, max(read, default=BLOCK))
         return self._ring
 

@@ -25,9 +25,9 @@ from ..compat.references import references, storage_uses, uses_of
 from ..compat.tensors import copy_all
 from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
+from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, as_few_runs
 from ..memory.staging import Copies
-from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import true_grad
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
@@ -86,7 +86,7 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
 class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
-    def __init__(self, store: UnitStore, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
+    def __init__(self, store: HostCopy, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
         self._fields = store.gradient_fields()
         self._device = device
@@ -105,7 +105,7 @@ class GradientSlab:
         self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
 
     def _lay_out(
-        self, store: UnitStore, flat: Tensor, trained: list[int], narrow: int
+        self, store: HostCopy, flat: Tensor, trained: list[int], narrow: int
     ) -> Iterator[tuple[int, GradientSlot]]:
         """Lay out the slots: those of gradients to widen first (Rule 2), then the others, in the parameters' types."""
         storage = flat.untyped_storage()
@@ -124,7 +124,7 @@ class GradientSlab:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
                 then += aligned(field.nbytes)
 
-    def fits(self, store: UnitStore) -> bool:
+    def fits(self, store: HostCopy) -> bool:
         """Whether the unit's gradients still come down in the types that the slab was made for."""
         autocast, cast_gradients = self._made_for
         return autocast is store.autocast and cast_gradients == store.cast_gradients

@@ -30,9 +30,9 @@ from ..compat.tensors import forward_level, is_batched_gradient, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
 from ..memory.device import Device
+from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
 from ..memory.staging import Arrival
-from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import (
     HostParameter,
     has_hooks,
@@ -134,13 +134,13 @@ class GradientExchange(Protocol):
     def active(self) -> bool:
         """Whether a backward runs whose gradients are exchanged."""
 
-    def slab_for(self, store: UnitStore) -> GradientSlab:
+    def slab_for(self, store: HostCopy) -> GradientSlab:
         """Return slots for a unit's gradients, where the other ranks read them."""
 
     def reached(self, parameters: Iterable[Tensor]) -> None:
         """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
 
-    def submit(self, store: UnitStore, arriving: Arriving, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+    def submit(self, store: HostCopy, arriving: Arriving, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Have a unit's gradients posted when they have arrived in these places."""
 
 
@@ -151,7 +151,7 @@ class GradientReturn:
         self.device = device
         self.counters = counters
         self.exchange: GradientExchange | None = None  # of several ranks
-        self._slabs: dict[UnitStore, GradientSlab] = {}
+        self._slabs: dict[HostCopy, GradientSlab] = {}
         self._under_way: list[GradientTransfer] = []
         self._accumulating = False
         self._lock = threading.RLock()
@@ -159,7 +159,7 @@ class GradientReturn:
         self.taken: set[int] = set()  # ids of parameters whose gradients were taken in this backward (Rule 1)
         self.marks = GradientVersions()
 
-    def receive(self, store: UnitStore, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
+    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
         """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2).
 
         If they are final, ``step`` may step the unit once they are accumulated.
@@ -214,13 +214,13 @@ class GradientReturn:
         self.let_go()
         self._under_way = []
 
-    def is_own(self, store: UnitStore, index: int) -> bool:
+    def is_own(self, store: HostCopy, index: int) -> bool:
         """Return whether only the parameter, and the gradient slab it may lie in, refer to a gradient."""
         return is_own(store.params[index], self._slabs.get(store), index)
 
     # ---- taken
 
-    def _take(self, store: UnitStore, taken: dict[int, Tensor], step: PendingStep | None) -> None:
+    def _take(self, store: HostCopy, taken: dict[int, Tensor], step: PendingStep | None) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         exchange = self.exchange if self.exchange is not None and self.exchange.active else None
@@ -248,7 +248,7 @@ class GradientReturn:
         else:
             self._under_way.append(transfer)
 
-    def _send(self, store: UnitStore, grads: list[Tensor], packing: PackedGradients) -> GradientTransfer:
+    def _send(self, store: HostCopy, grads: list[Tensor], packing: PackedGradients) -> GradientTransfer:
         """Pack gradients and start their copy to the host."""
         packing.pack(grads)
         down, compute = self.device.down, self.device.compute
@@ -270,7 +270,7 @@ class GradientReturn:
 
     # ---- returned
 
-    def _arrived(self, store: UnitStore, returned: dict[int, Tensor]) -> Gradients:
+    def _arrived(self, store: HostCopy, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.
 
         Autograd gets memory that nothing else refers to.
@@ -295,7 +295,7 @@ class GradientReturn:
             self.counters.bytes_down += sparse._values().nbytes
         return tuple(result)
 
-    def _differentiable(self, store: UnitStore, grads: Gradients) -> Gradients:
+    def _differentiable(self, store: HostCopy, grads: Gradients) -> Gradients:
         """Copy gradients to the host by an operator, which autograd records and transforms like any other."""
         self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
         fields = store.host_layout.fields

@@ -3,6 +3,9 @@
 1. Work beside user code is entered before it can begin, and left only once its end was waited for. So an interrupted
    wait leaves it entered, and the next one takes the wait up again.
 2. Where nothing is entered, which is nearly always so, asking is a look at an empty set: nothing is called.
+3. Fills read host bytes. A host copy waits for its own before its epoch moves (host_copy.py, Rule 3). User code, and an
+   optimizer's, may write any: where such code is about to go on, all fills are waited for (phases.py, Rule 6). Nothing
+   else has to remember them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ class DeferredStep(Protocol):
         """Wait until nothing of it runs, without looking at how that ended."""
 
 
+class Fill(Protocol):
+    """A device copy on its way up."""
+
+    def settle(self) -> None:
+        """Wait until the fill reads no host bytes any more."""
+
+
 class Access:
     """The ledger of one module."""
 
@@ -33,6 +43,7 @@ class Access:
         self.gradients: set[object] = set()  # that make, change or read gradients: a backward, a step, a clipping
         self.deferred: object = None  # of these, a step that changes none, and refers itself to those that it reads
         self.steps: dict[object, DeferredStep] = {}  # that write the host bytes of a unit, by its store
+        self.fills: dict[object, Fill] = {}  # that may still read them, likewise
 
     @property
     def changes_gradients(self) -> bool:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,14 +39,27 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, named_tensors: Iterable[tuple[str, Tensor]], alignment: int = ALIGNMENT) -> Layout:
-        """Lay the tensors out one after the other, in the given order. Reads no data, copies nothing."""
+    def of(
+        cls, named_tensors: Iterable[tuple[str, Tensor]], alignment: int = ALIGNMENT, without: Container[int] = ()
+    ) -> Layout:
+        """Lay the tensors out one after the other, in the given order. Reads no data, copies nothing.
+
+        Those with the indices ``without`` lie elsewhere, and take no bytes.
+        """
         fields, end = [], 0
-        for name, tensor in named_tensors:
+        for index, (name, tensor) in enumerate(named_tensors):
             nbytes = tensor.numel() * tensor.element_size()
             fields.append(Field(name, tensor.dtype, tuple(tensor.shape), _stride_in_buffer(tensor), end, nbytes))
-            end += aligned(nbytes, alignment)
+            end += 0 if index in without else aligned(nbytes, alignment)
         return cls(tuple(fields), end)
+
+    def indices_in(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """List the tensors of which any byte is in these ranges of the buffer, each a first byte and the one after."""
+        return [
+            index
+            for index, field in enumerate(self.fields)
+            if any(start < field.offset + field.nbytes and field.offset < end for start, end in ranges)
+        ]
 
     def reshaped(self, index: int, shape: torch.Size) -> Layout:
         """Return the layout in which a tensor without gaps has another shape, of as many elements."""

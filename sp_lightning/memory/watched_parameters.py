@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
 
@@ -135,14 +135,17 @@ class ParameterOwner(Protocol):
 
 
 class DataWatcher(Protocol):
-    """The object that has a host parameter's bytes: the store of its unit."""
+    """The object that brings a host parameter and its stand-in together (stand_ins.py)."""
 
     owner: ParameterOwner
     names: list[str]
     index_of: dict[int, int]  # by the parameters' ids
-    autocast: dict[int, torch.dtype]  # of the weights that travel in autocast's type, by index
 
-    def data_exposed(self, parameter: Tensor) -> None:
+    @property
+    def autocast(self) -> Mapping[int, torch.dtype]:
+        """The types of the weights that travel in autocast's type, by index."""
+
+    def host_exposed(self, parameter: Tensor) -> None:
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
@@ -170,19 +173,19 @@ class HostParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        _watchers[id(self)].data_exposed(self)
+        _watchers[id(self)].host_exposed(self)
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
-        watcher.data_exposed(self)
+        watcher.host_exposed(self)
         _data.__set__(self, watcher.data_given(self, _with_plain_bytes(value)))
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> HostParameter:
         """Take a tensor's bytes or a storage, as ``torch.Tensor.set_``, which takes no part in function dispatch."""
         watcher = _watchers[id(self)]
-        watcher.data_exposed(self)
+        watcher.host_exposed(self)
         if isinstance(source, Tensor):
             source = watcher.data_given(self, _with_plain_bytes(source))
         with without_dispatch():
@@ -469,7 +472,7 @@ def has_hidden_stand_in(parameter: Tensor) -> bool:
 
 def expose(parameter: Tensor) -> None:
     """Prepare for writes to the host bytes of this managed parameter that no version counter shows."""
-    _watchers[id(parameter)].data_exposed(parameter)
+    _watchers[id(parameter)].host_exposed(parameter)
 
 
 # Our own reads of host parameters are not the user's (weight_reads.py).

@@ -1,6 +1,6 @@
 """The weights of one unit: a record of each, and the wire copies in which some of them go up.
 
-They follow the rules of the unit (unit_store.py).
+They follow the rules of the unit (host_copy.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,20 @@ from .watched_parameters import true_data, true_dtype, true_version
 BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up from the slab
 
 
+class Home(Protocol):
+    """A place in which weights of a unit lie."""
+
+    converts: bool  # weights on their way up, which need no wire copies
+
+    def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
+        """Take a weight's bytes, and return the tensor over them that becomes the parameter's data."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """List where the bytes lie: addresses, and numbers of bytes."""
+
+
 class SavedBytes:
-    """A token for the bytes that a weight has now, for what autograd saves of them (unit_store.py, Rule 8)."""
+    """A token for the bytes that a weight has now, for what autograd saves of them (host_copy.py, Rule 6)."""
 
     __slots__ = ("before",)
 
@@ -32,11 +44,18 @@ class SavedBytes:
 
 
 class Stamp(NamedTuple):
-    """A state of a unit's host bytes (unit_store.py, Rule 6)."""
+    """A state of a unit's host bytes (host_copy.py, Rule 4)."""
 
     epoch: object  # a number; of bytes that another tensor shares an object that equals no other
     versions: list[int]
     addresses: list[int]
+
+
+class Changes(NamedTuple):
+    """The weights that differ between two states of a unit's host bytes, by their indices."""
+
+    written: list[int]  # in place, as version counters say
+    replaced: list[int]  # by other data
 
 
 @dataclass(eq=False, slots=True)
@@ -45,16 +64,16 @@ class Weight:
 
     parameter: nn.Parameter
     host: Field  # its place in the slab
-    outside: bool  # whether it stays outside of the slab (unit_store.py, Rule 9)
+    home: Home | None  # where its bytes lie (host_copy.py, Rule 2)
     storage: torch.UntypedStorage  # of its data when the device buffer was filled last
     stride: tuple[int, ...]  # at the same time
     field: Field  # its place in the device buffer
     first: int = 0  # its data's first element in that storage, whose address `share_memory_()` changes
-    wire: Tensor | None = None  # its wire copy (unit_store.py, Rule 7); None: it goes up from the slab
-    saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (unit_store.py, Rule 8)
-    parted: bool = False  # whether its stand-in has memory of its own (unit_store.py, Rule 3)
+    wire: Tensor | None = None  # its wire copy (host_copy.py, Rule 5); None: it goes up from its home
+    buffer: Tensor | None = None  # bytes in which the wire copy is
+    saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (host_copy.py, Rule 6)
+    parted: bool = False  # whether its stand-in has memory of its own (stand_ins.py, Rule 7)
     saved_again: bool = False  # whether create_graph saved it past our hooks
-    in_file: bool = False  # whether it goes up from the file that its bytes are in (file_store.py)
 
     @property
     def is_narrow(self) -> bool:
@@ -62,7 +81,7 @@ class Weight:
         return self.field.dtype is not self.host.dtype
 
     def leave(self, before: Callable[[], Tensor]) -> None:
-        """Leave its bytes to what autograd saved of them, if anything: it gets others now (unit_store.py, Rule 8)."""
+        """Leave its bytes to what autograd saved of them, if anything: it gets others now (host_copy.py, Rule 6)."""
         if self.saved is not None:
             self.saved.before, self.saved = before(), None
 
@@ -77,9 +96,10 @@ class Weight:
         with torch.inference_mode(False):
             return empty.set_(self.storage, self.first, self.host.shape, self.stride)
 
-    def check_shape(self) -> None:
-        """Raise if user code gave the parameter another shape, type or strides than it had when streaming began."""
-        self.check_data(self.parameter, self.host.dtype)
+    def place_of_wire(self) -> tuple[Tensor, int]:
+        """Return the bytes in which the wire copy is, and its first byte there."""
+        assert self.wire is not None and self.buffer is not None
+        return self.buffer, int(self.wire.storage_offset()) * self.wire.itemsize
 
     def check_data(self, data: Tensor, dtype: torch.dtype) -> None:
         """Raise if this data, which becomes the parameter's within a step, is not as it was, of this type."""
@@ -108,25 +128,23 @@ class Conversion:
         self.source = true_version(data), data.data_ptr()
 
 
-def lay_out_wire(weights: Sequence[Weight], device: Device) -> Tensor:
-    """Allocate a unit's wire copies in one buffer, empty if all go up from the slab (unit_store.py, Rule 7)."""
-    weights = [weight for weight in weights if not weight.in_file]
+def lay_out_wire(weights: Sequence[Weight], device: Device) -> None:
+    """Allocate these weights' wire copies in one buffer, unless all go up as they are (host_copy.py, Rule 5)."""
     if not any(weight.is_narrow for weight in weights):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return
     copied = [weight for weight in weights if weight.is_narrow or weight.field.nbytes < BY_ITSELF]
     layout = layout_with([weight.field for weight in copied], [weight.field.dtype for weight in copied])
     buffer = device.slab(max(layout.nbytes, ALIGNMENT))
     for weight, field in zip(copied, layout.fields, strict=True):
-        weight.wire = layout.view(buffer.untyped_storage(), field)
-    return buffer
+        weight.wire, weight.buffer = layout.view(buffer.untyped_storage(), field), buffer
 
 
 def fill_wire(
     weights: Sequence[Weight], data: Sequence[Tensor], remembered: Collection[int], done: Collection[int] = ()
 ) -> None:
-    """Convert host bytes, which lie in these tensors, into the wire copies (unit_store.py, Rule 7).
+    """Convert host bytes, which lie in these tensors, into the wire copies (host_copy.py, Rule 5).
 
-    ``remembered``: indices of weights of which autograd may have saved the bytes before (unit_store.py, Rule 8).
+    ``remembered``: indices of weights of which autograd may have saved the bytes before (host_copy.py, Rule 6).
     ``done``: indices of weights of which the wire copies have these bytes.
     """
     with torch.no_grad():

@@ -6,7 +6,7 @@
 //    names the iterations that MKL is known to use, and MKL itself where none is. native.py picks by comparing bits.
 // 3. All numbers of a block stay in the first-level cache between the passes over it: the second pass would else take as
 //    long as memory does. Blocks are taken by whichever thread is free: a busy core slows only its own.
-// 4. A block's wire copy (unit_store.py, Rule 7) is converted while the block is in the cache. Which NaN ATen makes of one
+// 4. A block's wire copy (host_copy.py, Rule 5) is converted while the block is in the cache. Which NaN ATen makes of one
 //    depends on where in a thread's share it lies: a copy in which there is any is reported, and ATen converts it.
 // 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
 // 6. Gradients are widened into memory whose second half they lie in (slab.py, Rule 2). Blocks are taken in

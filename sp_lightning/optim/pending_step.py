@@ -25,7 +25,7 @@
    order; taking it away waits in the first one.
 7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
    attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
-8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (unit_store.py, Rule 7).
+8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (host_copy.py, Rule 5).
    Everything else waits for the whole step. A wait clears its marks only after the waiting: if it is interrupted, the
    next wait takes it up again. An error of the thread is raised once, in the first wait that finds it; then nothing
    more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
@@ -64,7 +64,7 @@ from ..core.simulation import PARTS
 from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError
 from ..memory.access import Access
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.weights import Conversion
 from . import torn_step
@@ -72,7 +72,7 @@ from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 
 log = logging.getLogger(__name__)
-IsOwn = Callable[[UnitStore, int], bool]
+IsOwn = Callable[[HostCopy, int], bool]
 Say = Callable[[str, str], None]
 THREAD = "superpipeline-optimizer"
 AFTER_BACKWARD = "the optimizer steps after backward"
@@ -139,7 +139,7 @@ def _flushes_denormals() -> bool:
 class _Unit:
     """A unit to be stepped."""
 
-    store: UnitStore
+    store: HostCopy
     urgency: int  # of those that can be stepped, the most urgent one is
     timed: AbstractContextManager[None]
     gradients: Arriving | None = None  # until they are accumulated
@@ -208,9 +208,9 @@ class PendingStep:
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was submitted
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
-        self.submitted: dict[UnitStore, None] = {}  # in backward, in this order
+        self.submitted: dict[HostCopy, None] = {}  # in backward, in this order
         self._jobs: list[Future[None]] = []  # to be waited for
-        self._deferred: dict[UnitStore, _Unit] = {}
+        self._deferred: dict[HostCopy, _Unit] = {}
         self._failed = False
         self._writes = False  # since the thread stepped a parameter
         self.has_ended = False  # but for what is deferred: the optimizer's own step returned
@@ -223,14 +223,14 @@ class PendingStep:
         """Whether the step is deferred and not done."""
         return bool(self._deferred)
 
-    def is_stepping(self, store: UnitStore) -> bool:
+    def is_stepping(self, store: HostCopy) -> bool:
         """Whether the step of a unit that is entered in the ledger may be running, or is still to come."""
         unit = self._deferred.get(store)
         return unit is None or not unit.job.done()
 
     # ---- waits (Rule 8)
 
-    def wait(self, store: UnitStore) -> None:
+    def wait(self, store: HostCopy) -> None:
         """Wait for this unit's deferred step."""
         unit = self._deferred.get(store)
         if unit is not None and unit.data and not HostThread.is_current():
@@ -303,7 +303,7 @@ class PendingStep:
         self._queue, self._deferred = [], {}
         self.params = self.stepped = set()
 
-    def _left(self, stores: Iterable[UnitStore]) -> None:
+    def _left(self, stores: Iterable[HostCopy]) -> None:
         for store in stores:
             self._access.steps.pop(store, None)
 
@@ -330,7 +330,7 @@ class PendingStep:
             self._guard.give_back()
             self._guard = None
 
-    def submit(self, store: UnitStore, gradients: Arriving) -> None:
+    def submit(self, store: HostCopy, gradients: Arriving) -> None:
         """Have a unit's parameters stepped, and its wire copies converted, when its gradients have arrived."""
         if self._options is None:
             self._options = _options(self.optimizer)
@@ -424,7 +424,7 @@ class PendingStep:
 
     # ---- beside the next forward
 
-    def step_rest(self, order: Sequence[UnitStore], is_own: IsOwn) -> tuple[list[Group], Any]:
+    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn) -> tuple[list[Group], Any]:
         """Return the groups and the state for ``optimizer.step()``, having deferred the rest in this order if possible.
 
         ``is_own`` tells whether only the parameter refers to its gradient.
@@ -459,8 +459,8 @@ class PendingStep:
         return [{**group, "params": [param for param in group["params"] if id(param) not in ids]} for group in groups]
 
     def _prepare(
-        self, order: Sequence[UnitStore], left: list[tuple[UnitStore, int, Any]], is_own: IsOwn
-    ) -> dict[UnitStore, _Unit]:
+        self, order: Sequence[HostCopy], left: list[tuple[HostCopy, int, Any]], is_own: IsOwn
+    ) -> dict[HostCopy, _Unit]:
         """Prepare the units to be deferred, changing no parameter and no state; raise CannotDefer (Rules 4 and 5)."""
         groups = self.optimizer.param_groups
         if is_entry_shared(vars(self.optimizer), "state"):
@@ -484,9 +484,9 @@ class PendingStep:
             units[store].placeholders[index] = _placeholder(param, store.names[index])
         return {store: unit for store, unit in units.items() if unit.left}
 
-    def _defer(self, units: dict[UnitStore, _Unit]) -> None:
+    def _defer(self, units: dict[HostCopy, _Unit]) -> None:
         for store in units:
-            store.mark_stale()  # no fill reads these bytes: backward and scope ended after all of them
+            store.wrote()  # no fill reads these bytes: backward and scope ended after all of them
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
         weight_reads.hold(self)
@@ -531,12 +531,12 @@ def _mark(option: Any) -> Any:
 # ---- Rules 4 and 5
 
 
-def _check_parameter(param: nn.Parameter, store: UnitStore, index: int) -> None:
+def _check_parameter(param: nn.Parameter, store: HostCopy, index: int) -> None:
     grad: Any = true_grad(param)
     name = store.names[index]
     if type(param) is not HostParameter:
         raise CannotDefer(f"{name} is of a class of its own, {type(param).__name__}")
-    if store.shares(index) or is_referenced_elsewhere(param) or not store.in_place(index):
+    if store.shares(index) or is_referenced_elsewhere(param) or not store.at_home(index):
         raise CannotDefer(f"somebody else refers to the bytes of {name}")
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")

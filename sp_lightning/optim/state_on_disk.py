@@ -17,7 +17,7 @@
    from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with a small
    one of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
-7. FP32 weights may lie in the file as well (file_store.py, Rule 6). They are stepped in the buffer, and wire copies are
+7. FP32 weights may lie in the file as well (homes.py, Rule 6). They are stepped in the buffer, and wire copies are
    converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
    their bits depend on where a vector ends.
 8. An error ends the step: some parameters were stepped, and the state of others may be that of neither step. Then the

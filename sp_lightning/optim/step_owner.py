@@ -25,7 +25,7 @@ from ..autograd.backward_pass import in_backward
 from ..core.telemetry import Counters
 from ..errors import ExactnessError
 from ..memory.access import Access
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from .pending_step import HostThread, IsOwn, PendingStep, Say
 from .pieces import Group, ShadowStep
 
@@ -102,7 +102,7 @@ class StepOwner:
                 self.in_backward = None if self._reads_state is None else step
                 self._reads_state = False
 
-    def rest(self, optimizer: Optimizer, order: Sequence[UnitStore], is_own: IsOwn) -> tuple[list[Group], Any]:
+    def rest(self, optimizer: Optimizer, order: Sequence[HostCopy], is_own: IsOwn) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer's own code steps; the rest may be deferred.
 
         Units are deferred in this order. ``is_own`` tells whether only a parameter refers to its gradient.
@@ -159,7 +159,7 @@ class StepOwner:
         step.given_up = "code in backward reads its state"
         step.give_back()
 
-    def check_revisit(self, store: UnitStore) -> None:
+    def check_revisit(self, store: HostCopy) -> None:
         """Raise if backward comes back to a unit that was submitted in it."""
         if self.in_backward is not None and store in self.in_backward.submitted:
             raise ExactnessError(

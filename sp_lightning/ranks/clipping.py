@@ -24,19 +24,19 @@ from torch import Tensor
 from ..compat.patches import CLIP_GRADIENTS
 from ..compat.references import caller_has
 from ..memory.access import Access
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HostParameter, true_dtype, true_grad
 from .board import Ranks
 from .exchange import Exchange
 from .user_edits import Alike, flat, owned
 
-Place = tuple[UnitStore, int]  # of a parameter: its unit, and its number there
+Place = tuple[HostCopy, int]  # of a parameter: its unit, and its number there
 
 
 class Clipping:
     """Factors by which one model's gradients were clipped, until the owner of each gradient multiplies it by them."""
 
-    def __init__(self, ranks: Ranks, exchange: Exchange, stores: Sequence[UnitStore], access: Access) -> None:
+    def __init__(self, ranks: Ranks, exchange: Exchange, stores: Sequence[HostCopy], access: Access) -> None:
         self._ranks, self._exchange, self._access = ranks, exchange, access
         self._places: dict[int, Place] = {
             id(parameter): (store, index) for store in stores for index, parameter in enumerate(store.params)
@@ -59,7 +59,7 @@ class Clipping:
 
         ``references``: from torch's function to each gradient (Rule 2).
         """
-        of_units: defaultdict[UnitStore, list[int]] = defaultdict(list)
+        of_units: defaultdict[HostCopy, list[int]] = defaultdict(list)
         at_once: list[Tensor] = []
         for parameter in parameters:
             place = self._places.get(id(parameter))
@@ -97,7 +97,7 @@ class Clipping:
         self.show()
         self._factors.clear()
 
-    def clipped(self, store: UnitStore, index: int, mean: Tensor) -> Tensor:
+    def clipped(self, store: HostCopy, index: int, mean: Tensor) -> Tensor:
         """Return a shared gradient times the factors that its owners have not applied yet; do not change it."""
         for factor in self._factors.get((store, index), ()):
             mean = mean.mul(factor)

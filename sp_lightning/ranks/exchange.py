@@ -55,8 +55,8 @@ from ..compat.tensors import graph_task
 from ..errors import ExactnessError, UnsupportedError
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
+from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
-from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
@@ -83,7 +83,7 @@ Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of th
 class _Sums:
     """The slab of a unit's mean gradients, and the tensors over its face that become ``.grad``."""
 
-    def __init__(self, slab: SharedSlab, store: UnitStore) -> None:
+    def __init__(self, slab: SharedSlab, store: HostCopy) -> None:
         self.slab, self._store = slab, store
         self.make_views()
 
@@ -104,21 +104,21 @@ class _Backward:
     def __init__(self, task: int | None) -> None:
         self.task = task  # autograd's number of it, if it is known: nested ones have others (Rule 6)
         self.has_any = False  # whether it made gradients
-        self.under_way: list[tuple[UnitStore, Arriving, Sequence[Place]]] = []
+        self.under_way: list[tuple[HostCopy, Arriving, Sequence[Place]]] = []
         # By a parameter's id, what ``.grad`` was, and what came; None once the unit is whole.
         self.posted: dict[int, tuple[Tensor | None, Tensor] | None] = {}
-        self.came: defaultdict[UnitStore, set[int]] = defaultdict(set)  # indices of the parameters that were posted
-        self.passed: defaultdict[UnitStore, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
-        self.whole: dict[UnitStore, None] = {}  # units that may be summed beside backward (Rule 6)
-        self.shown: dict[UnitStore, list[int]] = {}  # units that were, with the parameters that any rank reached
-        self.lent: list[tuple[UnitStore, Tensor]] = []  # regions that owners have not summed
-        self.single: dict[tuple[UnitStore, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
+        self.came: defaultdict[HostCopy, set[int]] = defaultdict(set)  # indices of the parameters that were posted
+        self.passed: defaultdict[HostCopy, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
+        self.whole: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
+        self.shown: dict[HostCopy, list[int]] = {}  # units that were, with the parameters that any rank reached
+        self.lent: list[tuple[HostCopy, Tensor]] = []  # regions that owners have not summed
+        self.single: dict[tuple[HostCopy, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
         self.began_s = time.monotonic()  # when this rank began to compute the next unit's gradients (Rule 9)
         self.longest_s = 0.0  # that a unit took
         self.units = 0  # to which this rank came
         self.signs: list[list[int]] = []  # of other ranks, when this one last looked
         self.until_s = 0.0  # when it gives up to wait for further ones
-        self.kept: set[UnitStore] = set()  # units of which old gradients were looked for (Rule 4)
+        self.kept: set[HostCopy] = set()  # units of which old gradients were looked for (Rule 4)
         self.job: Future[None] | None = None  # that sums
         self.all_posted = False
 
@@ -126,11 +126,11 @@ class _Backward:
 class Exchange:
     """The exchange of all units' gradients between the ranks of a machine."""
 
-    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore]) -> None:
+    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[HostCopy]) -> None:
         self._ranks, self._device = ranks, device
         self.overlaps = True  # whether units are summed beside backward
         self.stores = list(stores)
-        self._firsts: dict[UnitStore, int] = {}  # number of each unit's first parameter
+        self._firsts: dict[HostCopy, int] = {}  # number of each unit's first parameter
         count = 0
         for store in self.stores:
             self._firsts[store] = count
@@ -146,13 +146,13 @@ class Exchange:
         self.box = Box(ranks, device, ROOM * (nbytes + PAGE * count))
         self._sums = {store: self._sums_of(store) for store in self.stores}
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
-        self._slabs: dict[UnitStore, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
+        self._slabs: dict[HostCopy, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
         self._count = 0  # of exchanges
         ranks.exchanges.add(self)
         self._backward: _Backward | None = None  # that runs, or whose exchange does
         self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 10)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
-        self.is_own: Callable[[UnitStore, int], bool] = lambda store, index: True  # whether no user code has a gradient
+        self.is_own: Callable[[HostCopy, int], bool] = lambda store, index: True  # whether no user code has a gradient
         self._leaves: list[Any] = []  # a hook on the parameter itself would be one that reads its gradient
         self._hooks = [
             self._leaf(parameter).register_prehook(functools.partial(self._at_leaf, store, index))
@@ -161,7 +161,7 @@ class Exchange:
             if parameter.is_floating_point() or parameter.is_complex()
         ]
 
-    def _sums_of(self, store: UnitStore) -> _Sums:
+    def _sums_of(self, store: HostCopy) -> _Sums:
         slab = self._ranks.share(max(store.host_layout.nbytes, 1), keep=True)
         return _Sums(slab, store)
 
@@ -177,7 +177,7 @@ class Exchange:
         self._leaves.append(leaf)
         return leaf
 
-    def _at_leaf(self, store: UnitStore, index: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+    def _at_leaf(self, store: HostCopy, index: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
         """Note that nothing more comes of a parameter's gradient, or what autograd accumulates now (Rules 5 and 6).
 
         That is given what came from the unit in this backward.
@@ -269,7 +269,7 @@ class Exchange:
         """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
         self._used.update(map(id, parameters))
 
-    def slab_for(self, store: UnitStore) -> GradientSlab:
+    def slab_for(self, store: HostCopy) -> GradientSlab:
         """Return slots for a unit's gradients in this rank's box, once the rank is not too far ahead (Rule 8)."""
         backward = self._backward
         assert backward is not None
@@ -287,7 +287,7 @@ class Exchange:
         known.append((backward.lent[-1][1], slab))
         return slab
 
-    def _lend(self, backward: _Backward, store: UnitStore, nbytes: int) -> Tensor:
+    def _lend(self, backward: _Backward, store: HostCopy, nbytes: int) -> Tensor:
         region = self.box.region(nbytes)
         backward.lent.append((store, region))
         return region
@@ -350,16 +350,16 @@ class Exchange:
         """Post a number that holds for this exchange alone."""
         self.board.post(index, self._count * (ENDED + 1) + number)
 
-    def _goes_on(self, rank: int, held: Sequence[UnitStore], summed: int) -> bool:
+    def _goes_on(self, rank: int, held: Sequence[HostCopy], summed: int) -> bool:
         """Whether a rank has not posted one of these units, and may do so before this rank goes on."""
         exchange, until = divmod(self.board.read(rank, self._stands), ENDED + 1)
         missing = any(self.board.read(rank, self._units[store]) != self._count for store in held)
         return missing and (exchange != self._count or until < summed)  # else it waits, and has no reason to wake up
 
-    def _reclaim(self, backward: _Backward) -> list[UnitStore]:
+    def _reclaim(self, backward: _Backward) -> list[HostCopy]:
         """Give back the regions of units that all owners have summed; return the whole units that they have not."""
-        held: list[UnitStore] = []
-        kept: list[tuple[UnitStore, Tensor]] = []
+        held: list[HostCopy] = []
+        kept: list[tuple[HostCopy, Tensor]] = []
         for store, region in backward.lent:
             if store in backward.whole and self._all_at(self._done[store]):
                 self.box.give_back(region)
@@ -374,7 +374,7 @@ class Exchange:
         """Whether all ranks posted the number of this exchange."""
         return all(self.board.read(rank, number) == self._count for rank in range(self._ranks.size))
 
-    def _check_not_whole(self, backward: _Backward, store: UnitStore) -> None:
+    def _check_not_whole(self, backward: _Backward, store: HostCopy) -> None:
         """Raise ExactnessError if gradients of a whole unit came again (Rule 6)."""
         if store in backward.whole:
             raise ExactnessError(
@@ -382,7 +382,7 @@ class Exchange:
                 "have summed the first ones; run one backward for each exchange, or set optimizer_overlap=False"
             )
 
-    def submit(self, store: UnitStore, arriving: Arriving, places: Sequence[Place]) -> None:
+    def submit(self, store: HostCopy, arriving: Arriving, places: Sequence[Place]) -> None:
         """Have a unit's gradients posted when they have arrived in these places of the box."""
         backward = self._backward
         assert backward is not None
@@ -408,7 +408,7 @@ class Exchange:
             backward.came[store].add(index)
         self._look_whether_whole(backward, store)
 
-    def _look_whether_whole(self, backward: _Backward, store: UnitStore) -> None:
+    def _look_whether_whole(self, backward: _Backward, store: HostCopy) -> None:
         """Have a unit summed beside backward if nothing more comes of it on this rank (Rule 6)."""
         came, passed = backward.came.get(store), backward.passed[store]
         if came is None or not came <= passed or store in backward.whole or not self.overlaps:
@@ -448,7 +448,7 @@ class Exchange:
         if job is not None:
             job.result()
 
-    def _post(self, backward: _Backward, store: UnitStore, index: int, region: Tensor | None, grad: Tensor) -> None:
+    def _post(self, backward: _Backward, store: HostCopy, index: int, region: Tensor | None, grad: Tensor) -> None:
         parameter = store.params[index]
         if grad.layout is not torch.strided:
             raise UnsupportedError(f"{store.names[index]} has a sparse gradient, which several devices cannot sum")
@@ -509,7 +509,7 @@ class Exchange:
             self._show(store, indices)
         self._used.clear()
 
-    def gradients_of(self, optimizer: Optimizer, clipped: Callable[[UnitStore, int, Tensor], Tensor]) -> Alike:
+    def gradients_of(self, optimizer: Optimizer, clipped: Callable[[HostCopy, int, Tensor], Tensor]) -> Alike:
         """Describe what user code wrote to the gradients that an optimizer steps with: each owner steps with its own.
 
         ``clipped`` multiplies a mean by the factors that owners have not multiplied by (clipping.py).
@@ -520,7 +520,7 @@ class Exchange:
         written: list[str] = []
         digest = hashlib.sha256()
         for store, sums in self._sums.items():
-            pages = store.indices_in(sums.slab.private())
+            pages = store.host_layout.indices_in(sums.slab.private())
             for index, (parameter, field) in enumerate(zip(store.params, store.host_layout.fields, strict=True)):
                 grad = true_grad(parameter)
                 if id(parameter) not in stepped:
@@ -544,16 +544,16 @@ class Exchange:
 
     # ---- for clipping.py
 
-    def truth(self, store: UnitStore) -> Tensor:
+    def truth(self, store: HostCopy) -> Tensor:
         """Return the shared bytes of a unit's mean gradients."""
         return self._sums[store].slab.truth
 
-    def is_mean(self, store: UnitStore, index: int) -> bool:
+    def is_mean(self, store: HostCopy, index: int) -> bool:
         """Whether a parameter's ``.grad`` is the face of the mean, and user code gave it no other data."""
         sums = self._sums[store]
         return true_grad(store.params[index]) is sums.views[index] and not sums.is_altered(index)
 
-    def unseen(self, store: UnitStore, indices: Sequence[int], references: int) -> set[int]:
+    def unseen(self, store: HostCopy, indices: Sequence[int], references: int) -> set[int]:
         """Return the indices of gradients that have at most ``references`` references beside our own.
 
         There are none if this rank wrote to any gradient of the unit.
@@ -566,7 +566,7 @@ class Exchange:
 
     # ---- details
 
-    def _keep_old(self, backward: _Backward, store: UnitStore) -> None:
+    def _keep_old(self, backward: _Backward, store: HostCopy) -> None:
         """Keep the bytes of gradients that user code still refers to (Rule 4)."""
         if store in backward.kept:
             return
@@ -578,7 +578,7 @@ class Exchange:
             sums.slab.keep_face()
             sums.make_views()
 
-    def _sum(self, store: UnitStore) -> list[int]:
+    def _sum(self, store: HostCopy) -> list[int]:
         """Sum what this rank owns of a unit's gradients (Rule 2); return the parameters that get them."""
         rank, size = self._ranks.rank, self._ranks.size
         first = self._firsts[store]
@@ -607,13 +607,13 @@ class Exchange:
         dtype = TYPES[kind]
         return self.box.of[rank][place : place + numel * dtype.itemsize].view(dtype)[own]
 
-    def _show(self, store: UnitStore, indices: list[int]) -> None:
+    def _show(self, store: HostCopy, indices: list[int]) -> None:
         """Give the parameters their mean gradients (Rule 3)."""
         if not indices:
             return
         sums = self._sums[store]
         pages = sums.slab.private()
-        others = [index for index in store.indices_in(pages) if index not in indices]
+        others = [index for index in store.host_layout.indices_in(pages) if index not in indices]
         alone = [sums.views[index] for index in others if true_grad(store.params[index]) is sums.views[index]]
         written = [view.clone() for view in alone]
         sums.slab.drop(pages)
@@ -623,7 +623,7 @@ class Exchange:
         for index in indices:
             self._set_grad(store, index, sums.views[index])
 
-    def _set_grad(self, store: UnitStore, index: int, view: Tensor) -> None:
+    def _set_grad(self, store: HostCopy, index: int, view: Tensor) -> None:
         parameter = store.params[index]
         # A local name for the gradient would count as a reference to it.
         if true_grad(parameter) is not None and true_grad(parameter) is not view and not self.is_own(store, index):

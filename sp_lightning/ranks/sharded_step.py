@@ -32,24 +32,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ExactnessError
+from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
-from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import true_data, true_grad
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
 from .shared_memory import SharedSlab, SlabRange
-from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned, slab_of_ranks
+from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
 
 ALL = slice(None)
-StateSlabs = dict[tuple[UnitStore, str], SharedSlab]
+StateSlabs = dict[tuple[HostCopy, str], SharedSlab]
 
 
 class Owners:
     """The steps of optimizers over the parameters of all units."""
 
     def __init__(
-        self, ranks: Ranks, board: Board, faces: Faces, clipping: Clipping, stores: Sequence[UnitStore]
+        self, ranks: Ranks, board: Board, faces: Faces, clipping: Clipping, stores: Sequence[HostCopy]
     ) -> None:
         self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
         self._stores = stores
@@ -64,7 +64,7 @@ class Owners:
         self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps: a copy, or the parameter itself
         self._given: dict[Tensor, State] = {}  # the state that each had before
         self._state: dict[Tensor, State] = {}
-        self._edits: list[tuple[UnitStore, SharedSlab, list[SlabRange]]] = []  # of state, by user code on this rank
+        self._edits: list[tuple[HostCopy, SharedSlab, list[SlabRange]]] = []  # of state, by user code on this rank
 
     @staticmethod
     def cuts(optimizer: Optimizer) -> bool:
@@ -104,13 +104,13 @@ class Owners:
             self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
             return parameter
         store, index = place
-        if not loops or not parameter.dim() or not store.in_place(index):
+        if not loops or not parameter.dim() or not store.at_home(index):
             copy = true_data(parameter).clone(memory_format=torch.preserve_format)
             copy.grad = grad
             self._copies[copy], self._state[copy] = parameter, self._own_state(optimizer, parameter)
             return copy
         field, own = self._owned(store, index)
-        piece = flat(slab_of_ranks(store).truth, field, own)
+        piece = flat(self._faces.slabs[store].truth, field, own)
         piece.grad = in_order(grad, field)[own]
         self._pieces[piece] = parameter
         self._given[piece] = {
@@ -120,7 +120,7 @@ class Owners:
         self._state[piece] = dict(self._given[piece])
         return piece
 
-    def _owned(self, store: UnitStore, index: int) -> tuple[Any, slice]:
+    def _owned(self, store: HostCopy, index: int) -> tuple[Any, slice]:
         field = store.host_layout.fields[index]
         return field, owned(field, self._ranks.rank, self._ranks.size)
 
@@ -171,7 +171,7 @@ class Owners:
         for group in optimizer.param_groups if self.cuts(optimizer) else ():
             for parameter in group["params"] if takes_the_loop(group) else ():
                 store, index = self._places.get(id(parameter), (None, 0))
-                if store is None or not parameter.dim() or not store.in_place(index):
+                if store is None or not parameter.dim() or not store.at_home(index):
                     continue
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if _is_like(value, parameter) and not self._lies_in_a_slab(optimizer, parameter, key, value):
@@ -183,7 +183,7 @@ class Owners:
     def _find_moved(self, optimizer: Optimizer) -> Alike:
         """Find the parameters that user code gave other data, the same on all ranks."""
         places = [self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-        names = [store.names[index] for store, index in filter(None, places) if not store.in_place(index)]
+        names = [store.names[index] for store, index in filter(None, places) if not store.at_home(index)]
         return Alike("gave other data to different parameters", f"gave it to {listed(names)}", repr(names).encode())
 
     def _find_edits(self, optimizer: Optimizer) -> Alike:
@@ -198,7 +198,7 @@ class Owners:
             digest.update(repr(pages).encode())
             for start, end in pages:
                 digest.update(slab.face[start:end].numpy().data)
-        names = [store.names[index] for store, _, pages in self._edits for index in store.indices_in(pages)]
+        names = [store.names[index] for store, _, pages in self._edits for index in store.host_layout.indices_in(pages)]
         for name, number in self._replaced(optimizer):
             names.append(name)
             digest.update(f"{name} {number}".encode())
@@ -209,7 +209,7 @@ class Owners:
         store, index = self._places.get(id(parameter), (None, 0))
         if store is None or not self.cuts(optimizer) or not takes_the_loop(group):
             return
-        if parameter.dim() and store.in_place(index):
+        if parameter.dim() and store.at_home(index):
             for key, value in list(optimizer.state.get(parameter, {}).items()):
                 if _is_like(value, parameter):
                     self._adopted(optimizer, parameter, key, value)
@@ -217,7 +217,7 @@ class Owners:
     def _collect_edits(self) -> None:
         """Write to the truth what user code wrote to the state that this rank owns (Rule 2)."""
         for store, slab, pages in self._edits:
-            for index in store.indices_in(pages):
+            for index in store.host_layout.indices_in(pages):
                 field, own = self._owned(store, index)
                 flat(slab.truth, field, own).copy_(flat(slab.face, field, own))
 
@@ -230,11 +230,11 @@ class Owners:
             if copy is parameter:
                 continue
             store, index = self._places[id(parameter)]
-            if not store.in_place(index):
+            if not store.at_home(index):
                 moved.append((copy, parameter))
                 continue
             field, own = self._owned(store, index)
-            flat(slab_of_ranks(store).truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
+            flat(self._faces.slabs[store].truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
             torch.autograd.graph.increment_version(parameter)
         for piece, parameter in self._pieces.items():
             for key, value in self._state[piece].items():

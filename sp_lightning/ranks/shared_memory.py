@@ -19,7 +19,7 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from ..errors import HostMemoryError, UnsupportedError
 from ..memory.device import Device
+from ..memory.layout import Field, Layout
 from ..memory.pinned import libc, mapped
+from ..memory.weights import Stamp
 
 PAGE = mmap.PAGESIZE
 PAGEMAP = "/proc/self/pagemap"
@@ -100,6 +102,28 @@ class SharedSlab:
         for start, end in ranges:
             if libc().madvise(self.face.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), "madvise refused to drop private pages")
+
+
+class SharedHome:
+    """The slab of a unit's weights: its face shows them to user code, and its truth goes up to the device."""
+
+    is_shared, converts = True, False
+
+    def __init__(self, slab: SharedSlab) -> None:
+        self.slab = slab
+        self.truth = slab.truth
+        self.settled: Stamp | None = None  # of the host bytes when the face was last equal to the truth
+
+    def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
+        if self.slab.is_first:
+            Layout.own_view(self.truth.untyped_storage(), field).copy_(data)
+        return Layout.own_view(self.slab.face.untyped_storage(), field)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(flat.data_ptr(), flat.nbytes) for flat in (self.truth, self.slab.face)]
+
+    def written(self, stamp: Stamp) -> Sequence[SlabRange]:
+        return () if stamp == self.settled else self.slab.private()
 
 
 def check_possible() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +12,27 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..memory.access import Access
 from ..memory.device import Device
+from ..memory.host_copy import HostCopy
 from ..memory.partition import Unit
-from ..memory.unit_store import UnitStore
 from ..memory.watched_parameters import true_data
 from ..optim.pieces import Group
 from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
 from .sharded_step import Owners
-from .shared_memory import SharedSlab
+from .shared_memory import SharedHome
 from .user_edits import Faces
 
 
 class Team:
     """All ranks of a machine, which stream one host copy of a model."""
 
-    def __init__(self, ranks: Ranks, device: Device, stores: Sequence[UnitStore], access: Access) -> None:
+    def __init__(self, ranks: Ranks, device: Device, homes: Mapping[HostCopy, SharedHome], access: Access) -> None:
+        stores = list(homes)
         self.ranks = ranks
         # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
         self.exchange = Exchange(ranks, device, stores)
-        self.faces = Faces(ranks, self.exchange.board, stores)
+        self.faces = Faces(ranks, self.exchange.board, homes)
         self.clipping = Clipping(ranks, self.exchange, stores, access)
         self.owners = Owners(ranks, self.exchange.board, self.faces, self.clipping, stores)
         self.faces.are_true()
@@ -60,11 +61,12 @@ class Team:
         self.owners.close()
 
 
-def shared_slab(ranks: Ranks, device: Device, nbytes: int) -> SharedSlab:
-    """Make a slab that all ranks share, page-locked for this rank's device."""
+def shared_home(ranks: Ranks, device: Device, made: list[SharedHome], nbytes: int) -> SharedHome:
+    """Make a slab that all ranks share, page-locked for this rank's device, and add it to those that were made."""
     slab = ranks.share(nbytes)
     slab.lock(device)
-    return slab
+    made.append(SharedHome(slab))
+    return made[-1]
 
 
 def check_alike(ranks: Ranks, units: Sequence[Unit]) -> None:

@@ -5,7 +5,7 @@
    the truth, and drops its own pages. Other pages, or other bytes, on one rank: ExactnessError that names a parameter.
    DDP would let the ranks drift apart. A page that has the bytes of the truth again counts as not written: one rank
    alone may try other weights for a while.
-2. Until then a rank uploads what it wrote from its face (unit_store.py): its own edit is seen by itself at once.
+2. Until then a rank uploads what it wrote from its face (host_copy.py, Rule 8): it sees its own edit at once.
 3. Units are settled where all ranks come anyway, at the exchange of gradients and around steps: never in a forward,
    which one rank may run alone.
 4. A unit is looked at only if its stamp says that somebody may have written.
@@ -20,18 +20,18 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ExactnessError
+from ..memory.host_copy import HostCopy
 from ..memory.layout import Field
-from ..memory.unit_store import UnitStore
 from ..memory.weights import same_bytes
 from .board import Board, Ranks
-from .shared_memory import SharedSlab, SlabRange
+from .shared_memory import SharedHome, SlabRange
 
 LINE = 256  # elements: ranges of owners begin at a multiple
 WORD, WORDS = 8, 1 << 17  # bytes, and how many words a fingerprint takes at a time
@@ -89,27 +89,26 @@ def _factors() -> Tensor:
     return torch.randint(-(1 << 62), 1 << 62, (WORDS,), generator=generator, device="cpu") | 1
 
 
-def slab_of_ranks(store: UnitStore) -> SharedSlab:
-    """Return the slab of a unit, which all ranks share."""
-    assert isinstance(store.shared, SharedSlab)
-    return store.shared
-
-
 class Faces:
     """The weights of all units as this rank's user sees them."""
 
-    def __init__(self, ranks: Ranks, board: Board, stores: Sequence[UnitStore]) -> None:
-        self._ranks, self._board, self._stores = ranks, board, stores
+    def __init__(self, ranks: Ranks, board: Board, homes: Mapping[HostCopy, SharedHome]) -> None:
+        self._ranks, self._board, self._homes = ranks, board, homes
+        self.slabs = {store: home.slab for store, home in homes.items()}
 
-    def written(self) -> dict[UnitStore, list[SlabRange]]:
+    def written(self) -> dict[HostCopy, list[SlabRange]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
-        found = {store: slab_of_ranks(store).changed() for store in self._stores if store.may_differ()}
+        found = {store: self.slabs[store].changed() for store in self._homes if self._may_differ(store)}
         return {store: pages for store, pages in found.items() if pages}
+
+    def _may_differ(self, store: HostCopy) -> bool:
+        """Whether user code may have written to the face since it was last equal to the truth (Rule 4)."""
+        return store.stamp() != self._homes[store].settled
 
     def settle(self, *others: Alike) -> None:
         """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3)."""
         written = self.written()
-        lists = repr([(index, written[store]) for index, store in enumerate(self._stores) if store in written])
+        lists = repr([(index, written[store]) for index, store in enumerate(self._homes) if store in written])
         names = [name for store, pages in written.items() for name in _names(store, pages)]
         weights = Alike("wrote to different parameters", f"wrote {listed(names)}", lists.encode())
         self._compare([weights, *others])
@@ -117,14 +116,14 @@ class Faces:
             self.are_true()
             return
         for store, pages in written.items():
-            shared = slab_of_ranks(store)
-            for index in store.indices_in(pages):
+            shared = self.slabs[store]
+            for index in store.host_layout.indices_in(pages):
                 field = store.host_layout.fields[index]
                 own = owned(field, self._ranks.rank, self._ranks.size)
                 flat(shared.truth, field, own).copy_(flat(shared.face, field, own))
         self._board.meet()
         for store, pages in written.items():
-            shared = slab_of_ranks(store)
+            shared = self.slabs[store]
             for start, end in pages:
                 if not same_bytes(shared.truth[start:end], shared.face[start:end]):
                     raise ExactnessError(
@@ -133,7 +132,7 @@ class Faces:
                     )
         self._board.meet()  # a rank that found a difference ends here, before the others give up their bytes
         for store, pages in written.items():
-            slab_of_ranks(store).drop(pages)
+            self.slabs[store].drop(pages)
         self.are_true()
 
     def _compare(self, all_of_them: Sequence[Alike]) -> None:
@@ -153,16 +152,16 @@ class Faces:
 
     def are_true(self) -> None:
         """Note that all faces are equal to the truth."""
-        for store in self._stores:
-            store.is_true()
+        for store, home in self._homes.items():
+            home.settled = store.stamp()
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Note after this context, which moves epochs but writes no weight, that faces are as true as before it."""
-        true = [store for store in self._stores if not store.may_differ()]
+        true = [store for store in self._homes if not self._may_differ(store)]
         yield
         for store in true:
-            store.is_true()
+            self._homes[store].settled = store.stamp()
 
 
 def listed(names: Sequence[str]) -> str:
@@ -170,5 +169,5 @@ def listed(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} others" if names else "none"
 
 
-def _names(store: UnitStore, pages: list[SlabRange]) -> list[str]:
-    return [store.names[index] for index in store.indices_in(pages)]
+def _names(store: HostCopy, pages: list[SlabRange]) -> list[str]:
+    return [store.names[index] for index in store.host_layout.indices_in(pages)]

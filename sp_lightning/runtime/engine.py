@@ -10,7 +10,7 @@
 3. Backward makes a unit resident early, through the hook on the unit's outputs, and at the latest when autograd unpacks
    a saved tensor, whatever led to it. Code that recomputes enters units as forward does, or reads their weights outside
    of visits (weight_reads.py).
-4. User code may write to weights once a scope has ended: the end waits for fills that still read them.
+4. User code may read and write weights once a scope has ended: what model code wrote to them goes down before that.
 5. After an exception, everything of the library is removed from the module's slots, wherever the exception came. The
    host weights are the truth: of the library, only write-backs write to them, beside the user's optimizer.
 """
@@ -45,8 +45,8 @@ from ..errors import UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
+from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Slot, Unit
-from ..memory.unit_store import SharedMemory, UnitStore
 from ..memory.watched_parameters import name_of, quietly, true_device
 from ..optim.step_owner import StepOwner
 from ..options import Options
@@ -55,6 +55,7 @@ from .window import Window
 if TYPE_CHECKING:
     from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
     from ..ranks.board import Ranks
+    from ..ranks.shared_memory import SharedHome
     from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
@@ -100,13 +101,14 @@ class Engine:
         files: WeightFiles | None = None,
         again: bool = False,
     ) -> None:
-        self._share: Callable[[int], SharedMemory] | None = None
+        self._slab: Callable[[int], Slab] = functools.partial(OwnSlab, device)
+        shared: list[SharedHome] = []
         # On its way to a device a weight leaves what shares its bytes, in a plain run too; not what came to share them.
         self.shares_bytes: Callable[[Tensor], bool] = shares_storage if device.is_host or again else _shares_none
         if ranks is not None:
             from ..ranks import team  # on one device nothing needs it
 
-            self._share = functools.partial(team.shared_slab, ranks, device)
+            self._slab = functools.partial(team.shared_home, ranks, device, shared)
             sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
             self.shares_bytes = lambda parameter: device.is_host and id(parameter) in sharing
         self.files = files  # in which weights stay
@@ -123,7 +125,8 @@ class Engine:
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             self.units = [self._streamed(unit, slots) for unit in units]
             if ranks is not None:
-                self.team = team.Team(ranks, device, [unit.store for unit in self.units], self.access)
+                homes = {unit.store: home for unit, home in zip(self.units, shared, strict=True)}
+                self.team = team.Team(ranks, device, homes, self.access)
         if self.team is not None:
             self.gradient_return.exchange = self.team.exchange
             self.team.exchange.overlaps = options.optimizer_overlap
@@ -150,11 +153,8 @@ class Engine:
         self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
 
     def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        device_dtype = self._device_dtype
-        if self.files is None:
-            store = UnitStore(unit, self.device, self.counters, self, device_dtype, self._share)
-        else:
-            store = self.files.store(unit, self.device, self.counters, self, device_dtype)
+        files = () if self.files is None else self.files.homes(unit, self.counters)
+        store = HostCopy(unit, self.device, self.counters, self, self._device_dtype, self._slab, files)
         streamed = StreamedUnit(unit, store, self.gradients_ready)
         hosts = enumerate(streamed.stand_ins.hosts)
         streamed.stand_ins.slots = [(index, slot) for index, host in hosts for slot in slots.get(host, ())]
@@ -175,7 +175,7 @@ class Engine:
         with quietly():
             return any(store.was_reshaped for store in self._with_data())
 
-    def _with_data(self) -> Iterator[UnitStore]:
+    def _with_data(self) -> Iterator[HostCopy]:
         """Yield the units' stores, but for those of which a deferred step replaced the data itself."""
         return (unit.store for unit in self.units if unit.store not in self.access.steps)
 
@@ -210,7 +210,7 @@ class Engine:
             with quietly():
                 self.step_owner.finish()
                 self.offload.finish()
-                self._give_host_bytes()
+                self.window.collect_writes()
                 if self.team is not None:
                     self.team.exchange.note_forward(ended=torch.is_grad_enabled())
                 if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
@@ -234,19 +234,15 @@ class Engine:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step, which reads and writes on the host."""
         self.phases.begin_optimizer(optimizer)
-        self._give_host_bytes()  # marks nothing stale: a closure that runs before the optimizer writes needs no refill
+        with quietly():
+            self.window.collect_writes()  # and marks nothing stale: a closure may run before the optimizer writes
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Call an optimizer's closure, which may read and write weights as a step does."""
         result = self.phases.run_closure(closure)
-        self._give_host_bytes()
-        return result
-
-    def _give_host_bytes(self) -> None:
-        """Complete the host bytes, and wait for fills that read them: code may write them next (Rule 4)."""
         with quietly():
             self.window.collect_writes()
-            self.window.settle()
+        return result
 
     def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """End an optimizer's step of these parameters, with the ids of those that were stepped beside other work."""
@@ -263,7 +259,7 @@ class Engine:
 
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes lie where those of a unit do: in its slab, or in a file."""
-        ranges = (range_ for unit in self.units for range_ in unit.store.host_ranges)
+        ranges = (range_ for unit in self.units for range_ in unit.store.ranges())
         return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in ranges)
 
     @contextlib.contextmanager
@@ -282,7 +278,7 @@ class Engine:
             self.leave_to(depth)
             self._borrowed.add(unit)
             if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
-                unit.store.on_device.settle()  # Rule 4
+                self.phases.before_user_code()
 
     # ---- visits
 
@@ -424,7 +420,7 @@ class Engine:
                 unit.stand_ins.full_precision.check_rewritten(index)
                 store.on_device.view(index).copy_(before)
 
-    def about_to_write_back(self, store: UnitStore, index: int, before: Tensor) -> None:
+    def about_to_write_back(self, store: HostCopy, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
         self.written.report((store, index), before)
 
@@ -459,7 +455,7 @@ class Engine:
         Those are ids of parameters that the host thread steps: a wire copy converted after that is valid.
         """
         for unit in {self._by_parameter[id(p)] for p in parameters if id(p) in self._by_parameter}:
-            unit.store.mark_stale(stepped)
+            unit.store.wrote(stepped)
 
     @property
     def managed(self) -> Collection[int]:
@@ -549,14 +545,13 @@ class Engine:
             if self.step_owner.in_backward is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
-            self.window.settle()
             if self.team is not None and self.exchanges:
                 self.team.exchange_if_any()
             self.counters.listener.step_may_begin()
 
     # ---- an optimizer's step (step_owner.py)
 
-    def next_needed(self) -> list[UnitStore]:
+    def next_needed(self) -> list[HostCopy]:
         """List all units in the order in which the next forward needs them, as far as it is known."""
         resident = (unit.index for unit in self.units if unit.unit.resident)  # may hold what forward needs first
         order = dict.fromkeys([*resident, *self.window.order, *range(len(self.units))])

@@ -147,7 +147,7 @@ class Handle:
         ``pending_step`` is "in backward" or "deferred" while an optimizer step runs beside other work: `finish_step`.
         """
         engine, schedule = self.engine, self.engine.window.schedule
-        hosts = [unit.store.slab.numel() + unit.store.wire.numel() for unit in engine.units]
+        hosts = [unit.store.slab.truth.numel() + unit.store.wire_nbytes for unit in engine.units]
         resident = [unit.store.on_device.layout.nbytes for unit in engine.units if unit.unit.resident]
         return {
             **self._counters.snapshot(),

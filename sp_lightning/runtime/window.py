@@ -185,7 +185,6 @@ class Window:
 
     def retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have a movable unit's weights travel in these types from its next load on."""
-        unit.store.wait_step()  # the host thread converts into the wire copy, which is made anew here
         if unit.store.on_device.is_loaded:
             self.schedule.invalidate([unit.index])
             self._evict(unit)
@@ -216,16 +215,9 @@ class Window:
 
     def refill(self, unit: StreamedUnit) -> None:
         """Fill a unit's device bytes again in place: all references to them see the new values, as in a plain run."""
-        unit.store.wait_step()
+        changes = unit.store.changes(unit.store.on_device.stamp)
         unit.stand_ins.collect_writes()
-        written = unit.store.written()
-        unit.stand_ins.check_replaced()
+        unit.stand_ins.check_replaced(changes.replaced)
         unit.store.load()
         unit.store.on_device.wait_load()
-        unit.stand_ins.overwritten(written)
-
-    def settle(self) -> None:
-        """Wait until no fill reads host bytes: they may be written from here on."""
-        for unit in self.units:
-            if unit.store.on_device.is_loaded:
-                unit.store.on_device.settle()
+        unit.stand_ins.overwritten(changes.written)

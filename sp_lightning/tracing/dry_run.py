@@ -39,7 +39,7 @@ from ..core.unit_numbers import aligned
 from ..errors import OptionError
 from ..gradients.way_down import GradientReturn
 from ..memory.device import Device
-from ..memory.unit_store import UnitStore
+from ..memory.host_copy import HostCopy
 from ..optim.pending_step import PendingStep
 from ..options import Options
 from ..runtime.engine import Engine
@@ -305,7 +305,7 @@ class _CountedGradients(GradientReturn):
 
     device: _CountingDevice
 
-    def receive(self, store: UnitStore, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
+    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
         for grad in grads:
             if grad is not None:
                 self.device.tracker.mark(grad, GRADIENTS)

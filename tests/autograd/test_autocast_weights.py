@@ -25,7 +25,7 @@ import sp_lightning
 from sp_lightning.core.unit_numbers import ALIGNMENT, aligned
 from sp_lightning.errors import ExactnessError
 from sp_lightning.gradients.slab import GradientSlot, runs_to_widen, widened
-from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.memory.host_copy import HostCopy
 from sp_lightning.optim import native
 
 LATE = 3  # the first step that is not like those before
@@ -655,8 +655,8 @@ def test_weights_are_cast_by_the_thread_that_stepped_them_once_for_each_step(dev
         casts.append(threading.current_thread() is not threading.main_thread())
         fill_wire(store, *held)
 
-    casts, fill_wire = [], UnitStore._fill_wire
-    monkeypatch.setattr(UnitStore, "_fill_wire", fill)
+    casts, fill_wire = [], HostCopy._fill_wire
+    monkeypatch.setattr(HostCopy, "_fill_wire", fill)
     strategy = sp_lightning.SuperpipelineStrategy(window=1, device=device)
     monkeypatch.setattr(strategy, "_may_step_ahead", lambda _: not runs_on)
     monkeypatch.setattr(strategy, "_may_hold", lambda: runs_on)
@@ -672,12 +672,12 @@ def test_what_is_written_while_the_thread_casts_is_cast_again(device, monkeypatc
     def halve(weight):
         weight.data.mul_(0.5)
 
-    net, x, fill_wire = layers(), next(inputs(device)), UnitStore._fill_wire
+    net, x, fill_wire = layers(), next(inputs(device)), HostCopy._fill_wire
     with sp_lightning.stream(net, device, window=1) as handle:
         stepped(net, device)
         store = handle.engine.unit_of(net.blocks[1].linear.weight).store
         with monkeypatch.context() as patch:
-            patch.setattr(UnitStore, "_fill_wire", fill)
+            patch.setattr(HostCopy, "_fill_wire", fill)
             store.after_step()
         with autocast(device), torch.no_grad():
             streamed = net(x)

@@ -178,9 +178,10 @@ def test_weights_that_are_written_within_a_step_went_up_before(write):
     check(lambda: Writing(models.Block() for _ in range(4)), run, DEVICE)
 
 
-def test_weights_that_an_optimizer_steps_within_a_step_went_up_before():
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_weights_that_an_optimizer_steps_within_a_step_went_up_before(in_closure):
     torch.manual_seed(0)
-    net = blocks()
+    net, actual = blocks(), []
     x = models.vectors(0)[0]
     expected = net.stem(x), net.blocks[0](net.stem(x))
     for parameter in net.parameters():
@@ -189,10 +190,18 @@ def test_weights_that_an_optimizer_steps_within_a_step_went_up_before():
     with sp_lightning.stream(net, DEVICE, window=1) as handle, torch.no_grad():
         x = x.to(DEVICE)
         handle.open_scope("train")
-        slow(h2d=SLOW_US)
-        with torch.Stream(DEVICE):  # the step waits for its own by itself
-            actual = net.stem(x), net.blocks[0](net.stem(x))
-        optimizer.step()
+
+        @torch.no_grad()
+        def forward():
+            slow(h2d=SLOW_US)
+            with torch.Stream(DEVICE):  # the step waits for its own by itself
+                actual.extend([net.stem(x), net.blocks[0](net.stem(x))])
+
+        if in_closure:
+            optimizer.step(forward)
+        else:
+            forward()
+            optimizer.step()
         handle.close_scope()
         torch.accelerator.synchronize()
         assert all(torch.equal(one.cpu(), other) for one, other in zip(actual, expected, strict=True))
@@ -290,7 +299,7 @@ def test_a_kept_reference_is_read_when_it_has_the_new_bytes():
 def test_a_unit_that_has_to_go_while_it_goes_through_the_ring_writes_to_nobody_elses_memory(small_ring, monkeypatch):
     with sp_lightning.stream(blocks(), DEVICE, window=1) as handle:
         first, second = (unit.store for unit in handle.engine.units[:2])
-        in_ring = first.slab.data_ptr()
+        in_ring = first.slab.truth.data_ptr()
         monkeypatch.setattr(type(handle.device), "_by_itself", lambda self, host: host.data_ptr() != in_ring)
         slow(h2d=SLOW_US)
         first.load()
@@ -298,7 +307,7 @@ def test_a_unit_that_has_to_go_while_it_goes_through_the_ring_writes_to_nobody_e
         second.load()
         second.on_device.wait_load()
         first.on_device.ready.synchronize()
-        assert torch.equal(second.on_device.flat.cpu(), second.slab)
+        assert torch.equal(second.on_device.flat.cpu(), second.slab.truth)
 
 
 def test_registered_memory_is_given_up_with_its_last_tensor_and_after_what_is_queued(monkeypatch):

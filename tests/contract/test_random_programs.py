@@ -17,7 +17,7 @@ import programs
 import pytest
 
 import parity
-from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.memory.host_copy import HostCopy
 from sp_lightning.runtime.engine import Engine
 
 OFTEN, ALL, SHEET = 12, 600, 20  # programs in the default run, in the slow one, and in each of its tests
@@ -123,7 +123,7 @@ def never_stale(monkeypatch):
 
 
 def no_wait_for_a_unit(monkeypatch):
-    monkeypatch.setattr(UnitStore, "wait_step", lambda *_: None)
+    monkeypatch.setattr(HostCopy, "wait_step", lambda *_: None)
 
 
 def no_wait_before_a_read(monkeypatch):

@@ -28,9 +28,8 @@ import parity
 import sp_lightning
 from sp_lightning.disk.direct_file import Mount
 from sp_lightning.disk.direct_ring import GAP
-from sp_lightning.disk.file_store import FileUnitStore
+from sp_lightning.disk.homes import SourceFiles
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
-from sp_lightning.memory.unit_store import UnitStore
 from sp_lightning.observe import timeline
 from sp_lightning.options import Options, format_bytes
 from sp_lightning.runtime.handle import Handle
@@ -68,13 +67,17 @@ def stores(handle):
     return [unit.store for unit in handle.engine.units]
 
 
+def in_source_files(store):
+    return [type(home) for home in store.files] == [SourceFiles]
+
+
 # ---- what is read
 
 
 def test_each_pass_reads_what_comes_up_and_nothing_is_in_memory(nets, device):
     plain, net = nets
     with streamed(net, device, window=1) as handle:
-        assert all(type(store) is FileUnitStore and store.slab.numel() == 512 for store in stores(handle))
+        assert all(in_source_files(store) and store.slab.truth.numel() == 512 for store in stores(handle))
         assert equal(net, plain, device)
         before = handle.stats()
         assert before["disk_read"] == sum(p.nbytes for p in net.parameters())
@@ -151,11 +154,11 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
     with streamed(net, device) as handle:
         least = handle.engine.files.placed.host.total
         sizes = [sum(p.nbytes for _, p in unit.params) for unit in handle.units]
-        assert all(type(store) is FileUnitStore for store in stores(handle))
+        assert all(map(in_source_files, stores(handle)))
     host = least + int((blocks + 0.5) * 1.6 * max(sizes))  # with room for wire copies of half their size
     host = host * 11 // 10  # of which an eleventh is left (placement.py, Rule 7)
     with streamed(net, device, host_budget=host) as handle:
-        kept = [unit for unit, store in zip(handle.units, stores(handle), strict=True) if type(store) is UnitStore]
+        kept = [unit for unit, store in zip(handle.units, stores(handle), strict=True) if not store.files]
         assert blocks - 1 <= len(kept) <= blocks and not any(unit.resident for unit in kept)
         assert handle.engine.files.placed.host.total <= host
         assert equal(net, plain, device) and equal(net, plain, device)
@@ -321,7 +324,7 @@ def test_unfrozen_weights_train_as_in_memory(dtype, device, tmp_path):
 @pytest.mark.simgpu
 @pytest.mark.parametrize("write", ["in place", "other data", None])
 def test_a_graph_under_autocast_keeps_the_bytes_that_it_saved(write, tmp_path):
-    """As a plain run saves a cast copy (unit_store.py, Rule 8), here made from the file again."""
+    """As a plain run saves a cast copy (host_copy.py, Rule 6), here made from the file again."""
     device = torch.device("simgpu", 0)
     results = []
     for place in (False, True):

@@ -611,7 +611,7 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
     with streamed(nets[0], device, master_weights=True) as handle:
         train_half(nets[0], optimizers[0], device, 3)
         assert all(masters_on_disk(handle, nets[0]))
-        assert sum(unit.store.slab.nbytes for unit in handle.engine.units) <= 512 * 4
+        assert sum(unit.store.slab.truth.nbytes for unit in handle.engine.units) <= 512 * 4
         before = handle.stats()
         train_half(nets[0], optimizers[0], device, 1)
         handle.finish_step()
@@ -638,12 +638,12 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
 
 def test_steps_beside_backward_convert_what_travels_from_the_buffer(device, monkeypatch):
     """No weight is read from the file for it, which page faults would do."""
-    from sp_lightning.memory import unit_store
+    from sp_lightning.memory import host_copy
 
     filled = []
-    fill = unit_store.fill_wire
+    fill = host_copy.fill_wire
     monkeypatch.setattr(
-        unit_store,
+        host_copy,
         "fill_wire",
         lambda weights, data, remembered, done=(): (
             filled.append(len(weights) - len(done)) or fill(weights, data, remembered, done)

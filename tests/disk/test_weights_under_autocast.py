@@ -21,7 +21,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.disk import state_ring
-from sp_lightning.disk.file_store import ScratchStore
+from sp_lightning.disk.homes import ScratchHome
 from sp_lightning.errors import DiskError
 
 UNITS = ["Block"]
@@ -91,9 +91,7 @@ def layers(net):
 @parity.product(kind=["AdamW", "SGD", "RMSprop", "Adafactor"], large=[False, True], device=parity.DEVICES)
 def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(kind, large, device, monkeypatch):
     """A weight that is not only cast goes up from the file if it is large, and else with the wire copies."""
-    for module in ("file_store", "weights"):
-        package = "disk" if module == "file_store" else "memory"
-        monkeypatch.setattr(f"sp_lightning.{package}.{module}.BY_ITSELF", 1 << (12 if large else 20))
+    monkeypatch.setattr("sp_lightning.memory.weights.BY_ITSELF", 1 << (12 if large else 20))
     nets = [stack(), stack()]
     optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01) for net in nets]
     moved = []
@@ -105,8 +103,8 @@ def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         assert on_disk(handle, nets[0]) == layers(nets[0])
         stores = [unit.store for unit in handle.engine.units]
-        assert all(type(store) is ScratchStore for store in stores)
-        assert all(store.slab.nbytes <= 512 * len(store.params) for store in stores)
+        assert all([type(home) for home in store.files] == [ScratchHome] for store in stores)
+        assert all(store.slab.truth.nbytes <= 512 * len(store.params) for store in stores)
         sizes = {name: p.nbytes for name, p in nets[0].named_parameters()}
         weights = sum(sizes[name] for name in layers(nets[0]))
         state = {"AdamW": 2, "SGD": 0, "RMSprop": 1, "Adafactor": 0}[kind] * sum(sizes.values())

@@ -20,7 +20,7 @@ from sp_lightning import stream
 from sp_lightning.errors import TornStepError
 from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.memory import watched_parameters
-from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.memory.host_copy import HostCopy
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -466,7 +466,7 @@ def finished_steps(accelerator):
     return keeping.kept
 
 
-UP, DOWN = (UnitStore, "load"), (GradientReturn, "receive")
+UP, DOWN = (HostCopy, "load"), (GradientReturn, "receive")
 COPIES = {f"up {count}": (UP, count) for count in (1, 8, 25, 29, 34, 37, 41)}
 COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 

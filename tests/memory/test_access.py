@@ -1,8 +1,9 @@
-"""What works on gradients is in the ledger while it does: a read of ``.grad`` waits for nothing else."""
+"""What works on gradients or reads host bytes is in the ledger while it does, and who asks waits for nothing else."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from side_by_side import blocks, inputs, squares
 
 import sp_lightning
@@ -38,3 +39,22 @@ def test_a_backward_that_failed_is_entered_until_the_next_forward(streamed):
     assert len(entered) == 1
     handle.module(next(inputs(loss.device)))
     assert not entered
+
+
+def test_a_fill_is_entered_until_user_code_goes_on(streamed):
+    handle, block, _, loss = streamed
+    fills, seen = handle.engine.access.fills, []
+    assert not fills
+    block.up.weight.register_hook(lambda _: seen.append(len(fills)))
+    loss.backward()
+    assert seen[0] > 0 and not fills
+
+
+@pytest.mark.parametrize("device", ["simgpu"], indirect=True)  # where the CPU computes, nothing is given to user code
+def test_no_fill_is_under_way_once_user_code_has_read_a_weight_on_the_device(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle, torch.no_grad():
+        net(next(inputs(device)))
+        fetches = handle.stats()["fetches"]
+        assert (net.blocks[1].up.weight + torch.ones((), device=device)).device == device
+        assert handle.stats()["fetches"] > fetches and not handle.engine.access.fills

@@ -24,7 +24,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import TornStepError
-from sp_lightning.memory import unit_store
+from sp_lightning.memory import host_copy
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import Optimizer
@@ -868,7 +868,7 @@ def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(cl
 
 def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monkeypatch):
     """Whose thread is in the middle of the unit's conversion when they are to change."""
-    midway, changed, retype, fill = threading.Event(), threading.Event(), Window.retype, unit_store.fill_wire
+    midway, changed, retype, fill = threading.Event(), threading.Event(), Window.retype, host_copy.fill_wire
 
     def change(self, unit, types):
         if unit.store.unit.name == "net.blocks.1" and unit.store.narrow:
@@ -888,7 +888,7 @@ def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monk
         fill(weights[first:], data[first:], *([index - first for index in of] for of in (remembered, done)))
 
     monkeypatch.setattr(Window, "retype", change)
-    monkeypatch.setattr(unit_store, "fill_wire", fill_until_then)
+    monkeypatch.setattr(host_copy, "fill_wire", fill_until_then)
     stats = compare_fits(device, ReadsOne, precision="bf16-mixed", **clip, max_epochs=2)
     assert stats["held_steps"] >= 2
 

@@ -24,7 +24,7 @@ import sp_lightning
 from sp_lightning.autograd.backward_pass import in_backward
 from sp_lightning.errors import ExactnessError
 from sp_lightning.lightning import step_timing
-from sp_lightning.memory.unit_store import UnitStore
+from sp_lightning.memory.host_copy import HostCopy
 from sp_lightning.optim.pending_step import HostThread
 from sp_lightning.runtime.window import Window
 
@@ -556,7 +556,7 @@ class Conditioned(models.ZooModule):
 
 def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
     fetched = []
-    load = UnitStore.load
+    load = HostCopy.load
 
     def watched(store):
         gradient_return = store.owner.gradient_return
@@ -568,7 +568,7 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
             fetched.append(store.unit.name)
         load(store)
 
-    monkeypatch.setattr(UnitStore, "load", watched)
+    monkeypatch.setattr(HostCopy, "load", watched)
     counts = fit(module_of(kind=Conditioned))
     assert counts[3] > counts[2] and fetched == []
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import models
 import sp_lightning
 from sp_lightning.errors import ExactnessError, PeerError, TornStepError
-from sp_lightning.memory import unit_store
+from sp_lightning.memory import host_copy
 from sp_lightning.memory.weights import same_bytes
 from sp_lightning.ranks import exchange, user_edits
 from sp_lightning.ranks.board import Board, Ranks
@@ -257,10 +257,10 @@ def weights_of_a_slow_first_rank() -> bool:
     torch.manual_seed(0)
     net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    plain, adopt = copy.deepcopy(net), unit_store.UnitStore._adopt
+    plain, adopt = copy.deepcopy(net), host_copy.HostCopy._adopt
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(unit_store.UnitStore, "_adopt", lambda *args: (time.sleep(SLOW_S), adopt(*args))[1])
+            patch.setattr(host_copy.HostCopy, "_adopt", lambda *args: (time.sleep(SLOW_S), adopt(*args))[1])
         with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
             return same_values(net, plain)
 
@@ -438,7 +438,7 @@ class Written(L.Callback):
         trainer.strategy.load_model_state_dict(torch.load(self.checkpoint, weights_only=False))
         handle = trainer.strategy.handle
         stores = [unit.store for unit in handle.engine.units]
-        self.found = sum(end - start for store in stores for start, end in store.shared.private())
+        self.found = sum(end - start for store in stores for start, end in store.slab.slab.private())
 
 
 def bytes_of_its_own(checkpoint: str) -> int:
@@ -467,7 +467,7 @@ def loaded_with_fabric(checkpoint: str) -> tuple[int, bool]:
         fabric.strategy.handles[0].state_loaded = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
     fabric.load(checkpoint, {"net": net, "optimizer": optimizer})
     stores = [unit.store for unit in fabric.strategy.handles[0].engine.units]
-    own = sum(end - start for store in stores for start, end in store.shared.private())
+    own = sum(end - start for store in stores for start, end in store.slab.slab.private())
     pairs = zip(_moments(optimizer), moments[0], strict=True)
     return own, all(torch.equal(one, other) for one, other in pairs)
 

@@ -292,7 +292,7 @@ def test_a_run_takes_over_the_weights_that_another_run_left(device):
     for _ in range(2):
         with sp_lightning.stream(net, device) as handle:
             stores = [unit.store for unit in handle.engine.units]
-            assert all(store.in_place(index) for store in stores for index in range(len(store.params)))
+            assert all(store.at_home(index) for store in stores for index in range(len(store.params)))
 
 
 def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):

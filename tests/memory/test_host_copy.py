@@ -1,4 +1,4 @@
-"""A unit's copies are stale when the host bytes may differ from what they were made from (unit_store.py, Rule 6)."""
+"""A unit's copies are stale when the host bytes may differ from what they were made from (host_copy.py, Rule 4)."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def store():
 def fills(monkeypatch):
     counted = []
     monkeypatch.setattr(
-        "sp_lightning.memory.unit_store.fill_wire", lambda *arguments: (counted.append(1), fill_wire(*arguments))
+        "sp_lightning.memory.host_copy.fill_wire", lambda *arguments: (counted.append(1), fill_wire(*arguments))
     )
     return counted
 
@@ -99,9 +99,9 @@ def test_no_step_converts_what_autograd_saved(store):
 def test_steps_that_told_of_themselves_are_not_told_of_again(store, fills):
     store.after_step()
     store.load()
-    store.mark_stale({id(parameter) for parameter in store.params})
+    store.wrote({id(parameter) for parameter in store.params})
     assert not store.stale()
-    store.mark_stale({id(store.params[0])})
+    store.wrote({id(store.params[0])})
     assert store.stale()
     assert refilled(store, fills)[0] is True
 
@@ -109,7 +109,7 @@ def test_steps_that_told_of_themselves_are_not_told_of_again(store, fills):
 def test_an_optimizer_that_has_a_frozen_unit_may_write_it(store):
     for parameter in store.params:
         parameter.requires_grad_(False)
-    store.mark_stale({id(parameter) for parameter in store.params})
+    store.wrote({id(parameter) for parameter in store.params})
     assert store.stale()
 
 
@@ -123,7 +123,7 @@ def test_a_write_back_leaves_the_device_fresh_and_the_wire_copies_stale(store, f
 
 
 def test_a_write_back_does_not_hide_an_earlier_write(store):
-    store.mark_stale()
+    store.wrote()
     store.write_back(0)
     assert store.stale()
 
