@@ -142,7 +142,7 @@ class streaming:
             self._begin(module, device)
 
     def share(self, module: nn.Module, device: torch.device) -> None:
-        """Begin to stream one host copy of a module on all ranks, each of which comes here (Rule 8)."""
+        """Begin to stream one host copy of a module on all ranks, each of which comes here."""
         handle = self.handle_of(module)
         if handle is not None and handle in self._shared:
             return

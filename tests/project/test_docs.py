@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IN_CI = ("python3 -m venv", "pip install", "pytest", ".ci/run")  # which .ci/run runs, or which run this
+LAUNCHERS = ("torchrun ", "accelerate launch ")  # which tests/hf/test_hf_ranks.py runs
 LONG = {  # for users with time; what else runs each of them
     "python benchmarks/race_deletions.py": "test_package.py compares its result with the code",
     "python benchmarks/models.py": "test_families.py",
@@ -138,8 +139,8 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_code():
 
 
 def test_every_command_of_the_docs_is_one_that_something_runs():
-    unknown = [line for line in commands() if not line.startswith(("python ", *IN_CI)) and "pip install" not in line]
-    assert not unknown
+    known = ("python ", *LAUNCHERS, *IN_CI)
+    assert not [line for line in commands() if not line.startswith(known) and "pip install" not in line]
 
 
 @pytest.mark.slow
