@@ -49,7 +49,8 @@ class RankedModel(DistributedDataParallel):
         if self._stream.ranks is not None:
             self._stream.ranks.check()
             if self._sends_buffers and self.require_forward_param_sync:
-                broadcast_buffers(self.module, None, self.device)
+                with self._stream.ranks.together("the buffers of the first one"):
+                    broadcast_buffers(self.module, None, self.device)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             handle.exchanges = self.require_backward_grad_sync

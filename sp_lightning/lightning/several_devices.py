@@ -210,15 +210,11 @@ class SeveralDevices:
     @contextlib.contextmanager
     def _with_all_ranks(self, what: str, group: Any = None) -> Iterator[None]:
         """Run a collective of torch once all ranks have come to it; its own errors name no rank."""
-        if self.ranks is not None and group is None:
-            self.ranks.meet(what)
-        try:
+        if self.ranks is None:
             yield
-        except RuntimeError as error:
-            peer_error = None if self.ranks is None else self.ranks.explain(error)
-            if peer_error is None:
-                raise
-            raise peer_error from error
+            return
+        with self.ranks.together(what if group is None else None):
+            yield
 
     def _sync_batch_norms(self) -> None:
         """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""

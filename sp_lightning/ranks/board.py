@@ -201,6 +201,19 @@ class Ranks:
             time.sleep(POLL_S[1])
         return PeerError(f"{news} ({error})") if news else None
 
+    @contextlib.contextmanager
+    def together(self, what: str | None) -> Iterator[None]:
+        """Run a collective of torch, which may fail, once all ranks have come to it; None: where they need not meet."""
+        if what is not None:
+            self.meet(what)
+        try:
+            yield
+        except RuntimeError as error:
+            peer_error = self.explain(error)
+            if peer_error is None:
+                raise
+            raise peer_error from error
+
     def fail(self, because_of_another: bool = False) -> None:
         """Tell the other ranks that this one cannot go on."""
         self._note(self.rank, STOPPED if because_of_another else FAILED)

@@ -63,7 +63,11 @@ def create(store: Any, rank: int, size: int, timeout: Any) -> HostGroup:
 
 
 def register() -> str:
-    """Register the backend; return what `init_process_group` is told for both kinds of tensors."""
+    """Register the backend; return what `init_process_group` is told for both kinds of tensors.
+
+    It is no default for the device, which Lightning would take in the tests that follow in this process.
+    """
     if "simccl" not in dist.Backend.backend_list:
         dist.Backend.register_backend("simccl", create, devices=["simgpu"])
+        del dist.Backend.default_device_backend_map["simgpu"]
     return "cpu:gloo,simgpu:simccl"
