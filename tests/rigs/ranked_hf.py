@@ -135,6 +135,7 @@ def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     for step, x in enumerate(loader):
         if step == 4:
             run.save_state(str(folder / "state"))
+            run.wait_for_everyone()  # each rank writes a file of its own there
             yield "saved", sorted(path.name for path in (folder / "state").iterdir()) if run.is_main_process else []
         loss = model(x, 1 + (run.process_index + step) % 3).square().mean()
         run.backward(loss)
