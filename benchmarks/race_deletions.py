@@ -229,15 +229,20 @@ def verdict(
 
 
 def summary(results: list[tuple[Wait, Verdict]]) -> str:
-    """Summarize for CONTRIBUTING.md: the functions that wait, how often if more than once, and what went unnoticed."""
+    """List for CONTRIBUTING.md the functions that wait, how often if more than once, and what a complete run missed."""
     missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in results if not verdict.caught]
     files = []
     for file in dict.fromkeys(wait.file for wait, _ in results):
         counts = Counter(wait.function for wait, _ in results if wait.file == file)
         functions = (name if count == 1 else f"{name} ({count})" for name, count in counts.items())
         files.append(f"{file}: {', '.join(functions)}")
-    begin = f"Of {len(results)} waits each was deleted by itself; {len(results) - len(missed)} deletions were caught."
-    return "\n".join([begin, "; ".join(files) + ".", *(f"- not caught: {text}" for text in missed)])
+    return "\n".join(
+        [
+            f"It deletes {len(results)} waits, each by itself.",
+            "; ".join(files) + ".",
+            *(f"- not caught: {text}" for text in missed),
+        ]
+    )
 
 
 def write(text: str) -> None:
