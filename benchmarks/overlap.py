@@ -113,7 +113,7 @@ def waiting():
 
     def load_and_wait(self):
         load(self)
-        self.ready.synchronize()
+        self.on_device.ready.synchronize()
 
     def send_and_wait(self, *args):
         transfer = send(self, *args)
