@@ -736,7 +736,8 @@ def lockstep(
 
     A call is a function without arguments that calls the module, once or often, and makes no gradients. It runs in a
     thread of its own, of which one runs at a time, and has the bits of the call alone: it has settings of torch's and
-    random states of its own, and may end early, take other paths than the others, or raise.
+    random states of its own, and may end early, take other paths than the others, or raise. Attributes that a forward
+    sets on a module are all calls': one that a later part of the same forward reads may be another call's by then.
 
     Args:
         module: The module that ``sp_lightning.stream``, a Trainer's or Fabric's strategy or ``sp_lightning.hf``

@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 LENGTHS = ((2, 5, 12), (1, 17, 7), (3, 9, 20), (1, 3, 12), (2, 7, 6))  # texts, their tokens, and new tokens
 OFTEN = {"qwen3", "deepseek_v3", "mamba", "whisper", "paligemma", "tv_regnet"}  # in the default run
+ON_ITSELF = {"tv_raft"}  # keeps on itself, within a forward, what a later part of it reads (docs/exactness.md)
 
 
 @functools.cache
@@ -120,7 +121,7 @@ def test_weights_travel_once_for_all_forwards_at_once(device, count):
     "name, at_once",
     [
         pytest.param(name, at_once, marks=[] if name in OFTEN and at_once == 3 else [pytest.mark.slow])
-        for name in FAMILIES
+        for name in sorted(FAMILIES.keys() - ON_ITSELF)
         for at_once in (2, 3, 8)
     ],
 )
