@@ -129,6 +129,7 @@ class HostCopy:
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.params)}
         self.names = [name for name, _ in unit.params]
         self.owner = owner
+        assert len(files) <= 1, "a fill has one way up (`load`)"
         self.files = files
         self._device_dtype = device_dtype
         filed: dict[int, Home] = {index: home for home in files for index in home.indices}
