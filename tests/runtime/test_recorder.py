@@ -71,7 +71,11 @@ def test_a_lane_does_one_thing_at_a_time(device):
     for step, lane in itertools.product(recorder.steps, ("up", "compute", "down", "optimizer")):
         spans = [s for s in step.spans if s.lane == lane]
         assert spans and all(s.start <= s.end for s in spans)
-        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
+        # The optimizer's own code, whose spans name no unit, steps the rest while the thread steps deferred units.
+        own = [s for s in spans if lane == "optimizer" and not s.unit]
+        rest = [s for s in spans if s not in own]
+        for one in (own, rest):
+            assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(one))
 
 
 @pytest.mark.simgpu
