@@ -43,6 +43,7 @@ class BackwardPass:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._task = -1  # autograd's number of the outermost backward
+        self.last: StreamedUnit | None = None  # needed last; None once its gradients came
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
         self._complete: set[StreamedUnit] = set()  # with complete gradients
         self._never_revisited: set[StreamedUnit] = set()  # a whole backward did not come back to them (Rule 1)
@@ -63,10 +64,12 @@ class BackwardPass:
     def interrupt(self) -> None:
         """End a backward that may have raised an error. Safe twice."""
         self._access.gradients.discard(self)
+        self.last = None
 
     def completed(self, unit: StreamedUnit) -> bool:
         """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1, 2)."""
         self._inside.discard(unit)
+        self.last = None
         if graph_task() != self._task:
             return False
         self._complete.add(unit)

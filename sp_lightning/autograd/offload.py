@@ -25,6 +25,7 @@ from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.layout import Field
+from ..memory.watched_parameters import quietly
 
 
 @dataclass(eq=False)
@@ -88,7 +89,9 @@ class Offload:
         """Drop all device tensors: no unit saves any more."""
         self.active = False
         self._left, self._visit = [*self._left, *self._visit.values()], {}
-        self.let_go()
+        if self._left:
+            with quietly():
+                self.let_go()
 
     def backward_done(self) -> None:
         """End a backward: drop what came up and was not unpacked (Rule 3)."""

@@ -74,11 +74,11 @@ _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype,
 class Recompute:
     """Run units' forwards so that they can run again in backward."""
 
-    def __init__(self, device: Device, written: Written, offload: Offload | None) -> None:
+    def __init__(self, device: Device, offload: Offload | None) -> None:
         self._offload = offload
         # Tells the checkpoint of which device to restore the random state.
         self._anchor = torch.empty(0, device=device.torch_device)
-        self._written = written
+        self.written = Written()
         self._leaves_alone: set[str] = set()  # units that do not change their arguments (Rule 2)
         self._copies = _KeptCopies()
 
@@ -92,7 +92,7 @@ class Recompute:
         gradients flow through.
         """
         try:
-            before = _ForwardSnapshot(name, root, args, kwargs, self._written, self._copies)
+            before = _ForwardSnapshot(name, root, args, kwargs, self.written, self._copies)
         except _CannotCopy:
             raise ExactnessError(
                 f"{name} keeps, or is passed, an iterator that cannot be copied, so its forward cannot run again; "
@@ -111,7 +111,7 @@ class Recompute:
         @contextlib.contextmanager
         def first_run() -> Iterator[None]:
             mark_own_checkpoint()
-            with self._written.recording(before.weights):
+            with self.written.recording(before.weights):
                 yield
 
         def contexts() -> tuple[Any, Any]:

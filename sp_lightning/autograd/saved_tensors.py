@@ -158,7 +158,8 @@ class SavedTensors:
         self._owner = owner  # of a storage
         self._owner_of = owner_of  # of a host parameter
         self._require = require
-        self._offload = offload
+        self.offload = offload
+        self.in_force = False
         self._casts = casts
 
     def push(self, name: str) -> None:
@@ -169,11 +170,12 @@ class SavedTensors:
             hooks = partial(self._pack_in_front, outer[0]), partial(self._unpack_in_front, name, outer[1])
             hide_from_selective_checkpoints(hooks[0], outer)
         push_hooks(*hooks)
+        self.in_force = True
         DISABLE_SAVED_TENSORS_HOOKS.install(_disabled)
 
-    @staticmethod
-    def pop() -> None:
+    def pop(self) -> None:
         """Take our hooks out of force."""
+        self.in_force = False
         DISABLE_SAVED_TENSORS_HOOKS.remove()
         pack, _ = top_hooks(False)
         pop_hooks()
@@ -213,8 +215,8 @@ class SavedTensors:
             note = self._casts.get(storage_id(tensor.untyped_storage()))
             if note is not None:
                 return note(tensor)
-        if self._offload.active:
-            packed = self._offload.pack(tensor)
+        if self.offload.active:
+            packed = self.offload.pack(tensor)
             if packed is not tensor:
                 return packed
         # It stays where it is, detached: a saved result leads to its node, and neither would ever be freed. Its version
@@ -231,7 +233,7 @@ class SavedTensors:
             self._require(saved.bytes.unit)
             return saved.tensor()
         if type(saved) is OffloadedTensor:
-            return self._offload.unpack(saved)
+            return self.offload.unpack(saved)
         if type(saved) is SavedWhole:
             return saved.form.whole(map(self._unpack, saved.parts), saved.device)
         tensor, version = saved

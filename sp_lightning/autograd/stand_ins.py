@@ -101,6 +101,7 @@ class StandIns:
         self,
         store: HostCopy,
         receive: Receive,
+        slots: Mapping[nn.Parameter, list[Slot]],
     ) -> None:
         self.store = store
         self.owner, self.names = store.owner, store.names
@@ -108,7 +109,8 @@ class StandIns:
         # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
         self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
         self.index_of = {id(host): index for index, host in enumerate(self.hosts)}
-        self.slots: Sequence[tuple[int, Slot]] = ()  # each with the index of its host parameter
+        # Each with the index of its host parameter.
+        self.slots = [(index, slot) for index, host in enumerate(self.hosts) for slot in slots.get(host, ())]
         self.receive = receive
         self.hidden: list[Hidden] = []  # while the unit is bound
         self.bound = False
@@ -254,7 +256,7 @@ class StandIns:
         self.outputs = self.shown = []
         self._attributes = []
         self._versions = []  # an optimizer whose closure made the units anew ends with these
-        self.slots = ()
+        self.slots = []
         self.hidden = []
 
     def versions(self) -> list[int]:
@@ -453,13 +455,15 @@ def check_frozen(whole: Whole) -> None:
 class StreamedUnit:
     """A unit at run time: its bytes, its stand-ins and the number of its open visits."""
 
-    def __init__(self, unit: Unit, store: HostCopy, receive: OnGradients) -> None:
+    def __init__(
+        self, unit: Unit, store: HostCopy, receive: OnGradients, slots: Mapping[nn.Parameter, list[Slot]]
+    ) -> None:
         self.unit = unit
         self.name = unit.name
         self.index = unit.index
         self.store = store
         self.visits = 0
-        self.stand_ins = StandIns(store, lambda node, grads: receive(self, node, grads))
+        self.stand_ins = StandIns(store, lambda node, grads: receive(self, node, grads), slots)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """Return the device tensor that model code may see in the place of one of the unit's host parameters."""

@@ -170,6 +170,11 @@ def layout_with(fields: Sequence[Field], types: Sequence[torch.dtype]) -> Layout
     return Layout(tuple(placed), end)
 
 
+def device_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which weights of a type travel, if those in FP32 have ``compute_dtype`` on the device."""
+    return compute_dtype or dtype if dtype is torch.float32 else dtype
+
+
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one type have the same bytes, also in a NaN."""
     return torch.equal(_bytes(one), _bytes(other))

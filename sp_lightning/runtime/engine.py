@@ -34,7 +34,7 @@ from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.phases import Phase, Phases
-from ..autograd.recompute import Recompute, Written
+from ..autograd.recompute import Recompute
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
@@ -48,6 +48,7 @@ from ..memory.device import Device
 from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Slot, Unit
 from ..memory.watched_parameters import name_of, quietly, true_device
+from ..memory.weights import device_dtype
 from ..optim.step_owner import StepOwner
 from ..options import Options
 from .window import Window
@@ -96,34 +97,37 @@ class Engine:
         device: Device,
         options: Options,
         counters: Counters,
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,  # on it, of weights that are FP32 on the host; None: FP32
         ranks: Ranks | None = None,
         files: WeightFiles | None = None,
         again: bool = False,
     ) -> None:
-        self._slab: Callable[[int], Slab] = functools.partial(OwnSlab, device)
+        slab: Callable[[int], Slab] = functools.partial(OwnSlab, device)
         shared: list[SharedHome] = []
         # On its way to a device a weight leaves what shares its bytes, in a plain run too; not what came to share them.
         self.shares_bytes: Callable[[Tensor], bool] = shares_storage if device.is_host or again else _shares_none
         if ranks is not None:
             from ..ranks import team  # on one device nothing needs it
 
-            self._slab = functools.partial(team.shared_home, ranks, device, shared)
+            slab = functools.partial(team.shared_home, ranks, device, shared)
             sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
             self.shares_bytes = lambda parameter: device.is_host and id(parameter) in sharing
-        self.files = files  # in which weights stay
         self.access = Access()
         self.step_owner = StepOwner(counters, self.access)
-        self.compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
-        self.phases = Phases(self.access, device, self._device_dtype)
+        dtypes = functools.partial(device_dtype, compute_dtype)
+        self.phases = Phases(self.access, device, dtypes)
         self.device = device
         self.options = options
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
         self.team: Team | None = None  # of several devices
         self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
+        self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
-            self.units = [self._streamed(unit, slots) for unit in units]
+            for unit in units:
+                file = () if files is None else files.homes(unit, counters)
+                store = HostCopy(unit, device, counters, self, dtypes, slab, file)
+                self.units.append(StreamedUnit(unit, store, self.gradients_ready, slots))
             if ranks is not None:
                 homes = {unit.store: home for unit, home in zip(self.units, shared, strict=True)}
                 self.team = team.Team(ranks, device, homes, self.access)
@@ -133,35 +137,18 @@ class Engine:
             self.team.exchange.is_own = self.gradient_return.is_own
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
-        self.offload = Offload(device, self.counters)
-        self.written = Written()
-        offload_arguments = self.offload if options.activations == "recompute+offload" else None
-        self.recompute = Recompute(device, self.written, offload_arguments)
+        offload = Offload(device, counters)
+        self.recompute = Recompute(device, offload if options.activations == "recompute+offload" else None)
         self.autocast_weights = AutocastWeights(options.may_cast and compute_dtype is None, self._retype)
         casts = self.autocast_weights.casts
-        self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, self.offload, casts)
+        self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, offload, casts)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass(self.access)
         self.turns: SharedTrips | None = None  # of calls that share the trips of the units
         self._open: list[StreamedUnit] = []  # the units that the running call visits, in order of entering
         self._thread = 0  # the thread that entered the first of them
-        self._packs = False  # whether the first of them pushed saved-tensor hooks
-        self._borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
-        self._recorded: set[int] = set()  # units of which a forward ran that autograd recorded
-        self._called: set[int] = set()  # those of which it was the root's
-        self._compared_calls = False
-        self._last_in_backward: StreamedUnit | None = None  # needed last by backward; None once its gradients came
-
-    def _streamed(self, unit: Unit, slots: dict[nn.Parameter, list[Slot]]) -> StreamedUnit:
-        files = () if self.files is None else self.files.homes(unit, self.counters)
-        store = HostCopy(unit, self.device, self.counters, self, self._device_dtype, self._slab, files)
-        streamed = StreamedUnit(unit, store, self.gradients_ready)
-        hosts = enumerate(streamed.stand_ins.hosts)
-        streamed.stand_ins.slots = [(index, slot) for index, host in hosts for slot in slots.get(host, ())]
-        return streamed
-
-    def _device_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.compute_dtype if self.compute_dtype is not None and dtype is torch.float32 else dtype
+        # Whether the root was called of each unit of which autograd recorded a forward; None once that was looked at.
+        self._called: dict[int, bool] | None = {}
 
     @property
     def any_replaced(self) -> bool:
@@ -207,21 +194,20 @@ class Engine:
     def close_scope(self) -> None:
         """End a scope: user code runs next (Rule 4)."""
         if self.phases.end_step():
-            with quietly():
-                self.step_owner.finish()
-                self.offload.finish()
-                self.window.collect_writes()
-                if self.team is not None:
-                    self.team.exchange.note_forward(ended=torch.is_grad_enabled())
-                if torch.is_grad_enabled() and self.options.activations != "keep" and not self._compared_calls:
-                    self._compare_calls()
+            self.step_owner.finish()
+            self.saved.offload.finish()
+            self.window.collect_writes()
+            if self.team is not None:
+                self.team.exchange.note_forward(ended=torch.is_grad_enabled())
+            if torch.is_grad_enabled() and self.options.activations != "keep" and self._called is not None:
+                self._compare_calls(self._called)
 
-    def _compare_calls(self) -> None:
+    def _compare_calls(self, called: dict[int, bool]) -> None:
         """Warn, once, of units that the ``activations`` option does not reach: only parts of them are called."""
-        visited = [self.units[index] for index in dict.fromkeys(self.window.order) if index in self._recorded]
-        self._compared_calls = bool(visited)
-        parts = [unit.name for unit in visited if unit.index not in self._called]
-        if parts:
+        visited = [index for index in dict.fromkeys(self.window.order) if index in called]
+        if visited:
+            self._called = None
+        if parts := [self.units[index].name for index in visited if not called[index]]:
             more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             log.warning(
                 "superpipeline: activations=%r does not reach %s%s, because the model calls modules inside, never the "
@@ -234,14 +220,12 @@ class Engine:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step, which reads and writes on the host."""
         self.phases.begin_optimizer(optimizer)
-        with quietly():
-            self.window.collect_writes()  # and marks nothing stale: a closure may run before the optimizer writes
+        self.window.collect_writes()  # and marks nothing stale: a closure may run before the optimizer writes
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Call an optimizer's closure, which may read and write weights as a step does."""
         result = self.phases.run_closure(closure)
-        with quietly():
-            self.window.collect_writes()
+        self.window.collect_writes()
         return result
 
     def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
@@ -276,7 +260,7 @@ class Engine:
             yield stand_in
         finally:
             self.leave_to(depth)
-            self._borrowed.add(unit)
+            self.window.borrowed.add(unit)
             if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
                 self.phases.before_user_code()
 
@@ -296,9 +280,9 @@ class Engine:
 
     @never_compiled
     def _enter_all(self, units: list[StreamedUnit]) -> None:
-        if not self._compared_calls and torch.is_grad_enabled():
-            self._recorded.update(unit.index for unit in units)
         for unit in units:
+            if self._called is not None and torch.is_grad_enabled():
+                self._called.setdefault(unit.index, False)
             if unit not in self._open:
                 self.enter(unit)
 
@@ -322,13 +306,12 @@ class Engine:
                     self._require(unit, backward)
                 elif unit.stand_ins.refresh():  # recomputation has just restored which weights train
                     self.backward_pass.forget()
-                if self.written.restored:
+                if self.recompute.written.restored:
                     self._restore(unit)
                 unit.stand_ins.bind()
             unit.visits += 1
             self._open.append(unit)
             if len(self._open) == 1 and torch.is_grad_enabled() and admits_hooks():
-                self._packs = True
                 self.saved.push(unit.name)
 
     @never_compiled
@@ -337,14 +320,13 @@ class Engine:
         with quietly():
             while len(self._open) > depth:
                 unit = self._open.pop()
-                if self._packs and not self._open:
-                    self._packs = False
+                if self.saved.in_force and not self._open:
                     self.saved.pop()
                 unit.visits -= 1
                 if unit not in self._open:
                     replayed: list[int] = []  # a recomputed forward writes these weights a second time
-                    if self.written.restored:
-                        replayed = [index for store, index in self.written.restored if store is unit.store]
+                    if self.recompute.written.restored:
+                        replayed = [index for store, index in self.recompute.written.restored if store is unit.store]
                     unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
@@ -370,9 +352,10 @@ class Engine:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
         unit = entry.units[0]
         call: Any = functools.partial(self.visit, entry, forward)  # a second run is of the forward that ran first
-        self._called.add(unit.index)
-        if self._borrowed:
-            self._collect_from_borrowed()  # else the unit's forward would seem to have written what code wrote before
+        if self._called is not None:
+            self._called[unit.index] = True
+        if self.window.borrowed:  # else the unit's forward would seem to have written what code wrote before
+            self.window.collect_from_borrowed()
         # No checkpoint works inside a transform, nor where hooks are forbidden; and one of the user's has to see
         # what it sees in a plain run.
         can_save = not in_transform() and admits_hooks() and not is_checkpointed()
@@ -381,23 +364,16 @@ class Engine:
         if activations.startswith("recompute"):
             call = compiling_as_here(call)  # a checkpoint, which compiles nothing, runs it now and in backward
             output, saved = self.recompute.run(call, unit.name, unit.store, entry.module, args, kwargs)
-        elif activations == "offload" and not self.offload.active and not in_backward():
-            self.offload.begin()
+        elif activations == "offload" and not self.saved.offload.active and not in_backward():
+            self.saved.offload.begin()
             try:
                 output = call(*args, **kwargs)
             finally:
-                saved = self.offload.end()
+                saved = self.saved.offload.end()
         else:
             output = call(*args, **kwargs)
         self._announce(unit, saved, output)
         return output
-
-    @never_compiled
-    def _collect_from_borrowed(self) -> None:
-        """Collect what code wrote to borrowed weights; forget the units of which no view is left."""
-        with quietly():
-            self.window.collect_writes(self._borrowed)
-            self._borrowed = {unit for unit in self._borrowed if unit.stand_ins.may_be_written()}
 
     @never_compiled
     def _announce(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
@@ -406,7 +382,7 @@ class Engine:
         def before_backward(_grads: Any) -> None:
             self.require(unit)
             for tensor in saved:
-                self.offload.fetch(tensor)
+                self.saved.offload.fetch(tensor)
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
@@ -415,14 +391,14 @@ class Engine:
 
     def _restore(self, unit: StreamedUnit) -> None:
         """Restore weights that the unit's forward wrote, before the forward is recomputed."""
-        for (store, index), before in self.written.restored.items():
+        for (store, index), before in self.recompute.written.restored.items():
             if store is unit.store:
                 unit.stand_ins.full_precision.check_rewritten(index)
                 store.on_device.view(index).copy_(before)
 
     def about_to_write_back(self, store: HostCopy, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
-        self.written.report((store, index), before)
+        self.recompute.written.report((store, index), before)
 
     def require(self, unit: StreamedUnit) -> None:
         """Make the unit resident and order the caller's stream after its bytes."""
@@ -433,7 +409,7 @@ class Engine:
 
     def _came_last(self, unit: StreamedUnit) -> bool:
         """Whether the unit is the one that backward needed last, and still there."""
-        return unit is self._last_in_backward and unit.store.on_device.is_there
+        return unit is self.backward_pass.last and unit.store.on_device.is_there
 
     def _require(self, unit: StreamedUnit, backward: bool) -> None:
         if backward:
@@ -447,7 +423,7 @@ class Engine:
             self.window.require(unit)
         if not unit.stand_ins.bound and unit.stand_ins.refresh():
             self.backward_pass.forget()  # other weights train than before
-        self._last_in_backward = unit if backward else None
+        self.backward_pass.last = unit if backward else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """Mark the units of these parameters stale: an optimizer's own code wrote them, but for those ``stepped``.
@@ -472,10 +448,9 @@ class Engine:
         """Send down a unit's gradients, which are complete in this backward; return those that autograd needs."""
         with quietly():
             self._in_backward_from_here(unit)
-            self._last_in_backward = None
             step = self.step_owner.in_backward if self.backward_pass.completed(unit) else None
             if step is not None:
-                self.window.collect_writes((unit,))
+                unit.stand_ins.collect_writes()
             return self.gradient_return.receive(unit.store, node, grads, step)
 
     def land(self) -> None:
@@ -535,12 +510,12 @@ class Engine:
 
     def _backward_done(self) -> None:
         with quietly():
-            self._last_in_backward = None
+            self.backward_pass.last = None
             self.gradient_return.let_go()
             self.land()
             self.backward_pass.end()
             self.autocast_weights.backward_done()
-            self.offload.backward_done()
+            self.saved.offload.backward_done()
             self.counters.listener.idle()
             if self.step_owner.in_backward is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
@@ -566,24 +541,21 @@ class Engine:
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(unit)
         unit.store.wait_step()
-        with quietly():
-            self.window.collect_writes((unit,))
+        self.window.collect_writes((unit,))
 
     # ---- ends
 
     def reset(self) -> None:
         """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
         self.let_autograd_end()
-        if self._packs:
-            self._packs = False
+        if self.saved.in_force:
             self.saved.pop()
         self._open.clear()
-        self._borrowed.clear()
+        self.window.borrowed.clear()
         self.backward_pass.interrupt()
-        self._last_in_backward = None
         self.counters.listener.idle()
         self.gradient_return.drop()
-        self.offload.backward_done()
+        self.saved.offload.backward_done()
         for unit in self.units:
             unit.visits = 0
             unit.stand_ins.unbind()
@@ -614,8 +586,6 @@ class Engine:
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
-            if self.files is not None:
-                self.files.close()
 
 
 def _shares_none(_: Tensor) -> bool:

@@ -31,6 +31,7 @@ from ..errors import DiskError, OptionError, PartitionError, PeerError, Superpip
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
+from ..memory.weights import device_dtype
 from ..optim import torn_step
 from ..options import Options, is_int
 from ..ranks.board import Ranks
@@ -159,9 +160,9 @@ class Handle:
             "device_peak": self.device.memory_peak(),
             "host_bytes": sum(hosts)
             + engine.gradient_return.host_nbytes
-            + engine.offload.host_nbytes
+            + engine.saved.offload.host_nbytes
             + self.device.ring_nbytes
-            + (0 if engine.files is None else engine.files.ring_nbytes)
+            + (0 if self.files is None else self.files.ring_nbytes)
             + (0 if self._disk is None else self._disk.ring_nbytes),
         }
 
@@ -460,7 +461,7 @@ class Handle:
                 )
         self._entries = []
         self._units = units
-        self._files: WeightFiles | None = None
+        self.files: WeightFiles | None = None  # in which weights stay
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
@@ -474,7 +475,7 @@ class Handle:
                 self._counters,
                 self._compute_dtype,
                 self._ranks,
-                self._files,
+                self.files,
                 again=again,
             )
             self.engine.window.only_inference = self._only_inference
@@ -502,14 +503,12 @@ class Handle:
 
     def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
-
-        def device_dtype(dtype: torch.dtype) -> torch.dtype:
-            return self._compute_dtype or dtype if dtype is torch.float32 else dtype
+        dtypes = functools.partial(device_dtype, self._compute_dtype)
 
         def finer() -> tuple[list[str], list[UnitNumbers]]:
             classes = preflight.finer_classes(units)
             with contextlib.suppress(PartitionError):
-                return classes, preflight.sizes(partition(self.module, classes), device_dtype, self._trains)
+                return classes, preflight.sizes(partition(self.module, classes), dtypes, self._trains)
             return [], []
 
         floats = {p.dtype for unit in units for _, p in unit.params}
@@ -519,16 +518,14 @@ class Handle:
         )
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
-            sizes = preflight.sizes(units, device_dtype, self._trains)
+            sizes = preflight.sizes(units, dtypes, self._trains)
             preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
-        sizes = preflight.sizes(units, device_dtype, True)
+        sizes = preflight.sizes(units, dtypes, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains or self._ranks is not None:
             in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
             own_gradients, on_disk = self._own_gradients, 0 if choice is None else choice.placed.on_disk
-            preflight.check_host(
-                units, device_dtype, self._ranks, self._trains, own_gradients, in_files, adopted, on_disk
-            )
+            preflight.check_host(units, dtypes, self._ranks, self._trains, own_gradients, in_files, adopted, on_disk)
 
     def _choose_files(self, units: list[Unit]) -> Choice | None:
         """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""
@@ -569,7 +566,7 @@ class Handle:
         assert self._budget is not None
         dtype, trains = self._compute_dtype, not self._only_inference
         whole = choose(self._units, {}, self._budget, dtype, self._may_cast, trains).host
-        return self._files is None and whole.total <= self._budget
+        return self.files is None and whole.total <= self._budget
 
     def _open_files(self, choice: Choice, units: Sequence[Unit]) -> None:
         """Open the files that weights stay in, and make the one for the optimizer's state."""
@@ -591,7 +588,7 @@ class Handle:
                 if index in spilled or not p.requires_grad
             }
         if choice.placed.units or choice.placed.masters:
-            self._files = WeightFiles(self.device, choice, self._disk)
+            self.files = WeightFiles(self.device, choice, self._disk)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
@@ -615,6 +612,8 @@ class Handle:
                 self._register_hosts()
                 self.engine.close()
         finally:
+            if self.files is not None:
+                self.files.close()
             self.device.close()
 
     def _abandon(self) -> None:
@@ -622,7 +621,7 @@ class Handle:
         self._remove_entries()
         for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
-        for files in (self._files, self._disk):
+        for files in (self.files, self._disk):
             if files is not None:
                 files.close()
         self._disk = None

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from ..autograd.stand_ins import StreamedUnit
+from ..compat.dynamo import never_compiled
 from ..core.schedule import Schedule
 from ..core.telemetry import Counters
 from ..memory.device import Device
+from ..memory.watched_parameters import quietly
 from ..options import Options
 from .tuner import Tuner
 
@@ -55,6 +57,7 @@ class Window:
         self._kind: Any = None
         self._recorded: list[int] = []
         self._last: StreamedUnit | None = None  # the unit required last
+        self.borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
         self.halves = True  # Rule 4
         self._recorded_pass = self._halved = False
 
@@ -197,9 +200,17 @@ class Window:
 
     def collect_writes(self, units: Iterable[StreamedUnit] = ()) -> None:
         """Write back what code wrote, outside of visits, to the device bytes of these units, or of all."""
-        for unit in units or self.units:
-            if (unit.store.on_device.is_loaded or unit.stand_ins.full_precision.old_copies) and not unit.visits:
-                unit.stand_ins.collect_writes()
+        with quietly():
+            for unit in units or self.units:
+                if (unit.store.on_device.is_loaded or unit.stand_ins.full_precision.old_copies) and not unit.visits:
+                    unit.stand_ins.collect_writes()
+
+    @never_compiled
+    def collect_from_borrowed(self) -> None:
+        """Write back what code wrote to borrowed weights; forget the units of which no view is left."""
+        self.collect_writes(self.borrowed)
+        with quietly():
+            self.borrowed = {unit for unit in self.borrowed if unit.stand_ins.may_be_written()}
 
     def referenced_elsewhere(self) -> Iterator[StreamedUnit]:
         """Yield the units outside of their visits whose stand-ins or device bytes user code refers to."""

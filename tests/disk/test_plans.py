@@ -69,7 +69,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
             step(net, x)
             take_step(handle, optimizer)
             read.append(handle.stats()["disk_read"] - before)
-        assert handle.engine.files.placed.host.ring == expected.host.ring
+        assert handle.files.placed.host.ring == expected.host.ring
     assert read[-1] == read[-2] == expected.disk_nbytes
     assert expected.host.weights < sum(p.nbytes for p in net.parameters() if p.requires_grad) + 20 * 512
 
@@ -81,7 +81,7 @@ def test_a_plan_leaves_in_files_what_a_run_does(tmp_path, monkeypatch):
     seen = set()
     for more in range(0, 120_000, 12_000):
         with sp_lightning.stream(net, "cpu", units=UNITS, host_budget=least + more, wire_dtype="as-is") as handle:
-            placed = handle.engine.files.placed if handle.engine.files is not None else None
+            placed = handle.files.placed if handle.files is not None else None
             host = sum(unit.host_bytes().weights for unit in handle.engine.units)
         found = planned(net, host_budget=least + more)
         in_run = sum(p.nbytes for p in net.parameters()) if placed is None else placed.host.weights
@@ -106,7 +106,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         ring = 0 if handle._disk is None else handle._disk.ring_nbytes
-        assert handle.engine.files.ring_nbytes + ring <= expected.host.ring
+        assert handle.files.ring_nbytes + ring <= expected.host.ring
     assert moved[-1] == moved[-2] == [expected.disk_nbytes + expected.on_disk, expected.on_disk]
     assert moved[-1] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
     assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
@@ -164,7 +164,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
             take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
-        rings = handle.engine.files.ring_nbytes + handle._disk.ring_nbytes
+        rings = handle.files.ring_nbytes + handle._disk.ring_nbytes
         slabs = sum(unit.host_bytes().weights for unit in handle.engine.units)
         wires = sum(unit.host_bytes().wire for unit in handle.engine.units)
     assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]

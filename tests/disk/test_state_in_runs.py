@@ -708,7 +708,7 @@ def test_only_as_many_master_weights_are_on_disk_as_the_budget_requires():
         found = masters_on_disk(handle, net)
     assert any(found) and not all(found)
     with streamed(stack(200), "cpu", master_weights=True, host_budget=int(3 * size) + 8 * (1 << 15)) as handle:
-        assert handle._disk is not None and handle.engine.files is None
+        assert handle._disk is not None and handle.files is None
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
