@@ -10,7 +10,8 @@
 4. With the turn go a call's visits, its phases, its random states (torch's default generators, Python's, NumPy's) and
    torch's settings, which belong to the process: a call begins with the caller's settings, and what it sets holds for
    it alone. It begins with a seed of its own, drawn in the order of the calls: what it draws depends neither on the
-   others nor on how many run at once.
+   others nor on how many run at once. The caller's generator goes on by one number if a call draws any, so that later
+   calls draw others, and stays as it is if none does, as it would for calls one after the other.
 5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
    variables of the caller's.
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
@@ -62,6 +63,7 @@ class Call:
         self.state = state  # likewise, what Rule 4 names
         self.goes_on = threading.Semaphore(0)
         self.thread: int | None = None
+        self.draws = False  # random numbers
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -79,7 +81,8 @@ class Lockstep:
         self._at_once = at_once
         self._surroundings = _surroundings(engine.device)
         self._random = _RandomStates(engine.device)
-        self._seeds = torch.Generator().manual_seed(int(torch.randint(SEEDS, ())))
+        self._seeds = self._random.generator_of_seeds()
+        self._draws = False
         self._phases = engine.new_turn().phases
         self._settings = settings()
         self._to_begin = enumerate(calls)
@@ -107,6 +110,9 @@ class Lockstep:
         finally:
             self._engine.change_turn(own)
             self._set_state(before)
+        if self._ended is not None and self._ended.draws and not self._draws:
+            self._draws = True
+            draw_seed()
         return self._ended
 
     def stop(self) -> None:
@@ -126,7 +132,7 @@ class Lockstep:
 
     def _begin(self, number: int, function: Callable[[], Any]) -> None:
         """Give a call a thread, in which it waits for its turn."""
-        seed = int(torch.randint(SEEDS, (), generator=self._seeds))
+        seed = draw_seed(self._seeds)
         turn = Turn([], list(self._phases))
         call = Call(number, function, seed, turn, [self._settings, self._random.seeded(seed)])
         run = contextvars.copy_context().run
@@ -139,6 +145,7 @@ class Lockstep:
         """Run a call, on its own thread."""
         call.goes_on.acquire()
         call.thread = threading.get_ident()
+        states = call.state[1]
         try:
             if not self._interrupted:
                 self._set_state(call.state)
@@ -146,6 +153,7 @@ class Lockstep:
                     call.result = call.function()
         except BaseException as error:
             call.error = error
+        call.draws = self._random.have_left(states)
         self._random.forget()
         self._live.remove(call)
         self._ended, self._running = call, None
@@ -213,6 +221,11 @@ class Lockstep:
         self._random.set(state[1])
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed, from torch's default generator if none is given."""
+    return int(torch.randint(SEEDS, (), generator=generator, device="cpu"))
+
+
 class _RandomStates:
     """The states of the generators that code draws from by default.
 
@@ -240,6 +253,24 @@ class _RandomStates:
             else:
                 ctypes.memmove(here.address, of_numpy.contents, MERSENNE_TWISTER)
             self._in_effect = of_numpy
+
+    def generator_of_seeds(self) -> torch.Generator:
+        """Return a generator seeded with the number that torch's draws next; that one stays where it is."""
+        before = torch.get_rng_state()
+        try:
+            return torch.Generator().manual_seed(draw_seed())
+        finally:
+            torch.set_rng_state(before)
+
+    def have_left(self, states: list[Any]) -> bool:
+        """Whether a generator is no longer in the state of these."""
+        *of_torch, of_python, of_numpy = states
+        *torch_now, python_now, numpy_now = self.states()
+        return (
+            not all(map(torch.equal, of_torch, torch_now))
+            or of_python != python_now
+            or (of_numpy is not None and (numpy_now.is_more or of_numpy.contents != numpy_now.contents))
+        )
 
     def forget(self) -> None:
         """Note that code drew numbers whose states nobody needs."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.errors import OptionError, UnsupportedError
 
@@ -221,6 +222,25 @@ def test_what_calls_draw_depends_on_their_number_alone(device):
             after.append([torch.rand(3), torch.rand(3, device=device)])
     assert all(same(other, drawn[0]) for other in drawn) and all(same(other, after[0]) for other in after)
     assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_calls_that_draw_nothing_leave_the_generators_as_they_are(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    torch.manual_seed(3), random.seed(4), numpy.random.seed(5)
+    before = parity.host_rng_states() | parity.device_rng_state(device)
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        handle.lockstep([functools.partial(net, x)] * 5, at_once=3)
+    after = parity.host_rng_states() | parity.device_rng_state(device)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, numpy.random.random])
+def test_calls_draw_other_numbers_than_those_of_the_lockstep_before(draw, device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    calls = [functools.partial(net, x), lambda: (net(x), draw())]
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        first, second = (handle.lockstep(calls, at_once=2)[1][1] for _ in range(2))
+    assert first != second
 
 
 def test_a_call_that_seeds_draws_what_it_draws_alone(device):
