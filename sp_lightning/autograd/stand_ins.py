@@ -104,8 +104,9 @@ class StandIns:
         slots: Mapping[nn.Parameter, list[Slot]],
     ) -> None:
         self.store = store
-        self.owner, self.names = store.owner, store.names
+        self.owner = store.owner
         self.wholes = store.unit.wholes
+        self.names = [*store.names, *(whole.name for whole in self.wholes)]
         # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
         self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
         self.index_of = {id(host): index for index, host in enumerate(self.hosts)}
@@ -167,7 +168,8 @@ class StandIns:
 
     def _whole(self, whole: Whole) -> Tensor:
         """Make the stand-in of a whole of those of its parts."""
-        return stand_in_of_whole(whole, [self.outputs[self.index_of[id(part)]] for _, part in whole.parts])
+        parts = [self.outputs[self.index_of[id(part)]] for _, part in whole.parts]
+        return stand_in_of_whole(whole, parts, self.data_exposed)
 
     def _receiver(self, uses: CastUses) -> Receive:
         """Return the receiver of the node's gradients: it adds those in autocast's type, which come by ``uses``."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,10 +43,22 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
-from ..compat.tensors import dispatches, has_storage, never_dispatched, storage_id, with_dispatch, without_dispatch
+from ..compat.tensors import dispatches, never_dispatched, storages_of, with_dispatch, without_dispatch
 from ..memory.access import DeferredStep
 from ..memory.device import Device
-from ..memory.watched_parameters import HostParameter, expose, has_hidden_stand_in, has_hooks, name_of, owner_of
+from ..memory.watched_parameters import (
+    HostParameter,
+    HostWhole,
+    as_own,
+    expose,
+    flat,
+    has_hidden_stand_in,
+    has_hooks,
+    host_classes,
+    name_of,
+    owner_of,
+    wholes_in,
+)
 from .autocast_weights import cast_by
 
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
@@ -92,13 +104,14 @@ def pause() -> None:
     """
     for step in list(pending):
         step.finish()
-    HostParameter.__torch_function__ = never_dispatched
+    _at_rest()
 
 
 def resume() -> None:
     """End a pause, if there is one."""
     if FUNCTION_APPLY.users:
-        HostParameter.__torch_function__ = _torch_function  # type: ignore[assignment]
+        for kind in host_classes:
+            kind.__torch_function__ = _torch_function  # type: ignore[attr-defined]
 
 
 def disable() -> None:
@@ -107,7 +120,12 @@ def disable() -> None:
         patch.remove()
     FUNCTION_APPLY.remove()
     if not FUNCTION_APPLY.users:
-        HostParameter.__torch_function__ = never_dispatched
+        _at_rest()
+
+
+def _at_rest() -> None:
+    for kind, function in host_classes.items():
+        kind.__torch_function__ = function  # type: ignore[attr-defined]
 
 
 def hold(step: DeferredStep) -> None:
@@ -126,7 +144,7 @@ def release(step: DeferredStep) -> None:
 @never_compiled  # a compiled frame that reads such a weight ends its graph there
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-    call = func if len(types) == 1 else _dispatched(func, types)
+    call = func if len(types) == 1 and cls is HostParameter else _dispatched(func, types)
     with without_dispatch():
         is_property = name in ("__get__", "__set__")
         if is_property:
@@ -156,15 +174,21 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 def _dispatched(func: Any, types: Any) -> Any:
     """Return a function that calls this one as the classes of its other arguments have it (Rule 9)."""
-    others = tuple(kind for kind in types if not issubclass(kind, HostParameter))
+    kinds = dict.fromkeys(kind.own if issubclass(kind, HostWhole) else kind for kind in types)
+    others = tuple(
+        kind for kind in kinds if kind.__torch_function__ is not never_dispatched and kind not in host_classes
+    )
     if others == (Tensor,):  # functions in Python name the class of plain tensors, too
-        return func
+        others = ()
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with with_dispatch():
-            results = (kind.__torch_function__(func, others, args, kwargs) for kind in others)
-            return next((result for result in results if result is not NotImplemented), NotImplemented)
+        with as_own(wholes_in(args, kwargs)):
+            if not others:
+                return func(*args, **kwargs)
+            with with_dispatch():
+                results = (kind.__torch_function__(func, others, args, kwargs) for kind in others)
+                return next((result for result in results if result is not NotImplemented), NotImplemented)
 
     return call
 
@@ -293,33 +317,22 @@ def _note_exposed(result: Any, hosts: list[Any]) -> Any:
 
 def _shares_bytes(result: Any, parameter: Tensor) -> bool:
     if isinstance(result, Tensor):
-        storage = parameter.untyped_storage()
-        return has_storage(result) and storage_id(result.untyped_storage()) == storage_id(storage)
+        return not storages_of(result).isdisjoint(storages_of(parameter))
     if isinstance(result, (tuple, list)):
         return any(isinstance(part, Tensor) and _shares_bytes(part, parameter) for part in result)
     return result is not None and not isinstance(result, (bool, int, float, str))  # an array, a storage, a capsule
 
 
-def _flat(*values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(*value)
-        elif isinstance(value, dict):
-            yield from _flat(*value.values())
-        else:
-            yield value
-
-
 def _hosts(*values: Any) -> list[Any]:
-    return [value for value in _flat(*values) if type(value) is HostParameter]
+    return [value for value in flat(*values) if type(value) in host_classes]
 
 
 def _others(*values: Any) -> list[Tensor]:
-    return [value for value in _flat(*values) if isinstance(value, Tensor) and type(value) is not HostParameter]
+    return [value for value in flat(*values) if isinstance(value, Tensor) and type(value) not in host_classes]
 
 
 def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
-    if type(value) is HostParameter:
+    if type(value) in host_classes:
         return stand_ins.get(id(value), value)
     if isinstance(value, (tuple, list)):
         made = [_replaced(item, stand_ins) for item in value]

@@ -154,6 +154,10 @@ add_to_all: Callable[[list[Tensor], float], Any] = torch._foreach_add_
 FLATTEN, IS_PARAMETER = "__tensor_flatten__", "_is_param"
 
 
+# Without it a weight's class could not change where the class gives itself out for another.
+set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
+
+
 def consists_of_tensors(tensor: Tensor) -> bool:
     """Whether a tensor's attributes in Python are its values."""
     return hasattr(type(tensor), FLATTEN)
@@ -186,7 +190,13 @@ def flattened(tensor: Tensor, name: str = "") -> tuple[Form, list[tuple[str, Ten
         if consists_of_tensors(inner):
             forms[key], parts = flattened(inner, f"{name}.{key}")
         found += parts
-    return Form(type(tensor), context, tensor.size(), tensor.stride(), forms), found
+    return Form(tensor.__class__, context, tensor.size(), tensor.stride(), forms), found
+
+
+def storages_of(tensor: Tensor) -> set[int]:
+    """Return the addresses of the storages in which a tensor, or what it consists of, has its bytes."""
+    parts = [part for _, part in flattened(tensor)[1]] if consists_of_tensors(tensor) else [tensor]
+    return {storage_id(part.untyped_storage()) for part in parts if has_storage(part)}
 
 
 def attributes_in(tensor: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:

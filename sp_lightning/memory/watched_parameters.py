@@ -18,13 +18,16 @@
    of a weight that the graph did not use (an expert that got no token) would be called, with None. They are kept from
    it: each is wrapped as soon as that is about to happen. Hooks that run after the accumulation are given no gradient;
    for them a hook in front notes whether there is one.
+7. A parameter that consists of several tensors (partition.py, rule 10) has the class that its library gave it, and what
+   that class does is its own. While it is managed, its class is a subclass, of which the library never hears: it has
+   the parameter's true class back for the time of each call, so that results and copies are of that class.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
 
@@ -36,13 +39,17 @@ from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
     IS_PARAMETER,
+    consists_of_tensors,
     dispatch_mode_count,
+    dispatches,
     in_selective_checkpoint,
     in_transform,
     never_dispatched,
     outside_selective_checkpoints,
     outside_transforms,
+    set_class,
     tensor_hooks,
+    with_dispatch,
     without_dispatch,
     without_function_modes,
 )
@@ -245,6 +252,120 @@ class HostParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
+class HostWhole:
+    """A managed parameter that consists of several tensors, as the user's code sees it (Rule 7)."""
+
+    __slots__ = ()
+    own: type[Tensor]  # its true class
+    names: frozenset[str]  # attributes that are neither every tensor's nor Python's
+
+    def __init_subclass__(cls) -> None:
+        """Keep the subclass from the library, which may register every subclass of its classes."""
+
+    def __getattribute__(self, name: str) -> Any:
+        kind = type(self)
+        if name.startswith("__") or not dispatches():
+            return super().__getattribute__(name)
+        if name not in kind.names and not isinstance(vars(self).get(name), Tensor):
+            return super().__getattribute__(name)
+        host: Any = self
+        if owner_of(host).phases.serving:
+            with owner_of(host).lend(host) as lent:
+                return getattr(lent, name)
+        with as_own((host,)):
+            found = getattr(host, name)
+        if isinstance(found, Tensor) or getattr(found, "__self__", None) is host:
+            expose(host)
+        return functools.partial(_called, host, name) if getattr(found, "__self__", None) is host else found
+
+    __class__: Any = property(lambda self: type(self).own, set_class)
+
+    @property
+    def device(self) -> torch.device:
+        host: Any = self
+        return owner_of(host).phases.apparent_device() or _device.__get__(host)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def get_device(self) -> int:
+        device = self.device
+        return -1 if device.index is None else device.index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _called(self, "__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _called(self, "__reduce_ex__", protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_own(wholes_in(args, kwargs)), with_dispatch():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_own(wholes_in(args, kwargs)):
+            return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def as_own(wholes: Iterable[Any]) -> Iterator[None]:
+    """Give managed parameters that consist of several tensors their true classes for the time of a call (Rule 7)."""
+    changed = [(whole, type(whole)) for whole in wholes]
+    for whole, kind in changed:
+        set_class(whole, kind.own)
+    try:
+        yield
+    finally:
+        for whole, kind in changed:
+            if type(whole) is kind.own and is_watched(whole):  # it may have been swapped
+                set_class(whole, kind)
+
+
+def wholes_in(*values: Any) -> list[Any]:
+    """Return the managed parameters that consist of several tensors among arguments."""
+    return [value for value in flat(*values) if issubclass(type(value), HostWhole)]
+
+
+def flat(*values: Any) -> Iterator[Any]:
+    """Yield arguments, and what is in them."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from flat(*value)
+        elif isinstance(value, dict):
+            yield from flat(*value.values())
+        else:
+            yield value
+
+
+# The classes of host parameters, with the ``__torch_function__`` that each has while reads are not watched.
+host_classes: dict[type, Any] = {HostParameter: never_dispatched}
+
+
+@functools.cache
+def _host_class(kind: type[Tensor]) -> type[Tensor]:
+    """Return the class of managed parameters of this class, which consist of several tensors (Rule 7)."""
+    names = {name for base in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(base)} - {*vars(HostWhole)}
+    made = type(kind.__name__, (HostWhole, kind), {"__slots__": (), "own": kind, "names": frozenset(names)})
+    is_dispatched = kind.__torch_function__ is not never_dispatched
+    host_classes[made] = vars(HostWhole)["__torch_function__"] if is_dispatched else never_dispatched
+    watching = vars(HostParameter)["__torch_function__"]
+    made.__torch_function__ = host_classes[made] if watching is never_dispatched else watching  # type: ignore[attr-defined]
+    return made
+
+
+def _called(whole: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a managed parameter's true class."""
+    with as_own((whole,)):
+        return getattr(whole, name)(*args, **kwargs)
+
+
 class DeviceParameter(nn.Parameter):
     """The stand-in of a host parameter inside a visit (Rule 3)."""
 
@@ -373,6 +494,8 @@ def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
     _watchers[id(parameter)] = watcher
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HostParameter
+    elif consists_of_tensors(parameter):
+        set_class(parameter, _host_class(type(parameter)))
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
@@ -382,8 +505,11 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
-    if type(parameter) is HostParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    kind: Any = type(parameter)
+    if kind is HostParameter:
+        parameter.__class__ = nn.Parameter
+    elif issubclass(kind, HostWhole):
+        set_class(parameter, kind.own)
     for hooks in _hooks_of(parameter):
         for key, hook in list(hooks.items()):
             if isinstance(hook, _WithGradient):
@@ -449,6 +575,9 @@ def _hooks_of(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
     """Make a plain parameter: replaces ``nn.Parameter.__new__`` while any parameter is managed (Rule 4)."""
+    if issubclass(type(data), HostWhole):
+        with as_own((data,)):
+            return _new(cls, data, requires_grad)
     plain = _data.__get__(data) if type(data) in (HostParameter, DeviceParameter) else data
     return _new(cls, plain, requires_grad)
 
@@ -508,13 +637,14 @@ def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool])
     return output  # type: ignore[return-value]
 
 
-def stand_in_of_whole(whole: Whole, parts: list[Tensor]) -> Tensor:
+def stand_in_of_whole(whole: Whole, parts: list[Tensor], data_exposed: list[bool]) -> Tensor:
     """Make the stand-in of a parameter that consists of tensors of stand-ins of its parts (partition.py, rule 10)."""
     device = true_device(parts[0])
     with torch.inference_mode(False), torch.no_grad():
         made = whole.form.whole(iter(parts), device)
     others = {name: value for name, value in vars(whole.parameter).items() if name not in vars(made)}
-    vars(made).update(others, **{IS_PARAMETER: True, HOST_OF_WHOLE: whole.parameter})
+    own = {IS_PARAMETER: True, HOST_OF_WHOLE: whole.parameter, "data_exposed": data_exposed}
+    vars(made).update(others, **own)
     if true_device(made) != device:
         raise UnsupportedError(
             f"{whole.name} is a {type(made).__name__}, which is on {true_device(made)} although the tensors that it "

@@ -207,6 +207,125 @@ def test_a_plan_counts_the_bytes_of_a_quantised_base(form):
         assert plan.host.weights == handle.stats()["host_bytes"]
 
 
+# --- Reads outside of a weight's unit
+
+
+class Decoding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * few(weight, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * few(ctx.saved_tensors[0], grad), None
+
+
+def few(weight, x):
+    """As many numbers of a weight as a row of x has."""
+    return wrapped.decoded(weight)[0, : x.shape[-1]]
+
+
+def by_function(weight, x):
+    wide = nn.functional.pad(x, (0, weight.shape[1] - x.shape[1]))
+    return x + nn.functional.linear(wide, weight)[:, : x.shape[1]]
+
+
+def by_method(weight, x):
+    return x + few(weight, x)
+
+
+def by_attribute(weight, x):
+    part = wrapped.parts(getattr(weight, weight.__tensor_flatten__()[0][-1]))[0]
+    return x + part.flatten()[: x.shape[-1]].float().mean(-1, keepdim=True)
+
+
+def by_custom_function(weight, x):
+    return Decoding.apply(x, weight)
+
+
+def by_device(weight, x):
+    return x + torch.ones(x.shape[-1], device=weight.device)
+
+
+READS = [by_function, by_method, by_attribute, by_custom_function, by_device]
+
+
+class Reading(wrapped.AdaptedBlock):
+    """Reads, before its own, a weight of another block by one of these."""
+
+    def forward(self, x):
+        return super().forward(self.read(self.kept[0], x))
+
+
+class ReadingStep(nn.Module):
+    """Reads a weight of a block in a step, in another block or after all."""
+
+    def __init__(self, form, read, where):
+        super().__init__()
+        self.net, self.read, self.where = wrapped.adapted(form)(), read, where
+        if where == "block":
+            self.net.blocks[2].__class__ = Reading
+            self.net.blocks[2].kept, self.net.blocks[2].read = (self.net.blocks[0].up.base.weight,), read
+
+    @property
+    def weight(self):
+        return self.net.blocks[1].up.base.weight
+
+    def forward(self, x):
+        return self.read(self.weight, self.net(x)) if self.where == "step" else self.net(x)
+
+
+@parity.product(form=["coded", "int8", "nf4"], read=READS, where=["step", "block"], device=parity.DEVICES)
+def test_a_quantised_weight_is_read_outside_of_its_unit(device, form, read, where):
+    check(lambda: ReadingStep(form, read, where), trained_and_evaluated, device)
+
+
+@parity.product(form=["coded", "int8", "nf4"], read=[by_function, by_custom_function], device=parity.DEVICES)
+def test_a_loss_reads_a_quantised_weight(device, form, read):
+    def loss(module, x):
+        return module.read(module.weight, module(x)).square().mean()
+
+    check(lambda: ReadingStep(form, read, "loss"), training(loss), device)
+
+
+def test_a_quantised_weight_that_is_read_keeps_its_class():
+    net, (x,) = wrapped.adapted("coded")(), inputs("cpu", 1)
+    weight, kind = net.blocks[1].up.base.weight, wrapped.Coded
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        net(x)
+        assert weight.__class__ is kind and isinstance(weight, nn.Parameter)
+        made = [weight.detach(), weight.clone(), nn.Parameter(weight, False), copy.deepcopy(weight), copy.copy(weight)]
+        assert [type(one) for one in made] == [kind] * len(made) and type(weight.t()) is wrapped.Turned
+        assert type(weight.mapped(torch.clone)) is kind  # by its class's own method
+    assert type(weight) is kind
+
+
+def test_a_weight_of_a_class_that_comes_while_the_module_streams_is_read(device):
+    class Late(wrapped.Coded):
+        pass
+
+    def run(module, device):
+        yield from training(steps=1)(module, device)
+        weight = Late.of(torch.linspace(-1, 1, module.weight.numel()).view(module.weight.shape), nested=False)
+        module.net.blocks[1].up.base.weight = nn.Parameter(weight.to(module.weight.device), requires_grad=False)
+        yield from training(steps=1)(module, device)
+
+    check(lambda: ReadingStep("coded", by_function, "step"), run, device)
+
+
+def test_a_part_that_was_read_may_be_written_unseen():
+    """As the ``.data`` of a plain weight may be. On an accelerator such a part lies elsewhere than in the plain run."""
+
+    def run(module, device):
+        for step in range(3):
+            module.weight.codes.data.add_(step)
+            with torch.no_grad():
+                yield [module(x) for x in inputs(device)]
+
+    check(lambda: ReadingStep("coded", by_function, "step"), run, torch.device("cpu"), window=9)
+
+
 # --- What users do to such weights
 
 

@@ -47,14 +47,14 @@ class Coded(torch.Tensor):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Coded:
         factors = self.factors.mapped(function) if isinstance(self.factors, Coded) else function(self.factors)
-        return Coded(function(self.codes), factors, self.dtype)
+        return self.__class__(function(self.codes), factors, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "factors"], {"dtype": self.dtype}
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Coded:
-        return Coded(inner["codes"], inner["factors"], context["dtype"])
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Coded:
+        return cls(inner["codes"], inner["factors"], context["dtype"])
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -96,8 +96,8 @@ class Turned(Coded):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["of"], None
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Turned:
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Turned:
         return Turned(inner["of"])
 
     @classmethod
@@ -219,6 +219,12 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
+
+
+def decoded(weight: Any) -> Tensor:
+    """What a weight stands for, by its class's own method."""
+    methods = ("decoded", "get_original_weight", "dequantize")
+    return next(getattr(weight, name) for name in methods if hasattr(type(weight), name))()
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
