@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from sp_lightning.core.machine import GIB, PROFILES, headroom
 from sp_lightning.planning import plan
 from sp_lightning.planning.shapes import SHAPES
-from sp_lightning.planning.workloads import WORKLOADS, Workload, decoder
+from sp_lightning.planning.workloads import WORKLOADS
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
@@ -34,21 +34,9 @@ ROOMY, TIGHT = 4096 * GIB, GIB  # hosts: one that never binds, one that always d
 ADAPTERS = "adapters on a frozen bf16 base"
 
 
-def _tied(workload: Workload) -> Workload:
-    """Return the workload with a head that has the embedding's weights."""
-    *parts, head = workload.parts
-    return replace(workload, parts=(*parts, replace(head, parameters=0, resident=True)))
-
-
-def _llama(name: str, hidden: int, layers: int, keys: int) -> Workload:
-    sizes = {"hidden": hidden, "layers": layers, "queries": hidden, "keys": keys, "intermediate": 8192}
-    return _tied(decoder(name, **sizes, vocabulary=128256))
-
-
-# The smallest first: Llama 3.2's two, whose published config.json files are those of shapes.py, and listed ones.
-MODELS = {
-    "Llama 1B": _llama("llama-1b", 2048, 16, 512),
-    "Llama 3B": _llama("llama-3b", 3072, 28, 1024),
+MODELS = {  # the smallest first
+    "Llama 1B": WORKLOADS["llama-1b"],
+    "Llama 3B": WORKLOADS["llama-3b"],
     "Llama 8B": WORKLOADS["llama3-8b"],
     "Qwen3 14B": WORKLOADS["qwen3-14b"],
     "Qwen3 32B": WORKLOADS["qwen3-32b"],

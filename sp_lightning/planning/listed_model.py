@@ -136,6 +136,10 @@ class ListedModel(PlannedModel):
                 working = recompute * round(BACKWARD * cost.activation_nbytes)
             turns.append((turn, {KEPT: kept, WORKING: working, GRADIENTS: 2 * gradient}))
 
+        if (of_table := _gradient_of_tied(parts, later)) and len(costs) > 1:
+            # The head's gradient waits for the embedding's, to which it is added; a block's is on its way down.
+            turns.append((0, {KEPT: of_table, WORKING: of_table, GRADIENTS: of_table + later[costs[1].name]}))
+
         def step(nbytes: Mapping[str, int], window: int) -> dict[str, int]:
             """Return the peak of a step with these bytes of each unit's weights."""
             fullest = _fullest(tuple(nbytes[cost.name] for cost in costs if not cost.resident), window)
@@ -220,6 +224,12 @@ def _fullest(sizes: tuple[int, ...], window: int) -> list[int]:
 def _feeds_the_loss(cost: UnitNumbers) -> bool:
     """Whether a listed unit is the head, whose outputs are larger than a block's."""
     return cost.name.startswith("head")
+
+
+def _gradient_of_tied(parts: Sequence[WorkloadPart], nbytes: Mapping[str, int]) -> int:
+    """Return the bytes of the gradient of a table that the first part looks up and a head multiplies with, or 0."""
+    shared = any(part.vocabulary and not part.parameters and part.active == parts[0].parameters for part in parts)
+    return nbytes[parts[0].name] if shared else 0
 
 
 def _sweep(costs: Sequence[UnitNumbers]) -> list[SimulatedVisit]:

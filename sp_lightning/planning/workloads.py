@@ -106,8 +106,12 @@ def decoder(
     vocabulary: int,
     experts: int = 1,
     chosen: int = 1,
+    tied: bool = False,
 ) -> Workload:
-    """Return a decoder with gated MLPs and an untied head; `queries` and `keys` are features of all heads together."""
+    """Return a decoder with gated MLPs.
+
+    `queries` and `keys` are features of all heads together. `tied`: the head multiplies with the embedding's table.
+    """
     attention = 2 * hidden * queries + 2 * hidden * keys + 2 * hidden
     mlp = 3 * hidden * intermediate
     router = hidden * experts if experts > 1 else 0
@@ -127,7 +131,7 @@ def decoder(
         head = WorkloadPart("head", 0, table, logits, HALF * hidden, True, vocabulary, hidden)
     else:
         embedding = WorkloadPart("embedding", table, 0)
-        head = WorkloadPart("head", table, table, logits, HALF * hidden, False, vocabulary, hidden)
+        head = WorkloadPart("head", 0 if tied else table, table, logits, HALF * hidden, tied, vocabulary, hidden)
     return Workload(name, (embedding, *_numbered(block, layers), head), uniform=True)
 
 
@@ -197,6 +201,26 @@ def _named(parts: list[WorkloadPart]) -> Iterator[WorkloadPart]:
 WORKLOADS = {
     workload.name: workload
     for workload in (
+        decoder(
+            "llama-1b",
+            hidden=2048,
+            layers=16,
+            queries=2048,
+            keys=512,
+            intermediate=8192,
+            vocabulary=128256,
+            tied=True,
+        ),
+        decoder(
+            "llama-3b",
+            hidden=3072,
+            layers=28,
+            queries=3072,
+            keys=1024,
+            intermediate=8192,
+            vocabulary=128256,
+            tied=True,
+        ),
         decoder("llama3-8b", hidden=4096, layers=32, queries=4096, keys=1024, intermediate=14336, vocabulary=128256),
         decoder("llama3-70b", hidden=8192, layers=80, queries=8192, keys=1024, intermediate=28672, vocabulary=128256),
         decoder("qwen3-14b", hidden=5120, layers=40, queries=5120, keys=1024, intermediate=17408, vocabulary=151936),

@@ -405,6 +405,7 @@ def test_listed_workloads_are_planned_by_their_numbers():
 
 LISTED = {
     "llama": ("llama-8b", "llama3-8b", "full", 2),
+    "llama, tied": ("llama-3b", "llama-3b", "full", 1),
     "llama, chunked": ("llama-8b", "llama3-8b", "chunked", 2),
     "llama, chunked, larger": ("llama-8b", "llama3-8b", "chunked", 8),
     "vit": ("vit-h", "vit-h", "full", 2),
