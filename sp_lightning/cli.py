@@ -7,7 +7,9 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -78,7 +80,12 @@ def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[s
 
 def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        return int(_module(args.command).main(args))
+        status = int(_module(args.command).main(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `plan ... | head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+        return 128 + signal.SIGPIPE
     except OSError as error:  # such as a folder or a file that cannot be written
         parser.exit(2, f"{parser.prog} {args.command}: {_in_a_line(error)}\n")
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -111,6 +112,16 @@ def test_a_wrong_command_is_refused_by_name(arguments, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_error(capfd, monkeypatch):
+    """As of `plan ... | head`: no line about a broken pipe, here or as Python ends."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as stdout, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        main(["plan", "--model", "llama-3b", "--machine", "rtx3060"])
+    assert ended.value.code == 128 + signal.SIGPIPE and capfd.readouterr().err == ""
 
 
 def test_without_jsonargparse_the_error_names_the_extra(monkeypatch, capsys):
