@@ -86,7 +86,7 @@ class Generate(FineTuneLLM):
             past_key_values=self.own_cache(),
             **sampling,
         )[:, prompts.shape[1] :].cpu()
-        self.generated += int((made != tokenizer.pad_token_id).sum())
+        batch["generated"] = int((made != tokenizer.pad_token_id).sum())  # on the module others would count, too
         texts = tokenizer.batch_decode(made, skip_special_tokens=True)
         return [{**record, "answer": text} for record, text in zip(batch["records"], texts, strict=True)]
 
@@ -212,9 +212,12 @@ class Answers(L.Callback):
         self.out = self.part.open("ab")
         self.out.truncate(self.kept)
 
-    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
         self.out.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs).encode())
         self.out.flush()
+        pl_module.generated += batch["generated"]
         speed = pl_module.generated / (time.perf_counter() - pl_module.begin)
         show_beside(trainer.progress_bar_callback, f"{speed:.1f} tokens/s")
 

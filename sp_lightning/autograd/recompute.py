@@ -64,9 +64,9 @@ _COPIED_BY_ITSELF = {
     "__getnewargs_ex__",
 }
 # Attributes of a module that forward does not change, or that are restored in another way.
-_FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT}  # in whose places entries are
+FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT}  # in whose places entries are
 # Types whose objects cannot change.
-_CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
+CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.
 _ATOMS = (Tensor, nn.Module, str, bytes, int, float, complex, type, torch.dtype, type(None))
 
@@ -185,7 +185,7 @@ class _ForwardState:
             kernel_choices(),
         )
         self.attributes: list[tuple[Any, dict[str, Any]]] = [
-            (m, {name: v for name, v in vars(m).items() if name not in _FIXED}) for m in modules
+            (m, {name: v for name, v in vars(m).items() if name not in FIXED}) for m in modules
         ]
         self.note_attributes(tensors)
         self._code = [(module, type(module), vars(module).get("forward")) for module in modules]
@@ -248,13 +248,13 @@ class _ForwardState:
         for module, kind, forward in self._code:
             if type(module) is not kind:
                 module.__class__ = kind
-            if _own_forward(vars(module).get("forward")) is not _own_forward(forward):
+            if own_forward(vars(module).get("forward")) is not own_forward(forward):
                 vars(module)["forward"] = forward
                 if forward is None:
                     del vars(module)["forward"]
         for owner, values in self.attributes:
             own = vars(owner)
-            for name in own.keys() - _FIXED - values.keys():
+            for name in own.keys() - FIXED - values.keys():
                 del own[name]
             own.update(values)
         for place, buffers in self._buffers:
@@ -330,7 +330,7 @@ def _contents(value: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
     stack, seen = [value], set()
     while stack:
         part = stack.pop()
-        if type(part) in _CONSTANTS or id(part) in seen:
+        if type(part) in CONSTANTS or id(part) in seen:
             continue
         if not (type(part) in (dict, list, tuple, set, frozenset) or _is_plain_object(part)):
             return None
@@ -378,7 +378,7 @@ class _ForwardSnapshot:
         now = _ForwardState(self._modules, weights)
         plain = copies.of(name, now)
         values = [value for _, then in now.attributes for value in then.values() if id(value) not in plain]
-        self._foreign = _foreign(values, self._modules)
+        self._foreign = foreign(values, self._modules)
         reached = reachable([value for value in values if id(value) not in self._foreign])
         attributes = [value for value in reached if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)]
         self.kept = _versions(attributes)  # tensors that modules keep as attributes, or in them
@@ -509,12 +509,12 @@ def _weights(modules: list[nn.Module]) -> list[Any]:
     return list({id(parameter): parameter for parameter in found}.values())
 
 
-def _own_forward(found: Any) -> Any:
+def own_forward(found: Any) -> Any:
     """Return the forward that a module has beside its class's, whatever of ours is in its place."""
     return found.own if isinstance(found, InPlaceOfForward) else found
 
 
-def _foreign(values: list[Any], modules: list[nn.Module]) -> dict[int, Any]:
+def foreign(values: list[Any], modules: list[nn.Module]) -> dict[int, Any]:
     """Find, by id, the values that lead to other modules than these: a trainer, say (Rule 1)."""
     own, found = set(map(id, modules)), {}
     for value in values:

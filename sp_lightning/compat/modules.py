@@ -25,6 +25,7 @@ __all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorat
 # Attributes of modules and weights with hooks. Without them a hook that a forward registers would be there twice after
 # the second forward of a recomputation.
 HOOKS_OF_MODULE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+HOOKS_OF_FORWARD = HOOKS_OF_MODULE[:2]
 HOOKS_OF_WEIGHT = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 # Attributes of optimizers with hooks. Without them units would be stepped in backward although a hook of the user's
@@ -52,8 +53,22 @@ CALL = "_call_impl"
 # and not replaced: a function in its place would hide what others wrapped around it.
 ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
 
+# The code of torch's that asks for an attribute before it sets it. Without it a buffer that a forward sets anew would
+# seem to be read before.
+SETS_BUFFERS = {nn.Module.register_buffer.__code__, nn.Module.__setattr__.__code__}
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
+
+
+def buffer_is_set() -> bool:
+    """Whether the caller of the calling function is code of torch's that sets a buffer."""
+    return sys._getframe(2).f_code in SETS_BUFFERS
+
+
+def hooks_registered() -> int:
+    """Return how many hooks were registered in this process, or how they are counted."""
+    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def grad_is_taken_away() -> bool:

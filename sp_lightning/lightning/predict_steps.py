@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..calls.lockstep import Call
 from ..compat.lightning import (
     PredictBatch,
     after_predict_step,
@@ -26,7 +27,6 @@ from ..compat.lightning import (
 )
 from ..errors import UnsupportedError
 from ..runtime.handle import Handle
-from ..runtime.lockstep import Call
 
 HOOKS = "on_predict_batch_start", "on_predict_batch_end"
 THEIRS = "lightning", "pytorch_lightning", "sp_lightning"

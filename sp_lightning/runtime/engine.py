@@ -2,8 +2,8 @@
 
 1. A *visit* is the time in which code of a unit runs. Entering makes the unit resident (window.py), orders the caller's
    stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost visit of a unit
-   acts. Where calls take turns (lockstep.py), the stand-ins in the slots are those of the running call's visits, and a
-   visit of any call keeps its unit on the device.
+   acts. Where calls take turns (calls/lockstep.py), the stand-ins in the slots are those of the running call's visits,
+   and a visit of any call keeps its unit on the device.
 2. A *scope* is a step, or a forward outside of any step. The outermost scope begins a pass (window.py, Rule 1), so each
    forward that the model's ``generate`` calls predicts the next one. A scope inside a backward (a checkpoint around the
    whole module) belongs to the pass of that backward.
@@ -22,7 +22,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from ..autograd.phases import Phase, Phases
 from ..autograd.recompute import Recompute
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
+from ..calls.lockstep import Lockstep, Turn
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage, sharing_bytes
 from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
@@ -62,29 +63,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class SharedTrips(Protocol):
-    """Calls that run by turns (lockstep.py)."""
-
-    def arrive(self, unit: StreamedUnit, /) -> None:
-        """Wait until it is the turn of the calling thread's call to enter this unit."""
-
-    def stop(self) -> None:
-        """End the calls where they wait."""
-
-
 class VisitingEntry(Protocol):
     """An entry in front of a module's forward (entries.py)."""
 
     module: nn.Module
     units: list[StreamedUnit]
     guard: Callable[..., Any] | None  # in front of the forward during a visit (autocast_weights.py)
-
-
-class Turn(NamedTuple):
-    """Where one of several calls is: the units that it visits, and the phases that it is in."""
-
-    visits: list[StreamedUnit]
-    phases: list[Any]
 
 
 class Engine:
@@ -144,7 +128,7 @@ class Engine:
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, offload, casts)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass(self.access)
-        self.turns: SharedTrips | None = None  # of calls that share the trips of the units
+        self.turns: Lockstep | None = None  # of calls that share the trips of the units
         self._open: list[StreamedUnit] = []  # the units that the running call visits, in order of entering
         self._thread = 0  # the thread that entered the first of them
         # Whether the root was called of each unit of which autograd recorded a forward; None once that was looked at.
@@ -399,6 +383,8 @@ class Engine:
     def about_to_write_back(self, store: HostCopy, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
         self.recompute.written.report((store, index), before)
+        if self.turns is not None:
+            self.turns.wrote(store.names[index])
 
     def require(self, unit: StreamedUnit) -> None:
         """Make the unit resident and order the caller's stream after its bytes."""

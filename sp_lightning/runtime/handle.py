@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..autograd.autocast_weights import castable
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
+from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import compiled_call
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
@@ -53,7 +54,6 @@ from .entries import (
     UnitEntry,
     has_method,
 )
-from .lockstep import Call, Lockstep
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .recorder import Recorder
@@ -286,7 +286,8 @@ class Handle:
         with torch.no_grad():
             self.open_scope("lockstep")
             try:
-                lockstep = Lockstep(self.engine, calls, at_once)
+                tracks = not self.options.compile_units  # compiled code reads attributes where nobody is asked
+                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks)
             finally:
                 self.close_scope()
         self.engine.turns = lockstep
@@ -735,8 +736,9 @@ def lockstep(
 
     A call is a function without arguments that calls the module, once or often, and makes no gradients. It runs in a
     thread of its own, of which one runs at a time, and has the bits of the call alone: it has settings of torch's and
-    random states of its own, and may end early, take other paths than the others, or raise. Attributes that a forward
-    sets on a module are all calls': one that a later part of the same forward reads may be another call's by then.
+    random states of its own, and may end early, take other paths than the others, or raise. What it sets on modules
+    holds for it alone until the calls before it have ended. One that reads there what an earlier one changes under way
+    is an error.
 
     Args:
         module: The module that ``sp_lightning.stream``, a Trainer's or Fabric's strategy or ``sp_lightning.hf``

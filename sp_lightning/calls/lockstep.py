@@ -7,11 +7,12 @@
    several, to the first in the module, so that calls which are behind catch up. New calls begin before that. A unit
    that always stays on the device is not waited for.
 3. A pass of the window ends where they go on to a unit that they have been to in it.
-4. With the turn go a call's visits, its phases, its random states (torch's default generators, Python's, NumPy's) and
-   torch's settings, which belong to the process: a call begins with the caller's settings, and what it sets holds for
-   it alone. It begins with a seed of its own, drawn in the order of the calls: what it draws depends neither on the
-   others nor on how many run at once. The caller's generator goes on by one number if a call draws any, so that later
-   calls draw others, and stays as it is if none does, as it would for calls one after the other.
+4. With the turn go a call's visits, its phases, what it set on modules (module_state.py), its random states (torch's
+   default generators, Python's, NumPy's) and torch's settings, which belong to the process: a call begins with the
+   caller's settings, and what it sets holds for it alone. It begins with a seed of its own, drawn in the order of the
+   calls: what it draws depends neither on the others nor on how many run at once. The caller's generator goes on by one
+   number if a call draws any, so that later calls draw others, and stays as it is if none does, as it would for calls
+   one after the other.
 5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
    variables of the caller's.
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
@@ -30,9 +31,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.kernels import set_settings, settings
@@ -40,7 +42,7 @@ from ..compat.tensors import dispatch_mode_count, function_mode_count
 from ..errors import UnsupportedError
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
-from .engine import Engine, Turn
+from .module_state import CallState, ModuleState
 
 BEGIN = -1  # in place of the index of a unit: the call has not begun
 SEEDS = 2**63 - 1
@@ -49,6 +51,30 @@ MERSENNE_TWISTER = 2500  # bytes: 624 numbers, and the place in them
 
 class _Interrupted(BaseException):
     """Ends a call whose result nobody waits for any more (Rule 7)."""
+
+
+class Turn(NamedTuple):
+    """Where one of several calls is: the units that it visits, and the phases that it is in."""
+
+    visits: list[StreamedUnit]
+    phases: list[Any]
+
+
+class Visits(Protocol):
+    """The engine, of which calls take turns (engine.py)."""
+
+    device: Device
+    units: list[StreamedUnit]
+    window: Any
+
+    def new_turn(self) -> Turn:
+        """Return where a call is that begins here."""
+
+    def change_turn(self, turn: Turn, /) -> Turn:
+        """Let another call run; return where the one is that ran until now."""
+
+    def begin_pass(self, kind: Any, /) -> None:
+        """Begin a pass of the window."""
 
 
 class Call:
@@ -61,6 +87,8 @@ class Call:
         self.unit = BEGIN  # the index of the unit that it waits for
         self.turn = turn  # while it waits
         self.state = state  # likewise, what Rule 4 names
+        self.on_modules: CallState | None = None  # from its first turn on
+        self.visited: set[int] | None = None  # the units that its turn visited; None: any
         self.goes_on = threading.Semaphore(0)
         self.thread: int | None = None
         self.draws = False  # random numbers
@@ -71,7 +99,9 @@ class Call:
 class Lockstep:
     """Calls that run in turns, ``at_once`` of them; made within the scope that they run in."""
 
-    def __init__(self, engine: Engine, calls: Iterable[Callable[[], Any]], at_once: int) -> None:
+    def __init__(
+        self, engine: Visits, module: nn.Module, calls: Iterable[Callable[[], Any]], at_once: int, tracks: bool
+    ) -> None:
         if function_mode_count() or dispatch_mode_count():
             raise UnsupportedError(
                 "calls in lockstep run in threads of their own, where a default device or another mode of torch's that "
@@ -93,6 +123,8 @@ class Lockstep:
         self._interrupted = False
         self._ended: Call | None = None
         self._callers_turn = threading.Semaphore(0)
+        units = {unit.index: [top for _, top in unit.unit.modules] for unit in engine.units if not unit.unit.resident}
+        self._modules = ModuleState(module, units, tracks)
 
     def next_ended(self) -> Call | None:
         """Run calls until one of them ends, and return it; None if all have ended."""
@@ -103,6 +135,7 @@ class Lockstep:
             self._begin(*following)
         if not self._live:
             return None
+        self._modules.adopt()
         before = self._state()
         own = self._give_turn(self._next())
         try:
@@ -113,13 +146,20 @@ class Lockstep:
         if self._ended is not None and self._ended.draws and not self._draws:
             self._draws = True
             draw_seed()
+        failure, self._modules.failure = self._modules.failure, None
+        if failure is not None and not self._interrupted:
+            self._interrupted = True
+            raise failure
         return self._ended
 
     def stop(self) -> None:
         """End the calls where they wait, and begin no more."""
         self._interrupted = True
-        while self.next_ended() is not None:
-            pass
+        try:
+            while self.next_ended() is not None:
+                pass
+        finally:
+            self._modules.close()
 
     def _wait(self) -> None:
         """Wait until the turn is the caller's again."""
@@ -149,11 +189,18 @@ class Lockstep:
         try:
             if not self._interrupted:
                 self._set_state(call.state)
+                call.on_modules = self._modules.begin(call.number)
+                self._modules.enter(call.on_modules)
                 with self._surroundings():
                     call.result = call.function()
         except BaseException as error:
             call.error = error
         call.draws = self._random.have_left(states)
+        if call.on_modules is not None:
+            with quietly():
+                self._engine.window.collect_writes()
+            self._modules.leave(call.on_modules, None)
+            self._modules.end(call.on_modules)
         self._random.forget()
         self._live.remove(call)
         self._ended, self._running = call, None
@@ -181,12 +228,22 @@ class Lockstep:
             call.unit = unit.index
             following = self._next()
             if following is not call:
+                assert call.on_modules is not None
                 call.state = self._state()
+                self._modules.leave(call.on_modules, call.visited)
                 call.turn = self._give_turn(following)
                 call.goes_on.acquire()
                 self._set_state(call.state)
+                self._modules.enter(call.on_modules)
+                call.visited = {visit.index for visit in call.turn.visits if not visit.unit.resident}
+            if call.visited is not None:
+                call.visited.add(unit.index)
         if self._interrupted:
             raise _Interrupted
+
+    def wrote(self, weight: str) -> None:
+        """Note that the running call wrote a weight."""
+        self._modules.wrote(weight)
 
     def _give_turn(self, call: Call) -> Turn:
         """Let this call run; return where the one is that ran until now."""

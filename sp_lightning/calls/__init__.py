@@ -1,0 +1,1 @@
+"""Calls of one streamed module that run by turns."""

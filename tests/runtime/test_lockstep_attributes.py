@@ -1,0 +1,436 @@
+"""What calls in lockstep set on modules: that of the calls one after the other, or an error (calls/module_state.py)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from refusals import refusal
+from side_by_side import assert_plain
+from torch import nn
+
+import sp_lightning
+from sp_lightning.calls.attribute_reads import WatchedAttribute
+from sp_lightning.errors import ExactnessError
+
+
+class Net(nn.Module):
+    """Blocks; subclasses say what a forward does before, between and after them."""
+
+    note: object = "the class's"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.middle = nn.Identity()
+        self.register_buffer("steps", torch.zeros(()))
+        self.seen, self.limit, self.dice = [], 3, random.Random(1)
+
+    def before(self, x):
+        return x
+
+    def between(self, x, index):
+        return x
+
+    def after(self, x):
+        return x
+
+    def forward(self, x):
+        x = self.before(x)
+        for index, block in enumerate(self.blocks):
+            x = self.between(block(x).tanh(), index)
+        return self.after(x)
+
+
+class Scratch(Net):
+    """Keeps what a later part of the same forward reads, as RAFT does."""
+
+    def before(self, x):
+        self.kept, self.limit = [x], float(x.sum())
+        return x
+
+    def between(self, x, index):
+        self.kept.append(x)
+        return x
+
+    def after(self, x):
+        return sum(self.kept) + self.limit
+
+
+class ScratchOfBuffers(Net):
+    def before(self, x):
+        self.steps = x.sum()
+        return x
+
+    def after(self, x):
+        return x + self.steps
+
+
+class Deleted(Net):
+    def before(self, x):
+        self.kept = x
+        return x
+
+    def after(self, x):
+        kept = self.kept
+        del self.kept
+        return x + kept
+
+
+class ClassDefault(Net):
+    def before(self, x):
+        self.note = x
+        return x
+
+    def after(self, x):
+        found, self.note = self.note, None
+        del self.note
+        assert self.note == "the class's" == type(self).note
+        return x + found
+
+
+class LazyCache(Net):
+    """Makes a table at its first forward, which all later ones find."""
+
+    def before(self, x):
+        if not hasattr(self, "table"):
+            self.table = torch.arange(4.0, device=x.device)
+        return x + self.table
+
+
+class Hooked(Net):
+    """Has a hook for the time of a forward, which only this forward may find."""
+
+    def before(self, x):
+        kept = x.sum()
+        self.hook = self.blocks[1].register_forward_hook(lambda module, args, output: output + kept)
+        return x
+
+    def after(self, x):
+        self.hook.remove()
+        return x
+
+
+class Switched(Net):
+    """Leaves training mode for the time of a forward."""
+
+    def before(self, x):
+        self.middle.train(not x.sum() > 10)
+        return x
+
+    def after(self, x):
+        x = x + self.middle.training
+        self.middle.train()
+        return x
+
+
+class Swapped(Net):
+    """Has another submodule for the time of a forward."""
+
+    def before(self, x):
+        if x.sum() > 10:
+            self.middle, self.spare = nn.Tanh(), self.middle
+        return x
+
+    def after(self, x):
+        x = self.middle(x)
+        if x.abs().sum() and hasattr(self, "spare"):
+            self.middle = self.spare
+            del self.spare
+        return x
+
+
+class Counter(Net):
+    def before(self, x):
+        self.limit += 1
+        return x + self.limit
+
+    def after(self, x):
+        self.limit += 1
+        return x
+
+
+class CountsLate(Net):
+    """Reads before its first visit what it sets after the last."""
+
+    def before(self, x):
+        return x + self.limit
+
+    def after(self, x):
+        self.limit = self.limit + 1
+        return x
+
+
+class Previous(Net):
+    """Remembers the output of the forward before, and does not read it after setting it."""
+
+    def before(self, x):
+        return x + getattr(self, "previous", 0)
+
+    def after(self, x):
+        self.previous = x
+        return x
+
+
+class BufferInPlace(Net):
+    def before(self, x):
+        return x + self.steps
+
+    def after(self, x):
+        self.steps += 1
+        return x
+
+
+class RunningStatistics(Net):
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.BatchNorm1d(4)
+
+    def before(self, x):
+        return self.middle(x)
+
+
+class ListInPlace(Net):
+    """A list made once, a stack within the forward: calls would take each other's."""
+
+    def before(self, x):
+        self.seen.append(x)
+        return x
+
+    def after(self, x):
+        return x + self.seen.pop()
+
+
+class Growing(Net):
+    def after(self, x):
+        self.seen.append(0)
+        return x + len(self.seen)
+
+
+class Dice(Net):
+    def between(self, x, index):
+        return x + self.dice.random()
+
+
+class ByName(Net):
+    """Sets an attribute of which no code of the class has the name."""
+
+    def before(self, x):
+        return x + vars(self).get("_".join(("the", "name")), 0)
+
+    def after(self, x):
+        setattr(self, "_".join(("the", "name")), float(x.sum()))
+        return x
+
+
+class OnAnother(Net):
+    """Sets an attribute of which no code of the module that has it has the name."""
+
+    def before(self, x):
+        self.middle.kept = x
+        return x
+
+    def after(self, x):
+        return x + self.middle.kept
+
+
+class WritesWeights(Net):
+    def before(self, x):
+        return x * self.blocks[0].bias.sum()
+
+    def after(self, x):
+        with torch.no_grad():
+            self.blocks[0].bias.add_(1)
+        return x
+
+
+EXACT = [Scratch, ScratchOfBuffers, Deleted, ClassDefault, LazyCache, Hooked, Switched, Swapped]
+ORDERED = [
+    Counter, CountsLate, Previous, BufferInPlace, RunningStatistics, ListInPlace, Growing, Dice, ByName, OnAnother,
+    WritesWeights,
+]  # fmt: skip
+
+
+def inputs(device, count=5):
+    return [torch.full((2, 4), 1.0 + number, device=device) for number in range(count)]
+
+
+def times(net, x, count):
+    """A call of several forwards."""
+    return lambda: [net(x * (number + 1)) for number in range(count)][-1]
+
+
+def calls_of(net, device):
+    return [times(net, x, count) for x, count in zip(inputs(device), (1, 3, 1, 2, 1), strict=True)]
+
+
+def state_of(net):
+    """All attributes that are no tensors, modules or objects, and the buffers."""
+    plain = {
+        (name, key): value
+        for name, module in net.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, list, type(None)))
+    }
+    return repr(plain), {name: value.cpu().clone() for name, value in net.named_buffers()}
+
+
+def one_after_the_other(make, device):
+    """The results and the state of the calls in their order, streamed."""
+    net = make()
+    with sp_lightning.stream(net, device, window=1), torch.no_grad():
+        return [call() for call in calls_of(net, device)], state_of(net)
+
+
+def same(found, expected):
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def same_state(found, expected):
+    return found[0] == expected[0] and same(found[1].values(), expected[1].values())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("make", EXACT)
+def test_what_a_call_sets_holds_for_it_alone_until_it_has_ended(make, at_once, inference, device):
+    expected, after = one_after_the_other(make, device)
+    net = make()
+    mode = torch.inference_mode() if inference else torch.no_grad()
+    with sp_lightning.stream(net, device, window=1) as handle, mode:
+        assert same(handle.lockstep(calls_of(net, device), at_once), expected)
+        assert same_state(state_of(net), after)
+    assert_plain(net)
+
+
+@refusal(
+    "calls in lockstep of which one changes what another one under way has read on a module, or changes in place what "
+    "a module keeps",
+    ExactnessError,
+    "`at_once=1`",
+)
+@pytest.mark.parametrize("make", ORDERED)
+def test_what_depends_on_the_calls_before_is_an_error_with_several_at_once(make, device):
+    expected, after = one_after_the_other(make, device)
+    net = make()
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        assert same(handle.lockstep(calls_of(net, device), at_once=1), expected)
+        assert same_state(state_of(net), after)
+    for at_once in (2, 5):
+        net = make()
+        with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+            with pytest.raises(ExactnessError, match="was changed by a call in lockstep"):
+                handle.lockstep(calls_of(net, device), at_once, return_exceptions=True)
+            net(inputs(device)[0])
+        assert_plain(net)
+
+
+@pytest.mark.parametrize("make", [*EXACT, *ORDERED])
+def test_calls_of_every_length_have_the_results_of_their_order_or_an_error(make, device):
+    numbers = random.Random(5)
+    for _ in range(6):
+        lengths = [numbers.randrange(1, 4) for _ in range(6)]
+        results = []
+        for at_once in (1, numbers.randrange(2, 5)):
+            net = make()
+            calls = [times(net, x, count) for x, count in zip(inputs(device, 6), lengths, strict=True)]
+            with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+                try:
+                    results.append(handle.lockstep(calls, at_once))
+                except ExactnessError:
+                    assert at_once > 1 and make in ORDERED
+                    results.append(results[0])
+        assert same(results[1], results[0])
+
+
+def test_a_call_that_raises_leaves_what_it_set_as_it_does_alone(device):
+    def failing(net, x):
+        net.before(x)
+        net.blocks[0](x)
+        raise ValueError
+
+    def run(at_once):
+        net = Scratch()
+        first, last, _, _, third = inputs(device)
+        calls = [functools.partial(net, first), functools.partial(failing, net, third), functools.partial(net, last)]
+        with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+            results = handle.lockstep(calls[: at_once or 1], 3, True)
+            results += handle.lockstep(calls[at_once or 1 :], 3, True)
+            return net, results
+
+    net, alone = run(1)
+    together_net, together = run(3)
+    assert type(together[1]) is type(alone[1]) is ValueError
+    assert same(together[::2], alone[::2]) and same_state(state_of(together_net), state_of(net))
+
+
+def test_what_failed_calls_set_is_that_of_none_of_those_which_were_under_way(device):
+    net = Scratch()
+    before = state_of(net)
+
+    def calls():
+        yield from calls_of(net, device)[1:2] * 3
+        raise ValueError
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        with pytest.raises(ValueError):
+            handle.lockstep(calls(), at_once=4)
+        assert same_state(state_of(net), before)
+        assert not hasattr(net, "kept")
+
+
+def test_calls_find_what_the_caller_sets_between_them(device):
+    net, x = Net(), inputs(device)[0]
+
+    def call():
+        net(x)
+        return net.note
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        found = []
+        for one in handle.calls_ended([call] * 5, at_once=1):
+            found.append(one.result)
+            net.note = one.number
+    assert found == ["the class's", 0, 1, 2, 3]
+
+
+def test_what_the_caller_changes_in_place_between_calls_is_none_of_theirs(device):
+    net = Net()
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        expected = [call() for call in calls_of(net, device)]
+        for one in handle.calls_ended(calls_of(net, device), at_once=3):
+            assert torch.equal(one.result, expected[one.number])
+            net.seen.append(one.number), net.steps.add_(1), net.dice.random()
+
+
+def test_classes_have_no_descriptors_of_ours_afterwards(device):
+    def watched():
+        return [
+            name for kind in Scratch.__mro__ for name, value in vars(kind).items() if type(value) is WatchedAttribute
+        ]
+
+    net, other = Scratch(), Scratch()
+    x = inputs(device)[0]
+    with sp_lightning.stream(net, device) as handle, sp_lightning.stream(other, device) as second, torch.no_grad():
+        expected = net(x)
+        copied = copy.deepcopy(vars(net)["limit"])
+        for one in handle.calls_ended([lambda: net(x)] * 2, at_once=2):
+            assert torch.equal(one.result, expected) and watched()
+            assert same(second.lockstep([lambda: other(x)] * 2), [expected] * 2)
+            assert watched() and other.limit == copied
+    assert watched() == [] and ClassDefault.note == "the class's"
+
+
+def test_what_is_under_way_is_kept_no_longer_than_its_call(device):
+    net = Scratch()
+    long, *short = inputs(device)
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        calls = [times(net, long, 40), *(times(net, x, 1) for x in short * 5)]
+        sizes = []
+        for _ in handle.calls_ended(calls, at_once=2):
+            sizes.append(len(handle.engine.turns._modules._calls))
+    assert max(sizes) <= 3
