@@ -71,8 +71,8 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split off the command line that `launch` runs, with arguments that are the script's alone."""
-    if arguments[:1] != ["launch"] or "--" not in arguments:
+    """Split off the command line of the script that `launch` or `plan` runs, with its own arguments."""
+    if arguments[:1] not in (["launch"], ["plan"]) or "--" not in arguments:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]

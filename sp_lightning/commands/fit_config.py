@@ -50,6 +50,8 @@ class Run:
     own_gradients: bool = False  # whether each of several devices has gradients of its own (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
+    optimizer: Any = None  # a name or a function of parameters; None for the module's own
+    beside: Callable[[int], int] | None = None  # with a window: device bytes that other models' windows take
 
 
 def find(arguments: Sequence[str]) -> Run:

@@ -35,27 +35,30 @@ def main(args: argparse.Namespace) -> int:
     given: dict[str, Any] = {f.name: getattr(args, f.name) for f in dataclasses.fields(Options) if f.name in args}
     if "units" in given:
         given["units"] = given["units"] if given["units"] == "auto" else tuple(given["units"].split(","))
-    script = list(args.script)
+    return run(list(args.script), streaming(report=args.report, log_metrics=args.log_metrics, **given))
+
+
+def run(script: list[str], context: contextlib.AbstractContextManager[Any]) -> int:
+    """Run a script, or ``-m`` and a module, with its arguments, in a context; return the exit status."""
     is_module = script[:1] == ["-m"]
     if not script[is_module:]:
         raise OptionError(argument="the script", found=" ".join(script), allowed="after --: a path, or -m and a module")
     if not is_module and not os.path.isfile(script[0]):
         raise OptionError(argument="the script", found=script[0], allowed="a file, or -m and a module")
-    stream = streaming(report=args.report, log_metrics=args.log_metrics, **given)
     before = sys.argv, list(sys.path)
     sys.argv = script[is_module:]
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python has it
     try:
         if is_module and not _is_there(sys.argv[0]):
             raise OptionError(argument="the module", found=sys.argv[0], allowed="one that Python can import")
-        return _run(stream, is_module)
+        return _run(context, is_module)
     finally:
         sys.argv, sys.path[:] = before
 
 
-def _run(stream: contextlib.AbstractContextManager[Any], is_module: bool) -> int:
+def _run(context: contextlib.AbstractContextManager[Any], is_module: bool) -> int:
     try:
-        with stream:
+        with context:
             if is_module:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import pathlib
 import re
 import shutil
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
+from ..options import format_bytes
 from . import STDOUT, add_json, check_picture, make_room, write_json
 
 if TYPE_CHECKING:
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 
 MEASURED_S = 10.0  # of the disk
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
+OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.usage = "%(prog)s [options] [-- (script.py | -m module) [arguments of the script]]"
     parser.add_argument(
         "--config",
         action="append",
@@ -78,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
-    from ..planning import plan
     from ..planning.forecast import WIDTH, text
 
     for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
@@ -89,16 +92,44 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         check_picture(args.plot)
     make_room(args.json, args.timeline)
-    run = _run_of_fit(args) if in_place_of_fit(args) else _run_of_arguments(args)
+    of = _run_of_script if args.script else _run_of_fit if in_place_of_fit(args) else _run_of_arguments
+    run = of(args)
+    spec, note = run.spec, run.spec.note
+    found = _plan_of(args, run, args.device_memory)
+    if run.beside is not None and (beside := run.beside(found.window)):
+        found = _plan_of(args, run, max(1, found.machine.device_nbytes - beside))
+        left = f"windows of other models, to which {format_bytes(beside)} of device memory are left"
+        note = "; ".join(filter(None, (note, left)))
+    speed = _speed_of(args, run, found)
+    if args.json:
+        write_json(found.to_dict() | {"run": speed}, args.json)
+    if args.json != STDOUT:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+        print(text(found, note, speed, spec.tokens, width))
+    if args.timeline:
+        from ..observe.timeline import save, simulated
+
+        save(simulated(found.simulation, f"{found.model} on {found.machine.name}"), args.timeline)
+    if args.plot:
+        from .plan_plot import draw
+
+        draw(found, args.plot)
+    return 0 if found.fits else 1
+
+
+def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None) -> Plan:
+    """Plan the run, with so much device memory, or else the machine's."""
+    from ..planning import plan
+
     spec = run.spec
     loss = "chunked" if args.loss == "chunked" else spec.loss
-    found = plan(
+    return plan(
         spec.model,
         spec.batch,
         precision=run.precision,
-        optimizer=None if in_place_of_fit(args) else args.optimizer,
+        optimizer=run.optimizer,
         machine=args.machine,
-        device_memory=args.device_memory,
+        device_memory=device_memory,
         host_memory=args.host_memory,
         host_headroom=args.host_headroom,
         cores=args.cores,
@@ -115,21 +146,6 @@ def main(args: argparse.Namespace) -> int:
         name=spec.name,
         **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
     )
-    speed = _speed_of(args, run, found)
-    if args.json:
-        write_json(found.to_dict() | {"run": speed}, args.json)
-    if args.json != STDOUT:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-        print(text(found, spec.note, speed, spec.tokens, width))
-    if args.timeline:
-        from ..observe.timeline import save, simulated
-
-        save(simulated(found.simulation, f"{found.model} on {found.machine.name}"), args.timeline)
-    if args.plot:
-        from .plan_plot import draw
-
-        draw(found, args.plot)
-    return 0 if found.fits else 1
 
 
 def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
@@ -171,6 +187,12 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
     return run if args.copies is None else replace(run, copies=args.copies, trained_copies=0)
 
 
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the strategy that were given to plan itself."""
+    options = {name: getattr(args, name) for name in OF_STRATEGY if getattr(args, name) is not None}
+    return options | {"master_weights": True} if args.master_weights else options
+
+
 def _run_of_arguments(args: argparse.Namespace) -> Run:
     """Return the run that plan's own arguments describe."""
     from .fit_config import Run
@@ -178,9 +200,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
 
     if args.model is None:
         raise OptionError(argument="model", found=None, allowed=f"given, unless --config is: {SPECS}")
-    options = {name: getattr(args, name) for name in OF_STRATEGY if getattr(args, name) is not None}
-    if args.master_weights:
-        options["master_weights"] = True
+    options = _options_of(args)
     needs_code = {name: options[name] for name in ("units",) if options.get(name, "auto") != "auto"}
     if args.answer is not None:
         needs_code["answer"] = args.answer
@@ -198,6 +218,41 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         devices=args.devices or 1,
         answer=args.answer,
         cache=args.cache,
+        optimizer=args.optimizer,
+    )
+
+
+def _run_of_script(args: argparse.Namespace) -> Run:
+    """Return the run that a script of Hugging Face's libraries would make (hf/rehearsal.py)."""
+    from ..hf.rehearsal import rehearsal
+    from .fit_config import Run
+    from .launch import run
+    from .model_spec import Spec
+
+    for name in OF_SCRIPT:
+        if getattr(args, name) is not None:
+            allowed = "left out before --, as the script says it; change the script's own arguments"
+            raise OptionError(argument=name, found=getattr(args, name), allowed=allowed)
+    rehearsed = rehearsal(args.seq)
+    status = run(list(args.script), rehearsed)
+    found = rehearsed.found
+    if found is None and status:
+        raise SystemExit(status)
+    if found is None:
+        ended, allowed = "one that ended before it trained", "one that calls Trainer.train, or a model that it moved"
+        raise OptionError(argument="the script", found=ended, allowed=f"{allowed} or prepared, with gradients")
+    options = _options_of(args)
+    return Run(
+        spec=Spec(found.name, found.models.renewed, found.batch, found.loss, "; ".join(found.notes), found.tokens),
+        precision="bf16-true" if args.master_weights else found.precision,
+        options=options,
+        accumulate=found.accumulate,
+        copies=args.copies or 0,
+        trained_copies=0,
+        steps=found.steps,
+        devices=args.devices or 1,
+        optimizer=found.optimizer,
+        beside=functools.partial(found.models.beside_nbytes, options.get("units", "auto")),
     )
 
 
@@ -206,8 +261,9 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.answer is not None and args.accumulate is not None:
         allowed = "left out beside --answer: nothing is trained"
         raise OptionError(argument="accumulate", found=args.accumulate, allowed=allowed)
+    knows_steps = args.script or in_place_of_fit(args)
     for name in ("epochs", "price"):
-        if getattr(args, name) is not None and args.samples is None and not (in_place_of_fit(args) and name == "price"):
+        if getattr(args, name) is not None and args.samples is None and not (knows_steps and name == "price"):
             raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --samples")
     if args.price is not None and not 0 <= args.price < math.inf:
         raise OptionError(argument="price", found=args.price, allowed="a number >= 0")

@@ -1,7 +1,7 @@
 """``sp_lightning.hf.streaming``: models that code for accelerate moves to the device stream through it instead.
 
 1. A model is streamed from the moment when stock code would move it to the device: by ``Accelerator.prepare`` or, on an
-   accelerator, by ``module.to``. Public methods are patched meanwhile (compat/accelerate.py).
+   accelerator, by ``module.to`` or ``module.cuda``. Public methods are patched meanwhile (compat/accelerate.py).
 2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
    one submodule has all parameters is moved as ever: a layer, a metric.
 3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
@@ -95,6 +95,7 @@ class streaming:
             names.PREPARE_MODEL: self._prepare_model,
             names.PREPARE_OPTIMIZER: self._prepare_optimizer,
             names.MODULE_TO: self._to,
+            names.MODULE_CUDA: self._cuda,
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
             names.DISTRIBUTED_DATA_PARALLEL: self._wrap_for_ranks,
         }
@@ -238,6 +239,10 @@ class streaming:
         if device.type != "cpu":
             self.take(module, device)  # also if a part of it was streamed
         return module  # Rule 3
+
+    def _cuda(self, module: nn.Module, device: Any = None) -> nn.Module:
+        where = "cuda" if device is None else device
+        return self._to(module, torch.device("cuda", where) if isinstance(where, int) else torch.device(where))
 
     def _wrap_in_data_parallel(self, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(is_watched(parameter) for parameter in module.parameters()):

@@ -192,11 +192,11 @@ def mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
             trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
             count = sum(parameter.numel() for parameter in trained)
             parameters += count
-            stored += count * _count_stored(functools.partial(type(made), **_arguments(made)))
+            stored += count * _count_stored(functools.partial(type(made), **arguments_of(made)))
     return stored / max(1, parameters)
 
 
-def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the defaults that are arguments of the optimizer's class: some classes add others."""
     takes = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in takes}

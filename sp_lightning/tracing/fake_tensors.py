@@ -235,6 +235,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError) as error:
             if not known and self._context.building and func is _SCALAR:
                 return 0
+            if not known and func is _SCALAR and _here.attributes.takes_as_one():
+                return 1
             if not known or not tensors:
                 raise _unknown(func, error) from error
             return self._decided(func, args, kwargs)
@@ -391,6 +393,7 @@ class _Attributes(TorchFunctionMode):
     def __init__(self, known_values: _KnownValues) -> None:
         super().__init__()
         self._known_values = known_values
+        self.takes_as_one: Callable[[], bool] = lambda: False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SPECIAL or kwargs:
@@ -420,6 +423,20 @@ class _Attributes(TorchFunctionMode):
         if values is None:
             raise Unknown(f"a tensor of shape {tuple(tensor.shape)} is read as numbers, which are unknown without data")
         return values
+
+
+@contextlib.contextmanager
+def unknown_numbers_are_one(where: Callable[[], bool]) -> Iterator[None]:
+    """Take single numbers that are unknown as one, within this context of a dry run, while ``where`` says so."""
+    attributes = getattr(_here, "attributes", None)
+    if attributes is None:  # tensors have data
+        yield
+        return
+    attributes.takes_as_one, before = where, attributes.takes_as_one
+    try:
+        yield
+    finally:
+        attributes.takes_as_one = before
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_nothing_is_left_after_the_context(fails, device):
             loop(device, fails)
         finally:
             net = stream.handles[0].module
-    assert {name for _, name in replaced} == {"prepare_model", "prepare_optimizer", "to", "__init__"}
+    assert {name for _, name in replaced} == {"prepare_model", "prepare_optimizer", "to", "cuda", "__init__"}
     after = attributes()
     assert [at for at in before if after.get(at) is not before[at]] == [] and len(before) > 1000
     assert_plain(net)
@@ -110,6 +110,18 @@ def test_a_model_that_is_moved_streams_and_its_place_is_ours(device):
         assert net.blocks[1].to(device) is net.blocks[1]
         assert net(next(inputs(device))).device == device
     assert_plain(net)
+
+
+@ON_DEVICE
+def test_a_call_of_cuda_streams_a_model_and_leaves_a_streamed_one(device, monkeypatch):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net = blocks().to(device)
+        assert net.cuda() is net.cuda(0) is net and streams(net) and len(stream.handles) == 1
+        taken = []
+        monkeypatch.setattr(stream, "take", lambda module, device: taken.append(device))
+        blocks().cuda()
+        blocks().cuda(device=torch.device("cuda", 1))
+    assert taken == [torch.device("cuda"), torch.device("cuda", 1)]
 
 
 @ON_DEVICE

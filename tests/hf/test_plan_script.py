@@ -1,0 +1,235 @@
+"""``python -m sp_lightning plan -- SCRIPT``: a script runs to its first training step, which is planned."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+import sys
+import textwrap
+
+import pytest
+import torch
+from hf_runs import llama, tokenizer, transformers
+
+from sp_lightning import plan
+from sp_lightning.cli import main
+from sp_lightning.hf import streaming
+from sp_lightning.memory.partition import partition
+from sp_lightning.memory.watched_parameters import is_watched
+
+TRAINER = """
+    import argparse
+
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", default="base")
+    given, others = parser.parse_known_args()
+    model = AutoModelForCausalLM.from_pretrained(given.config, dtype=torch.float32)
+    rows = [{"input_ids": (ids := torch.randint(64, (64,))), "labels": ids} for _ in range(40)]
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    arguments |= {"report_to": [], "bf16": "--bf16" in others, "fp16": "--fp16" in others}
+    arguments |= {"optim": "sgd" if "--sgd" in others else "adamw_torch", "save_strategy": "no"}
+    arguments |= {"gradient_checkpointing": "--checkpointing" in others, "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments("out", **arguments), train_dataset=rows)
+    trainer.train()
+    open("trained", "w")
+"""
+TRL = """
+    import sys
+
+    import datasets
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kind, *peft = sys.argv[1:]
+    given = {"model": AutoModelForCausalLM.from_pretrained("base")}
+    given["train_dataset"] = datasets.load_dataset("data")["train"]
+    if kind == "DPO":
+        given["ref_model"] = AutoModelForCausalLM.from_pretrained("base")
+    if kind == "GRPO":
+        given["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
+    if peft:
+        from peft import LoraConfig
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
+    sizes = {"num_generations": 4, "max_completion_length": 4} if kind == "GRPO" else {"max_length": 16}
+    arguments = getattr(trl, kind + "Config")("out", per_device_train_batch_size=4, report_to=[], bf16=True, **sizes)
+    words = AutoTokenizer.from_pretrained("base")
+    getattr(trl, kind + "Trainer")(args=arguments, processing_class=words, **given).train()
+"""
+LOOP = """
+    import accelerate
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run = accelerate.Accelerator(mixed_precision="fp16", gradient_accumulation_steps=4)
+    encoder = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    encoder.to(run.device, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("base"))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    loader = torch.utils.data.DataLoader([torch.randn(8, 64) for _ in range(16)], batch_size=2)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for batch in loader:
+        with torch.no_grad():
+            hidden = encoder(batch.to(torch.bfloat16))
+        run.backward(model(inputs_embeds=hidden.float()).logits.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A model without weights, a tokenizer, data of 300 rows, and the scripts."""
+    for name, text in {"trainer": TRAINER, "trainer_of_trl": TRL, "loop": LOOP}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    model = llama(head_dim=8)
+    model.config.hidden_size, model.config.intermediate_size = 64, 128
+    model.config.save_pretrained("base")
+    monkeypatch.setattr(sys, "argv", ["sp_lightning"])
+    return tmp_path
+
+
+def data(kind="SFT", rows=300):
+    row = {"text": "w1 w2 w3 w4 w5"}
+    row = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5 w6"} if kind != "SFT" else row
+    pathlib.Path("data").mkdir()
+    pathlib.Path("data/train.jsonl").write_text((json.dumps(row) + "\n") * rows)
+    tokenizer().save_pretrained("base")
+
+
+def planned(*arguments, status=0):
+    """What the command finds, as JSON."""
+    own = ["plan", "--machine", "rtx4070", "--json", "found.json", *arguments]
+    with pytest.raises(SystemExit) as ended:
+        main(own)
+    assert ended.value.code == status
+    return json.loads(pathlib.Path("found.json").read_text()) if not status else None
+
+
+def expected(batch=4, tokens=64, **given):
+    ids = torch.ones(batch, tokens, dtype=torch.long)
+    config = transformers.AutoConfig.from_pretrained("base")
+    config.use_cache = False  # as the Trainer sets it
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return plan(made, {"input_ids": ids, "labels": ids}, loss=_loss, machine="rtx4070", **given).to_dict()
+
+
+def _loss(module, batch):
+    return module(**batch).loss  # and the logits are gone
+
+
+def same(found, other):
+    for name in ("device_terms", "host", "window", "precision", "step_s"):
+        assert found[name] == other[name], name
+
+
+def test_a_trainers_first_step_is_planned_from_the_config_alone():
+    """There are no weights in the folder, nothing is trained, and the steps are those of three epochs."""
+    found = planned("--", "trainer.py", "--bf16")
+    same(found, expected(precision="bf16-mixed", accumulate=2))
+    assert found["model"] == "LlamaForCausalLM" and found["run"]["steps"] == 15
+    assert not pathlib.Path("trained").exists()
+    assert transformers.Trainer.train.__module__ == "transformers.trainer"  # no patch is left
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.slow
+def test_a_scripts_settings_and_those_of_plan_are_obeyed():
+    found = planned("--window", "1", "--seq", "96", "--", "trainer.py", "--fp16", "--sgd")
+    same(found, expected(tokens=96, precision="16-mixed", accumulate=2, window=1, optimizer="SGD"))
+    less = planned("--window", "1", "--seq", "96", "--", "trainer.py", "--fp16", "--sgd", "--checkpointing")
+    assert less["device_terms"]["kept for backward"] < found["device_terms"]["kept for backward"] / 2
+    module = planned("--", "-m", "trainer")
+    same(module, expected(accumulate=2))
+
+
+def test_trls_first_step_is_planned_and_of_the_data_the_first_rows_are_read(capfd):
+    pytest.importorskip("trl")
+    data()
+    found = planned("--", "trainer_of_trl.py", "SFT")
+    assert found["rows"] == 4 and "steps" not in found["run"]  # how many rows there are is not known
+    assert "Map: 100%" not in capfd.readouterr().err or "300" not in capfd.readouterr().err
+    assert planned("--samples", "300", "--", "trainer_of_trl.py", "SFT")["run"]["steps"] == 75
+
+
+@pytest.mark.slow
+def test_a_reference_streams_through_a_window_of_its_own(capsys):
+    pytest.importorskip("trl")
+    data("DPO")
+    found = planned("--window", "1", "--", "trainer_of_trl.py", "DPO")
+    one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())
+    assert found["parameters"] == 2 * one and found["trained"] == one and found["rows"] == 8
+    assert "windows of other models, to which" in capsys.readouterr().out
+    units = partition(transformers.AutoModelForCausalLM.from_config(_config(), dtype=torch.bfloat16))
+    left = max(u.nbytes for u in units if not u.resident) + sum(u.nbytes for u in units if u.resident)
+    assert found["available"] == 12 * 2**30 - 2 * left  # its weights are FP32
+
+
+def test_a_loops_first_call_is_planned_and_models_that_ran_before_it(capsys):
+    found = planned("--", "loop.py")
+    one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())
+    assert found["parameters"] == one + 4 * (64 * 64 + 64) and found["trained"] == one
+    assert found["precision"] == "16-mixed" and found["accumulate"] == 4 and found["rows"] == 2
+    assert "the first call of LlamaForCausalLM was measured" in capsys.readouterr().out
+
+
+def _config():
+    return transformers.AutoConfig.from_pretrained("base")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--batch", "2", "--", "trainer.py"], "batch must be left out before --, as the script says it"),
+        (["--", "gone.py"], "the script must be a file, or -m and a module, got 'gone.py'"),
+        (
+            ["--", "ends.py"],
+            "one that calls Trainer.train, or a model that it moved or prepared, with gradients, got 'one that ended",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, said, capsys):
+    pathlib.Path("ends.py").write_text("print('nothing')")
+    planned(*arguments, status=2)
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_quantised_base_and_batches_that_are_generated_are_refused(capsys):
+    pytest.importorskip("trl")
+    data("GRPO")
+    planned("--", "trainer_of_trl.py", "GRPO", status=1)
+    assert "GRPOTrainer makes its batches as it trains (it generates answers)" in capsys.readouterr().err
+    config = json.loads(pathlib.Path("base/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    pathlib.Path("base/config.json").write_text(json.dumps(config))
+    planned("--", "trainer.py", status=1)
+    assert "makes no quantised weights, which base has" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+def test_the_device_peak_of_a_script_is_the_planned_one(device):
+    config = _config()
+    config.update({"hidden_size": 256, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 6})
+    config.save_pretrained("large")
+    found = planned("--window", "2", "--", "trainer.py", "--config", "large")
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("large")
+    accelerator = torch.accelerator
+    accelerator.reset_peak_memory_stats()
+    before, argv = accelerator.memory_allocated(), sys.argv
+    sys.argv = ["trainer.py", "--config", "large"]
+    with streaming(window=2):
+        runpy.run_path("trainer.py", run_name="__main__")
+        peak = accelerator.max_memory_allocated() - before
+    sys.argv = argv
+    wanted = sum(nbytes for name, nbytes in found["device_terms"].items() if name != "reserve")
+    assert pathlib.Path("trained").exists() and wanted == pytest.approx(peak, rel=0.05)
+
+
+def test_streaming_is_not_begun():
+    planned("--", "trainer.py")
+    assert not is_watched(torch.nn.Linear(2, 2).weight)
