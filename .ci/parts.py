@@ -48,7 +48,7 @@ RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
     "exact-autocast": Part((f"{EXACTNESS}_for_every_model_under_autocast",), ("sp_lightning/autograd/",)),
-    "exact-settings": Part((f"{EXACTNESS}_in_every_setting",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
+    "exact-settings": Part((f"{EXACTNESS}_in",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "quantised": Part(("tests/contract/test_quantised_weights.py",), (*STEP, "tests/rigs/wrapped.py")),

@@ -1,6 +1,7 @@
 """What holds for every test: one thread, its own directory, and a simulated accelerator that starts clean and ends
 without a race. In the default run nothing is taken from, or left in, the repository."""
 
+import collections
 import functools
 import gc
 import importlib.abc
@@ -19,7 +20,7 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
-from daily import DAILY
+from daily import DAILY, axes, not_needed
 
 gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
@@ -71,6 +72,14 @@ def pytest_collection_modifyitems(items):
     rigs = pathlib.Path(__file__).parent / "rigs"
     for item in items:
         if item.path.parent == rigs and item.originalname not in DAILY:
+            item.add_marker(pytest.mark.slow)
+    together = collections.defaultdict(list)
+    for item in items:
+        often = not any(item.get_closest_marker(mark) for mark in ("slow", "quick"))
+        if often and len(axes(item)) > 1:
+            together[item.nodeid.partition("[")[0]].append(item)
+    for alike in together.values():
+        for item in not_needed(alike):
             item.add_marker(pytest.mark.slow)
 
 

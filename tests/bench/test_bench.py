@@ -63,11 +63,8 @@ def text(what):
 # ---- the command
 
 
-@pytest.mark.parametrize(
-    "others, windows",
-    [([], [1]), pytest.param(["fsdp2", "accelerate"], [1, "all"], marks=pytest.mark.slow)],
-    ids=["ours", "all"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("others, windows", [([], [1]), (["fsdp2", "accelerate"], [1, "all"])], ids=["ours", "all"])
 def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(others, windows, tmp_path):
     files = ["--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")]
     contenders = ["--contenders", ",".join(["plain", "superpipeline", *others])]

@@ -109,7 +109,10 @@ def nothing_is_there(tmp_path, monkeypatch):
     hub.why_unreachable.cache_clear()
 
 
-@pytest.mark.parametrize("typed", SAID)
+FEW = [typed if number % 4 == 0 else pytest.param(typed, marks=pytest.mark.slow) for number, typed in enumerate(SAID)]
+
+
+@pytest.mark.parametrize("typed", FEW)
 def test_what_is_mistyped_is_one_line_and_exit_status_2(typed, capfd):
     with pytest.raises(SystemExit) as stopped:
         cli.main(typed.split())

@@ -235,8 +235,7 @@ VALUES = {
     "timeline": None,
 }
 FEW = [  # the quick ones; a slow run has all
-    kind if kind in ("listed without a shape", "function") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in KINDS
+    kind if kind == "function" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
 ]
 BUDGETS = {
     "listed": "300MiB",

@@ -60,6 +60,7 @@ def step(model, optimizer, ids):
 """
 
 
+@SLOW
 def test_all_that_travels_is_page_locked_and_counted_and_takes_its_memory_once(run):
     found = run("""
 said = {}
@@ -89,6 +90,7 @@ print(json.dumps(said))
         assert said <= down <= said + 3, options  # transformers asks once a step whether there is padding
 
 
+@SLOW
 @pytest.mark.parametrize(
     "activations",
     ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],
@@ -134,8 +136,9 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 
 
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=SLOW)])
-@pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_loss_in_chunks_takes_what_is_planned_and_a_third_of_what_all_logits_take(
     activations, precision, run, monkeypatch
 ):
@@ -255,6 +258,7 @@ print(json.dumps(said))
     assert found[0] == "DeviceMemoryError", found
 
 
+@SLOW
 def test_another_device_than_the_first_is_streamed_to_alone(run):
     touches = run(
         """

@@ -99,10 +99,15 @@ def record(settings: Settings, strategy: Any, *callbacks: Any) -> parity.Record:
     )
 
 
-def parameters(cells: list[Cell]) -> Any:
-    """Cells that share a plain run come one after the other; they say what they need."""
+def parameters(cells: list[Cell], often: list[Cell] | None = None) -> Any:
+    """Cells that share a plain run come one after the other; they say what they need. All but `often` are slow."""
     return [
-        pytest.param(cell, id=str(cell), marks=[pytest.mark.simgpu] if cell.settings.accelerator == "simgpu" else [])
+        pytest.param(
+            cell,
+            id=str(cell),
+            marks=[pytest.mark.simgpu] * (cell.settings.accelerator == "simgpu")
+            + [pytest.mark.slow] * (often is not None and cell not in often),
+        )
         for cell in dict.fromkeys(sorted(cells, key=lambda cell: str(cell.settings)))
     ]
 
@@ -110,31 +115,21 @@ def parameters(cells: list[Cell]) -> Any:
 # --- The cover
 
 
-def cover() -> list[Cell]:
-    rows = parity.pairwise(
-        case=list(models.ZOO),
-        precision=PRECISIONS,
-        window=list(WINDOWS),
-        activations=ACTIVATIONS,
-        clip=CLIP,
-        optimizer=OPTIMIZERS,
-        accumulate=ACCUMULATE,
-        accelerator=ACCELERATORS,
-        overlap=[True, False],
-    )
-    return [cell for row in rows for cell in cells_of(**row)]
-
-
-def cover_of_two_optimizers() -> list[Cell]:
-    """Which are stepped by hand: Lightning neither clips nor accumulates for them."""
-    rows = parity.pairwise(
-        case=["mlp", "tied_embedding", "frozen_prefix", "mixture_of_experts", "checkpoint", "llama"],
-        precision=PRECISIONS,
-        window=list(WINDOWS),
-        activations=ACTIVATIONS,
-        accelerator=ACCELERATORS,
-    )
-    return [cell for row in rows for cell in cells_of(**row, optimizer="two")]
+AXES = {
+    "case": list(models.ZOO),
+    "precision": PRECISIONS,
+    "window": list(WINDOWS),
+    "activations": ACTIVATIONS,
+    "clip": CLIP,
+    "optimizer": OPTIMIZERS,
+    "accumulate": ACCUMULATE,
+    "accelerator": ACCELERATORS,
+    "overlap": [True, False],
+}
+TWO_AXES = {  # of two optimizers that are stepped by hand: Lightning neither clips nor accumulates for them
+    "case": ["mlp", "tied_embedding", "frozen_prefix", "mixture_of_experts", "checkpoint", "llama"],
+    **{name: AXES[name] for name in ("precision", "window", "activations", "accelerator")},
+}
 
 
 def cells_of(window: str, activations: str, overlap: bool = True, **settings: Any) -> list[Cell]:
@@ -145,15 +140,22 @@ def cells_of(window: str, activations: str, overlap: bool = True, **settings: An
     return [Cell(Settings(**legal), window, activations, overlap) for legal in instead]
 
 
-COVER = cover()
+def cells(rows: list[dict[str, Any]], **also: Any) -> list[Cell]:
+    return [cell for row in rows for cell in cells_of(**row, **also)]
 
 
-@pytest.mark.parametrize("cell", parameters(COVER))
+COVER = cells(parity.pairwise(**AXES))
+OFTEN = cells(parity.each_value(**AXES))
+TWO = cells(parity.pairwise(**TWO_AXES), optimizer="two")
+TWO_OFTEN = cells(parity.each_value(**TWO_AXES), optimizer="two")
+
+
+@pytest.mark.parametrize("cell", parameters(COVER + OFTEN, OFTEN))
 def test_streaming_is_exact_in_a_cover_of_all_pairs_of_settings(cell):
     check(cell)
 
 
-@pytest.mark.parametrize("cell", parameters(cover_of_two_optimizers()))
+@pytest.mark.parametrize("cell", parameters(TWO + TWO_OFTEN, TWO_OFTEN))
 def test_streaming_is_exact_with_two_optimizers_that_are_stepped_by_hand(cell):
     check(cell)
 

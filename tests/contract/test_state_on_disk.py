@@ -5,7 +5,6 @@ that travel as wire copies, in the scratch file and buffers that are smaller tha
 """
 
 import functools
-import itertools
 import os
 
 import pytest
@@ -59,7 +58,7 @@ def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=
 
 
 def cells():
-    """All pairs of settings over three nets, and each other net in one of these settings; pairs with nets are slow."""
+    """Each net in one of the settings; slow are all pairs of them over three nets, and all pairs with nets."""
     settings = {
         "precision": PRECISIONS,
         "window": list(WINDOWS),
@@ -72,11 +71,10 @@ def cells():
         "activations": ["keep", "recompute", "offload"],
     }
     few = ["mlp", "tied_embedding", "mixture_of_experts"]
-    often = [legal(row) for row in parity.pairwise(case=few, **settings)]
-    rest = itertools.cycle(often[::-1])
-    often += [{**next(rest), "case": case} for case in models.ZOO if case not in few]
+    often = [legal(row) for row in parity.each_value(case=list(models.ZOO), **settings)]
+    pairs = parity.pairwise(case=few, **settings) + parity.pairwise(case=list(models.ZOO), **settings)
     seen = []
-    for row in [*often, *map(legal, parity.pairwise(case=list(models.ZOO), **settings))]:
+    for row in [*often, *map(legal, pairs)]:
         marks = [pytest.mark.simgpu] * (row["accelerator"] == "simgpu") + [pytest.mark.slow] * (row not in often)
         if row in seen:
             continue

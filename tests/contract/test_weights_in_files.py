@@ -8,7 +8,6 @@ pairs of settings over three nets, and each other net in some of these settings.
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import in_files
@@ -64,10 +63,9 @@ def cells(cases: list[str]) -> Any:
         "optimizer": ["adamw", "sgd"],
     }
     few = ["mlp", "tied_embedding", "mixture_of_experts"]
-    rows = parity.pairwise(case=few, **settings)
-    often = [tuple(row.values()) for row in rows]
-    often += [(case, *of[1:]) for case, of in zip((c for c in cases if c not in few), itertools.cycle(often))]
-    every = [tuple(row.values()) for row in parity.pairwise(case=cases, **settings)]
+    often = [tuple(row.values()) for row in parity.each_value(case=cases, **settings)]
+    pairs = parity.pairwise(case=few, **settings) + parity.pairwise(case=cases, **settings)
+    every = [tuple(row.values()) for row in pairs]
     every += [
         (case, *rest, "adamw")
         for case in cases

@@ -107,25 +107,27 @@ class Combined(models.ZooModule):
 
 
 def cells():
-    rows = parity.pairwise(
-        case=["mlp", "tied_embedding", "transformer_encoder"],
-        kind=list(OPTIMIZERS),
-        schedule=[None, "step", "cycle"],
-        callbacks=list(CALLBACKS),
-        precision=["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
-        accumulate=[1, 2],
-        clip=[None, ("norm", 0.3), ("value", 0.01)],
-        accelerator=["cpu", "simgpu"],
-        overlap=[True, False],
-        disk_masters=[False, True],
-    )
-    for row in rows:
+    axes = {
+        "case": ["mlp", "tied_embedding", "transformer_encoder"],
+        "kind": list(OPTIMIZERS),
+        "schedule": [None, "step", "cycle"],
+        "callbacks": list(CALLBACKS),
+        "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
+        "accumulate": [1, 2],
+        "clip": [None, ("norm", 0.3), ("value", 0.01)],
+        "accelerator": ["cpu", "simgpu"],
+        "overlap": [True, False],
+        "disk_masters": [False, True],
+    }
+    often = parity.each_value(**axes)
+    rows = often + [row for row in parity.pairwise(**axes) if row not in often]
+    for number, row in enumerate(rows):
         if row["precision"] == "16-mixed":
             row["accelerator"] = "simgpu"
         yield pytest.param(
             row,
             id="-".join(map(str, row.values())),
-            marks=[pytest.mark.simgpu] * (row["accelerator"] == "simgpu"),
+            marks=[pytest.mark.simgpu] * (row["accelerator"] == "simgpu") + [pytest.mark.slow] * (number >= len(often)),
         )
 
 

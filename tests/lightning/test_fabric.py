@@ -752,6 +752,7 @@ def free_port():
         return listening.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, monkeypatch):
     done = by_the_command(tmp_path, "--precision=bf16-mixed")
     assert done.returncode == 0, done.stderr

@@ -174,7 +174,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+def few_of(wrong):
+    """The first, and the others, of which each is a build, in a slow run."""
+    first, *others = wrong
+    return [first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
+
+
+@pytest.mark.parametrize("what", few_of(WRONG))
 def test_code_with_other_bits_is_never_used(library, what, monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO", "sp_lightning")
     source = native.SOURCE.read_text()
@@ -195,7 +201,7 @@ WRONG_CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", WRONG_CONVERSIONS)
+@pytest.mark.parametrize("dtype", few_of(WRONG_CONVERSIONS))
 def test_conversions_with_other_bits_are_never_used(library, dtype, monkeypatch, tmp_path):
     source = native.SOURCE.read_text()
     assert WRONG_CONVERSIONS[dtype][0] in source
@@ -406,6 +412,7 @@ def script(tmp_path):
         program.kill()
 
 
+@pytest.mark.slow
 def test_several_processes_share_one_build_also_if_they_fork_meanwhile(script, tmp_path):
     programs = [script(FORK), script(FORK)]
     ends = [end for program in programs for end in program.wait(120).stdout.split()]
@@ -413,6 +420,7 @@ def test_several_processes_share_one_build_also_if_they_fork_meanwhile(script, t
     assert [path.suffix for path in sorted((tmp_path / "sp_lightning").iterdir())] == [".lock", ".so"]
 
 
+@pytest.mark.slow
 def test_a_build_is_not_kept_waiting_by_children_of_a_process_that_was_killed(script, tmp_path, monkeypatch):
     (tmp_path / "slow").write_text('sleep 1\nexec c++ "$@"')
     monkeypatch.setenv("CXX", f"sh {tmp_path / 'slow'}")

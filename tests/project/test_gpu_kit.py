@@ -104,6 +104,7 @@ def test_cells_are_exact_through_torchs_cuda(part, late, null_cuda, tmp_path):
     assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
 
 
+@slow
 def test_a_campaign_measures_the_checkout_that_it_is_of(tmp_path):
     code = "import campaign, sp_lightning; print(sp_lightning.__file__)"
     other = tmp_path / "sp_lightning"

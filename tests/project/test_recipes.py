@@ -1511,7 +1511,8 @@ def killed_after(batches, arguments):
     return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=env, capture_output=True)
 
 
-@pytest.mark.parametrize("count, batches", [(12, (1, 2)), pytest.param(1000, (20, 60, 99), marks=pytest.mark.slow)])
+@SLOW
+@pytest.mark.parametrize("count, batches", [(12, (1, 2)), (1000, (20, 60, 99))])
 def test_a_run_that_is_killed_goes_on_to_the_same_file(count, batches, tiny_llm, capsys):
     words = ("The owl", "The cat sees a red boat", "A", "The cat")
     data = write("ask.jsonl", *({"prompt": words[number % 4], "id": number} for number in range(count)))
@@ -1529,6 +1530,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_file(count, batches, tiny_llm,
     assert [path.name for path in folder.glob("answers*")] == ["answers.jsonl"]
 
 
+@SLOW
 def test_answers_of_another_run_are_not_gone_on_from(tiny_llm):
     data = pathlib.Path(write("ask.jsonl", *({"prompt": "The owl", "id": number} for number in range(6)))).absolute()
     where = [f"--model.name_or_path={tiny_llm}", f"--data.path={data}", "--data.batch_size=2"]

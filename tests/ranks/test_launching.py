@@ -44,7 +44,8 @@ def run(launcher, strategy, folder):
     return [parity.Record([parity.Entry("", name, value) for name, value in rank.items()]) for rank in ranks]
 
 
-@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_script_runs_as_under_ddp(launcher, tmp_path):
     expected = run(launcher, "ddp", tmp_path / "ddp")
     for theirs, ours in zip(expected, run(launcher, "superpipeline", tmp_path / "ours"), strict=True):

@@ -138,6 +138,7 @@ def test_a_host_that_may_be_filled_is_one_warning_of_all_ranks(late):
     assert ("make them in configure_model" in line) == (not late)
 
 
+@pytest.mark.slow
 def test_ranks_whose_weights_do_not_count_have_no_memory_for_them():
     (first, [weight, number]), (second, [other, its_number]) = processes.run(2, refused_runs.drawn_late)
     assert first > 250 * MIB and second < 100 * MIB

@@ -32,6 +32,7 @@ def contents(path):
     return parity.Record([parity.Entry("at the end", path, leaf) for path, leaf in parity.leaves(kept)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", CHAINS)
 def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_path):
     plain = run(sizes, ["plain"] * len(sizes), tmp_path)

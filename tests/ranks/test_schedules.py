@@ -16,6 +16,7 @@ def test_random_schedules_are_the_sum_of_all_ranks():
     check(2, [0])
 
 
+@pytest.mark.slow
 def test_ranks_that_are_held_up_anywhere_change_nothing():
     check(2, [1], count=15, held_up=0.02)
 

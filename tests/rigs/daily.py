@@ -1,4 +1,4 @@
-"""Name the rigs' own tests that every other test relies on: the rest of them is slow."""
+"""Choose what the default run has of the rigs' own tests, by name, and of a product of settings: the rest is slow."""
 
 DAILY = {
     # simgpu: a race is seen and fails its test, memory is counted and ends, streams run beside each other
@@ -30,5 +30,25 @@ DAILY = {
     "test_check_compares_plain_with_streaming_and_returns_its_telemetry",
     "test_check_raises_where_the_streaming_run_differs",
     "test_pairwise_covers_every_pair",
-    "test_a_product_keeps_a_cover_of_its_pairs_in_the_default_run",
+    "test_a_product_keeps_each_value_in_the_default_run",
+    "test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_times",
 }
+
+
+def axes(item):
+    """The ids of its values: one for each time that the test is parametrized."""
+    return list(enumerate(item.callspec._idlist)) if hasattr(item, "callspec") else []
+
+
+def not_needed(alike):
+    """Of a test that is parametrized several times: all but few of its items, which have every value of each time.
+
+    The product is slow, as that of a `parity.product` is. Where there is a choice, what has a race checker stays.
+    """
+    left = sorted(alike, key=lambda item: "simgpu" not in item.callspec._idlist)
+    missing = {value for item in alike for value in axes(item)}
+    while missing:
+        best = max(left, key=lambda item: len(missing.intersection(axes(item))))
+        missing.difference_update(axes(best))
+        left.remove(best)
+    return left

@@ -594,17 +594,23 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def each_value(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """As many rows of the product of these axes as the longest has values: every value of each occurs."""
+    count = max(map(len, axes.values())) if all(axes.values()) else 0
+    return [{name: values[row % len(values)] for name, values in axes.items()} for row in range(count)]
+
+
 DEVICES = ["cpu", "simgpu"]  # as the fixture `device` takes them
 
 
 def product(**axes: Sequence[Any]) -> Any:
-    """Parametrize a test with a product of values: the default run takes what `pairwise` does, the rest is slow.
+    """Parametrize a test with a product of values: the default run takes `each_value`, the rest is slow.
 
     The axis `device`, of `DEVICES`, is the fixture's.
     """
     import pytest
 
-    cover = [tuple(row.values()) for row in pairwise(**axes)]
+    cover = [tuple(row.values()) for row in each_value(**axes)]
     rows: list[Any] = []
     for row in itertools.product(*axes.values()):
         on_simgpu = dict(zip(axes, row, strict=True)).get("device") == "simgpu"

@@ -3,7 +3,9 @@
 import itertools
 import logging
 import math
+import types
 
+import daily
 import lightning as L
 import pytest
 import torch
@@ -597,16 +599,32 @@ def test_pairwise_covers_every_pair(count):
     assert all(list(row) == list(axes) for row in rows)
 
 
-def test_a_product_keeps_a_cover_of_its_pairs_in_the_default_run():
+def test_a_product_keeps_each_value_in_the_default_run():
     axes = {"a": [1, 2], "b": [True, False], "c": ["x", "y"]}
     names, rows = parity.product(**axes).args
     often = [row for row in rows if type(row) is tuple]
     rare = [row.values for row in rows if type(row) is not tuple and [mark.name for mark in row.marks] == ["slow"]]
     assert names == list(axes) and {*often, *rare} == set(itertools.product(*axes.values())) and len(rows) == 8
-    assert set(often) == {tuple(row.values()) for row in pairwise(**axes)}
+    assert often == [(1, True, "x"), (2, False, "y")]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_each_value_has_every_value_in_as_few_rows_as_there_can_be(count):
+    axes = dict(list(AXES.items())[:count])
+    rows = parity.each_value(**axes)
+    assert len(rows) == max(map(len, axes.values())) and all(list(row) == list(axes) for row in rows)
+    assert all(any(row[name] == value for row in rows) for name, values in axes.items() for value in values)
 
 
 def test_pairwise_is_small_and_always_the_same():
     axes = {str(axis): range(3) for axis in range(6)}  # 729 combinations; no cover has fewer than 9 rows
     assert len(pairwise(**axes)) <= 20
     assert pairwise(**axes) == pairwise(**axes)
+
+
+def test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_times():
+    ids = itertools.product(["cpu", "simgpu"], ["keep", "recompute", "offload"])
+    items = [types.SimpleNamespace(callspec=types.SimpleNamespace(_idlist=list(each))) for each in ids]
+    slow = [item.callspec._idlist for item in daily.not_needed(items)]
+    often = [item.callspec._idlist for item in items if item.callspec._idlist not in slow]
+    assert often == [["cpu", "offload"], ["simgpu", "keep"], ["simgpu", "recompute"]]
