@@ -62,6 +62,12 @@ except (ImportError, RuntimeError) as error:
     sys.meta_path.insert(0, unavailable)
 
 
+def pytest_report_header():
+    """One line where the device is missing: what needs none runs."""
+    if unavailable:
+        return f"no simulated device ({unavailable.reason}): its tests {'are skipped' if unavailable.skips else 'fail'}"
+
+
 def collect():
     """Frees garbage, and leaves what lives out of the next collections: else each would go through all imports."""
     gc.collect()

@@ -39,7 +39,7 @@ def threads():
 def test_a_long_wait_has_a_bar_with_what_is_done(terminal):
     asked = threading.Semaphore(0)
     with progress.waiting("saving last.ckpt", 2000, lambda: asked.release() or 1000):
-        assert asked.acquire(timeout=60) and asked.acquire(timeout=60)  # at the second time the first is drawn
+        assert asked.acquire(timeout=300) and asked.acquire(timeout=300)  # at the second time the first is drawn
     assert "saving last.ckpt:  50%" in terminal.getvalue() and "1.00k/2.00k" in terminal.getvalue()
     assert not threads()
 
@@ -78,7 +78,7 @@ def test_where_rich_draws_the_wait_is_a_line_of_its_display(terminal):
     with rich_display(terminal) as display:
         display.add_task("Epoch 3", total=10)
         with progress.waiting("saving last.ckpt", 4 * 10**6, lambda: asked.release() or 10**6, display=display):
-            assert asked.acquire(timeout=60) and asked.acquire(timeout=60)
+            assert asked.acquire(timeout=300) and asked.acquire(timeout=300)
             assert [task.description for task in display.tasks] == ["Epoch 3", "saving last.ckpt (MB)"]
         assert [task.description for task in display.tasks] == ["Epoch 3"] and not threads()
     assert "saving last.ckpt (MB) 1/4" in terminal.getvalue()

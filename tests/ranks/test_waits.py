@@ -22,15 +22,15 @@ def test_a_rank_that_is_slow_reads_the_numbers_of_its_own_exchange():
 
 
 def test_a_run_whose_backward_failed_beside_sums_closes():
-    assert processes.run(2, waiting.closed_after_a_failure, timeout=60) == [True, True]
+    assert processes.run(2, waiting.closed_after_a_failure) == [True, True]
 
 
 def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
-    assert processes.run(2, waiting.after_a_failure_of_all, timeout=60) == [True, True]
+    assert processes.run(2, waiting.after_a_failure_of_all) == [True, True]
 
 
 def test_a_backward_ahead_of_sums_ends_with_the_error_that_ended_them():
-    first, second = processes.run(2, waiting.error_of_sums_that_fail, timeout=60)
+    first, second = processes.run(2, waiting.error_of_sums_that_fail)
     assert first == "this sum fails" and "rank 0 " in second
 
 
@@ -40,13 +40,13 @@ def test_a_unit_is_summed_once():
 
 def test_a_rank_gets_room_for_what_another_one_keeps_waiting_in_backward():
     """It waits in vain in the first exchange, and again when it has had the room for long enough."""
-    ahead, dropping = processes.run(2, waiting.rooms, 3, timeout=60)
+    ahead, dropping = processes.run(2, waiting.rooms, 3)
     assert ahead == [(8, 4), (8, 4), (8, 4), (8, 4), (8, 8)]
     assert dropping == [(2, 0)] * 5
 
 
 def test_a_rank_gets_room_for_what_another_one_keeps_waiting_before_its_forward():
-    ahead, _ = processes.run(2, waiting.rooms, 3, in_backward=False, timeout=60)
+    ahead, _ = processes.run(2, waiting.rooms, 3, in_backward=False)
     assert ahead[0] == (8, 4)
 
 

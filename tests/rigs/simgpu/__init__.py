@@ -44,6 +44,7 @@ import torch
 
 from . import build
 
+build.library()  # without which torch has no device of this name: its checkpoint would ask the one that it knows
 torch.utils.rename_privateuse1_backend("simgpu")
 _C = build.load()
 config = _C.config()
