@@ -16,9 +16,11 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.core.machine import Machine
+from sp_lightning.core.telemetry import Span
 from sp_lightning.lightning import callback
 from sp_lightning.observe import timeline
 from sp_lightning.options import format_bytes
+from sp_lightning.runtime.recorder import RecordedStep
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
@@ -289,6 +291,28 @@ def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
     assert re.fullmatch(r"[\d.]+ [KM]?i?B", shown[-1]["device"]) and re.fullmatch(r"\d+%", shown[-1]["waits"])
     assert "get_metrics" not in vars(own) and "device" not in own.get_metrics(trainer, trainer.lightning_module)
     assert not {"device", "waits"} & {*trainer.callback_metrics, *trainer.progress_bar_metrics}
+
+
+def test_the_progress_bars_share_of_waiting_is_that_of_the_last_recorded_step(monkeypatch):
+    """Of ten seconds: four of work, one for weights, two for gradients, one for the optimizer."""
+    work, weights = Span("compute", "a", 0, 4), Span("compute", "a", 4, 5, stall="weights")
+    gradients, optimizer = Span("host", "", 5, 7, stall="gradients"), Span("optimizer", "a", 7, 8)
+    spans = (work, weights, gradients, optimizer)
+    step = RecordedStep(number=0, kind="train", trains=True, start=0.0, end=10.0, spans=spans)
+    shown = []
+
+    class Asking(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, module).get("waits"))
+
+    def update(report):
+        report._last = [step]
+        return []
+
+    monkeypatch.setattr(callback.RunReport, "update", update)
+    monkeypatch.setattr(callback.SuperpipelineCallback, "_finish", lambda *args, **how: None)  # no report of this step
+    fit([Asking(), TQDMProgressBar()], enable_progress_bar=True)
+    assert len(shown) > 1 and {*shown[1:]} == {"40%"}
 
 
 def test_the_progress_bar_is_as_it_was_after_an_exception():
