@@ -125,4 +125,6 @@ def _module(command: str) -> Any:
 def _run_lightning(arguments: Sequence[str] | None) -> None:
     from .commands.fit_cli import FitCLI  # needs the extra
 
+    if not sys.stdout.isatty():  # of a file a bar does not know the width, and would wrap its figures at 80
+        os.environ.setdefault("COLUMNS", "200")
     FitCLI(args=None if arguments is None else list(arguments), parser_kwargs={"prog": "python -m sp_lightning"})

@@ -29,12 +29,14 @@ TOY = """
         train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
 
         def training_step(self, batch, index):
-            return self.net(batch).mean()
+            loss = self.net(batch).mean()
+            self.log("a figure with a long name", loss, prog_bar=True)
+            return loss
 
         def validation_step(self, batch, index):
-            self.net(batch)
+            return self.net(batch).mean()
 
-        test_step = predict_step = training_step
+        test_step = predict_step = validation_step
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -132,11 +134,15 @@ def test_without_jsonargparse_the_error_names_the_extra(monkeypatch, capsys):
     assert needed in capsys.readouterr().err
 
 
-def test_as_a_program_it_trains(toy):
-    command = [sys.executable, "-m", "sp_lightning", "fit", *toy("")]
+def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
+    """Without a terminal, whose width the bar would know."""
+    bar = ["--trainer.enable_progress_bar", "true", "--trainer.callbacks", "RichProgressBar"]
+    command = [sys.executable, "-m", "sp_lightning", "fit", *toy(""), *bar]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("COLUMNS", None)
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "fit with SuperpipelineStrategy" in done.stdout and done.returncode == 0, done.stderr
+    assert re.search(r"Epoch 0/.* device: [\d.]+ [KM]?i?B", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
