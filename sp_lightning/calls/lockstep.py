@@ -38,6 +38,7 @@ from torch import nn
 
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.kernels import set_settings, settings
+from ..compat.references import python_numbers
 from ..compat.tensors import dispatch_mode_count, function_mode_count
 from ..errors import UnsupportedError
 from ..memory.device import Device
@@ -286,23 +287,29 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 class _RandomStates:
     """The states of the generators that code draws from by default.
 
-    NumPy takes as long as a small unit to tell its state, and to take another: where it did not change, or its bytes
-    are all of it, the bytes are read and written (numpy.random.MT19937.ctypes).
+    Python takes as long as a small unit to tell its state, NumPy also to take another: their bytes are read and written
+    instead (numpy.random.MT19937.ctypes). NumPy's must be all of its state, or not have changed.
     """
 
     def __init__(self, device: Device) -> None:
         self._torch = [torch.random] if device.is_host else [torch.random, torch.get_device_module(device.torch_device)]
+        self._python = python_numbers()
         self._numpy = sys.modules.get("numpy")
         self._in_effect: _NumpyState | None = None  # None: not known
 
     def states(self) -> list[Any]:
-        return [*(generator.get_rng_state() for generator in self._torch), random.getstate(), self._numpy_state()]
+        return [*(generator.get_rng_state() for generator in self._torch), self._python_state(), self._numpy_state()]
 
     def set(self, states: list[Any]) -> None:
         *of_torch, of_python, of_numpy = states
         for generator, state in zip(self._torch, of_torch, strict=True):
             generator.set_rng_state(state)
-        random.setstate(of_python)
+        if self._python is None:
+            random.setstate(of_python)
+        else:
+            generator, address = self._python
+            ctypes.memmove(address, of_python[0], MERSENNE_TWISTER)
+            generator.gauss_next = of_python[1]
         if self._numpy is not None:
             here = self._in_effect
             if here is None or here.is_more or of_numpy.is_more:
@@ -332,6 +339,12 @@ class _RandomStates:
     def forget(self) -> None:
         """Note that code drew numbers whose states nobody needs."""
         self._in_effect = None
+
+    def _python_state(self) -> Any:
+        if self._python is None:
+            return random.getstate()
+        generator, address = self._python
+        return ctypes.string_at(address, MERSENNE_TWISTER), generator.gauss_next
 
     def _numpy_state(self) -> _NumpyState | None:
         if self._numpy is None:

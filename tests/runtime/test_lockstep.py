@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import models
 import parity
 import sp_lightning
+from sp_lightning.compat.references import python_numbers
 from sp_lightning.errors import ExactnessError, OptionError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -268,7 +269,14 @@ def drawing_anywhere(net, x, count):
 
     def numbers():
         # Of two normal numbers NumPy keeps the second one beside its generator's state.
-        return [random.random(), numpy.random.random(), *numpy.random.standard_normal(count), float(torch.rand(()))]
+        normal = [random.gauss(0, 1) for _ in range(count)]  # Python keeps the second one, too
+        return [
+            random.random(),
+            *normal,
+            numpy.random.random(),
+            *numpy.random.standard_normal(count),
+            float(torch.rand(())),
+        ]
 
     def call():
         drawn = numbers()
@@ -280,8 +288,12 @@ def drawing_anywhere(net, x, count):
     return call
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["bytes", "tuples"])
 @pytest.mark.parametrize("count", [0, 1])
-def test_python_s_and_numpy_s_generators_are_each_call_s_own(count, device):
+def test_python_s_and_numpy_s_generators_are_each_call_s_own(count, known, device, monkeypatch):
+    if not known:
+        monkeypatch.setattr(sp_lightning.calls.lockstep, "python_numbers", lambda: None)
+    assert python_numbers() is not None
     net, x = blocks(), torch.ones(2, 12, device=device)
     calls = [drawing_anywhere(net, x, count) for count in (1, 2, 1, 3, 0)]
     with sp_lightning.stream(net, device, window=1) as handle:
