@@ -15,16 +15,16 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_module_registration_hook
 
-from ..compat.modules import buffer_is_set
+from ..compat.modules import buffer_is_set, tree_map_only
 
 STORES = dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]
 EXTENDED_ARG = dis.opmap["EXTENDED_ARG"]
 # Functions that set attributes whose names are strings.
 BY_NAME = {"register_buffer", "setattr", "delattr", "__dict__", "__setattr__"}
-Reader = Callable[[nn.Module, str], None]
+Reader = Callable[[nn.Module, str], Any]  # returns what code gets in the stead of what is there, or None
 Setter = Callable[[nn.Module, str], None]
 
 
@@ -33,6 +33,29 @@ class _Missing:
 
 
 MISSING = _Missing()
+
+
+class SeenTensor(Tensor):
+    """A tensor of which code has seen that it is there; what code does with it, it does with the tensor itself."""
+
+    value: Tensor
+    use: Callable[[], None]  # called before
+
+    @staticmethod
+    def of(value: Tensor, use: Callable[[], None]) -> SeenTensor:
+        """Return one in the stead of a tensor."""
+        seen = value.detach().as_subclass(SeenTensor)
+        seen.value, seen.use = value, use
+        return seen
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def used(seen: Any) -> Tensor:
+            seen.use()
+            return seen.value  # type: ignore[no-any-return]
+
+        args, kwargs = tree_map_only(SeenTensor, used, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class WatchedAttribute:
@@ -47,9 +70,10 @@ class WatchedAttribute:
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is not None:
-            if not buffer_is_set():
-                for reader in self.readers:
-                    reader(module, self.name)
+            shown = () if buffer_is_set() else [reader(module, self.name) for reader in self.readers]
+            for value in shown:
+                if value is not None:
+                    return value
             value = module.__dict__.get(self.name, MISSING)
             if value is not MISSING:
                 return value

@@ -8,8 +8,9 @@ The results must be those of the calls one after the other, in their order. Two 
 2. A call finds what is committed; where that is nothing, or None, a plain value or tensor that the last earlier call
    has set by then. From its first read on it finds the value that it read, and the earlier calls must leave that one:
    compared when these are committed. So a call that sets an attribute before it reads it (scratch) takes part, and so
-   does one that finds a cache which an earlier call has made. A call that reads a counter before an earlier call counts
-   on ends the run with an error.
+   does one that finds a cache which an earlier call has made, or one that only asks whether a tensor is there: it gets
+   one that tells when it is used. A call that reads a counter before an earlier call counts on ends the run with an
+   error.
 3. Reads are known of attributes that methods of the modules' classes set (attribute_reads.py). Of any other it is
    assumed that every call reads it as it begins.
 4. *It changes in place* what a module keeps: a tensor, a list, a dictionary, a set, a plain object, a random generator,
@@ -23,11 +24,13 @@ The results must be those of the calls one after the other, in their order. Two 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import pickle
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +49,7 @@ from ..compat.tensors import without_function_modes
 from ..errors import ExactnessError
 from ..memory.watched_parameters import quietly, true_version
 from ..memory.weights import same_bytes
-from .attribute_reads import MISSING, watched
+from .attribute_reads import MISSING, SeenTensor, watched
 
 Key = tuple[int, Any]  # of a place: the id of its dictionary, and the name in it
 OUTSIDE = -1  # in place of a unit's index: the modules outside of units that travel
@@ -80,6 +83,7 @@ class CallState:
         self.first = self.last = number
         self.set: dict[Key, tuple[_Place, Any]] = {}
         self.read: dict[tuple[int, Any], Any] = {}  # by attributes: what it found there
+        self.seen: dict[tuple[int, Any], SeenTensor | None] = {}  # tensors found there, and not used yet
         self.ended = False
 
 
@@ -123,6 +127,7 @@ class ModuleState:
         self._running: CallState | None = None
         self._installed: dict[Key, tuple[_Place, Any]] = {}  # what is in places in the stead of what is committed
         self._set: list[tuple[nn.Module, str]] = []  # what code has set in this turn, as far as that is watched
+        self._ever_set: set[Key] = set()  # places that some call has set
         self._set_in: set[int] = set()  # in modules of these groups
         self._hooks = 0  # registered when the turn began
         self._modes_were: list[bool] = []  # likewise: which modules outside of units train
@@ -196,7 +201,11 @@ class ModuleState:
                 changed[key] = place, now
         own = {place.key: place for place in (self._place_of(module, name) for module, name in self._set)}
         changed.update((key, (place, place.contents.get(place.name, MISSING))) for key, place in own.items())
+        self._ever_set |= changed.keys()
         for key, (place, now) in changed.items():
+            if type(now) is SeenTensor:
+                now.use()
+                now = now.value
             if key not in own and now is (found[key][1] if key in found else self._of_committed(key)):
                 call.set.pop(key, None)
             else:
@@ -216,6 +225,11 @@ class ModuleState:
     def end(self, call: CallState) -> None:
         """Note that a call, which has left, has ended; commit what can be."""
         call.ended = True
+        seen = [(weakref.ref(tensor), tensor.use) for tensor in call.seen.values() if tensor is not None]
+        call.seen = dict.fromkeys(call.seen)
+        for still, use in seen:
+            if still() is not None:  # in the call's result
+                use()
         self._check_marked()
         self._merge()
         first = next(iter(self._calls.values()))
@@ -263,9 +277,11 @@ class ModuleState:
                 self._compare(before, state)
                 for place, _ in before.set.values():
                     state.read.pop(place.attribute, None)
+                    state.seen.pop(place.attribute, None)
                 for key, value in before.read.items():
                     if not _same(state.read.setdefault(key, value), value):
                         self._fail(f"{self._names[key[0]]}.{key[1]}")
+                state.seen |= before.seen
                 state.first, state.set = before.first, {**before.set, **state.set}
             merged[state.last] = state
         self._calls = merged
@@ -288,19 +304,35 @@ class ModuleState:
                     found[key] = place, call.read[place.attribute]
         return {key: entry for key, entry in found.items() if key not in call.set}
 
-    def _note_read(self, module: nn.Module, name: str) -> None:
-        """Note that code is about to read an attribute, if it is not one that the running call has set."""
+    def _note_read(self, module: nn.Module, name: str) -> SeenTensor | None:
+        """Note that code is about to read an attribute, if it is not one that the running call has set (Rule 2)."""
         call = self._running
         attribute = id(module), name
         if call is None or attribute in call.read or id(module) not in self._names:
-            return
+            return None
         place = self._place_of(module, name)
         key, value = place.key, place.contents.get(name, MISSING)
         inherited = self._installed[key][1] if key in self._installed else self._of_committed(key)
-        if key not in call.set and value is inherited and (module, name) not in self._set:
-            call.read[attribute] = value
-            if key in self._installed and isinstance(value, Tensor):  # from a call that may yet change it
-                self._groups[OUTSIDE].marked.append((value, _mark(value), self._names[id(module)]))
+        if key in call.set or value is not inherited or (module, name) in self._set:
+            return None
+        if isinstance(value, Tensor) and key in self._ever_set:
+            seen = call.seen.get(attribute)
+            if seen is None:
+                use = functools.partial(self._use, call, place, value)
+                seen = call.seen[attribute] = SeenTensor.of(value, use)
+            return seen
+        call.read[attribute] = value
+        return None
+
+    def _use(self, call: CallState, place: _Place, value: Tensor) -> None:
+        """Note that a call uses a tensor that it has seen, and that earlier calls must leave there."""
+        if place.attribute not in call.read:
+            key = place.key
+            if (self._installed[key][1] if key in self._installed else self._of_committed(key)) is not value:
+                self._fail(f"{self._names[id(place.module)]}.{place.name}")
+            call.read[place.attribute] = value
+            if key in self._installed:  # of a call that may yet change it
+                self._groups[OUTSIDE].marked.append((value, _mark(value), self._names[id(place.module)]))
 
     def _note_set(self, module: nn.Module, name: str) -> None:
         """Note that code sets, or deletes, an attribute: it is the call's own, even with the value that was there."""
@@ -321,7 +353,8 @@ class ModuleState:
     def _compare(self, before: CallState, call: CallState) -> None:
         """Compare what calls leave with what a later one read (Rule 2)."""
         for place, value in before.set.values():
-            if not _same(call.read.get(place.attribute, value), value):
+            unseen = place.attribute in call.seen and not isinstance(value, Tensor)
+            if unseen or not _same(call.read.get(place.attribute, value), value):
                 self._fail(f"{self._names[id(place.module)]}.{place.name}")
 
     def _note_change(self, what: str) -> None:

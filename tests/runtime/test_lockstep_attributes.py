@@ -144,6 +144,40 @@ class Swapped(Net):
         return x
 
 
+class AsksWhether(Net):
+    """Sees that there is a tensor of the forward before, and does not use it, as Qwen2-VL does with `rope_deltas`."""
+
+    delta = None
+
+    def before(self, x):
+        if self.delta is None or len(x) > 0:
+            self.delta = x.sum()
+        return x
+
+    def after(self, x):
+        return x + self.delta
+
+
+class AsksAndUses(AsksWhether):
+    def before(self, x):
+        before = self.delta
+        if before is not None:
+            x = x + before.size(0) if before.dim() else x * before
+        self.delta = x.sum()
+        return x
+
+
+class PassesOn(AsksWhether):
+    """Stores under another name what it has seen, and uses it in the next forward."""
+
+    def before(self, x):
+        self.older = self.delta
+        return super().before(x)
+
+    def after(self, x):
+        return x if self.older is None else x + self.older
+
+
 class Counter(Net):
     def before(self, x):
         self.limit += 1
@@ -248,10 +282,10 @@ class WritesWeights(Net):
         return x
 
 
-EXACT = [Scratch, ScratchOfBuffers, Deleted, ClassDefault, LazyCache, Hooked, Switched, Swapped]
+EXACT = [Scratch, ScratchOfBuffers, Deleted, ClassDefault, LazyCache, Hooked, Switched, Swapped, AsksWhether]
 ORDERED = [
     Counter, CountsLate, Previous, BufferInPlace, RunningStatistics, ListInPlace, Growing, Dice, ByName, OnAnother,
-    WritesWeights,
+    WritesWeights, AsksAndUses, PassesOn,
 ]  # fmt: skip
 
 
