@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
+from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
 
 PARTS = ("transformer", "unet")  # of a pipeline, which are trained
@@ -30,6 +31,7 @@ class FineTuneDiffusion(L.LightningModule):
         lr: The highest learning rate; after warming up it falls along a cosine until training ends.
         weight_decay: AdamW's, of matrices and filters.
         warmup_steps: Steps until the learning rate is reached.
+        base_bits: Pack the frozen weights: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class FineTuneDiffusion(L.LightningModule):
         lr: float = 1e-4,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
+        base_bits: Form | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -55,6 +58,7 @@ class FineTuneDiffusion(L.LightningModule):
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
+        self.base_bits = base_bits
         self.strict_loading = train == "all"  # of adapters, the base is read from its own checkpoint
         self.model: Any = None
 
@@ -102,6 +106,8 @@ class FineTuneDiffusion(L.LightningModule):
         self.model.train()
         if self.what == "adapters":
             self.add_adapters()
+        elif self.base_bits is not None:
+            raise BadInput(f"base_bits={self.base_bits} packs weights that are frozen: use train=adapters")
 
     def check_conditions(self, names: set[str]) -> None:
         """Refuse what was cached for another kind of model."""
@@ -117,6 +123,8 @@ class FineTuneDiffusion(L.LightningModule):
         from peft import LoraConfig
 
         self.model.requires_grad_(False)
+        if self.base_bits is not None:
+            quantize(self.model, self.base_bits)
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=list(self.targets))
         try:
             self.model.add_adapter(config)

@@ -16,6 +16,7 @@ from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl
 from ..common.loading import Data, TrainLoader
 from ..common.loss import Kind, NextTokens
+from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
 from ..common.text import IGNORED
 
@@ -35,6 +36,7 @@ class FineTuneVLM(L.LightningModule):
         warmup_steps: Steps until the learning rate is reached.
         loss: "full": the model's own. "chunked": never the logits of all tokens at once. "auto": chunked where torch
             has it, the vocabulary is large, and the model's loss is nothing else.
+        base_bits: Pack the frozen weights: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FineTuneVLM(L.LightningModule):
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         loss: Kind = "auto",
+        base_bits: Form | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -57,6 +60,7 @@ class FineTuneVLM(L.LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.next_tokens = NextTokens(loss)
+        self.base_bits = base_bits
         self.model: Any = None
 
     @property
@@ -72,6 +76,8 @@ class FineTuneVLM(L.LightningModule):
         self.model = checkpoints.load(AutoModelForImageTextToText, self.checkpoint, self.dtype_name)
         if self.what == "connection":
             self.freeze_all_but_the_connection()
+        elif self.base_bits is not None:
+            raise BadInput(f"base_bits={self.base_bits} packs weights that are frozen: use train=connection")
         if checkpoints.planned():
             self.next_tokens.decide_now(self.model)
 
@@ -82,6 +88,8 @@ class FineTuneVLM(L.LightningModule):
                 f"{type(self.model).__name__} has none of the modules {CONNECTORS}; train: all trains it all"
             )
         self.model.requires_grad_(False)
+        if self.base_bits is not None:
+            quantize(self.model, self.base_bits, leave=[self.model.get_output_embeddings(), *connections])
         for connection in connections:
             connection.requires_grad_(True)
         embedding = self.model.get_input_embeddings()

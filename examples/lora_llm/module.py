@@ -1,11 +1,11 @@
 """Train low-rank adapters on a frozen causal language model, through peft."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..common.checkpoints import keep_trained
+from ..common.quantized import Form, quantize
 from ..finetune_llm.module import FineTuneLLM
-from .quantized import quantize
 
 
 class LoraLLM(FineTuneLLM):
@@ -16,7 +16,7 @@ class LoraLLM(FineTuneLLM):
         alpha: What they add is scaled by ``alpha / rank``.
         dropout: In front of the adapters.
         targets: Names of the layers that get one. None: every linear layer but the head.
-        base_bits: Pack the frozen weights into 8 or 4 bits, with bitsandbytes.
+        base_bits: Pack the frozen weights: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
         **options: FineTuneLLM's.
     """
 
@@ -26,7 +26,7 @@ class LoraLLM(FineTuneLLM):
         alpha: float = 16.0,
         dropout: float = 0.0,
         targets: list[str] | None = None,
-        base_bits: Literal[4, 8] | None = None,
+        base_bits: Form | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -42,7 +42,7 @@ class LoraLLM(FineTuneLLM):
 
         base = super().load()
         if self.base_bits is not None:
-            quantize(base, self.base_bits, leave=base.get_output_embeddings())
+            quantize(base, self.base_bits, leave=[base.get_output_embeddings()])
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,

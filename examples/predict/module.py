@@ -19,10 +19,10 @@ from ..common import tiny
 from ..common.checkpoints import load_config, load_tokenizer, positions
 from ..common.errors import BadInput
 from ..common.files import read_jsonl, whole
+from ..common.quantized import Form, quantize
 from ..common.summary import say
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
-from ..lora_llm.quantized import quantize
 
 
 class Generate(FineTuneLLM):
@@ -36,7 +36,7 @@ class Generate(FineTuneLLM):
         temperature: 0 takes the most likely token each time; more samples.
         cache: Where keys and values of layers that are not in use wait: "device" or "host". On the host they leave room
             on the device for more prompts at a time, and each token moves them all up and down.
-        base_bits: Pack the weights of linear layers into 8 or 4 bits, with bitsandbytes.
+        base_bits: Pack the linear layers: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Generate(FineTuneLLM):
         max_new_tokens: int = 32,
         temperature: float = 0.0,
         cache: Literal["device", "host"] = "device",
-        base_bits: Literal[4, 8] | None = None,
+        base_bits: Form | None = None,
     ) -> None:
         super().__init__(name_or_path, dtype)
         self.cache = cache
@@ -62,7 +62,7 @@ class Generate(FineTuneLLM):
     def load(self) -> Any:
         model = super().load()
         if self.base_bits is not None:
-            quantize(model, self.base_bits, leave=model.get_output_embeddings())
+            quantize(model, self.base_bits, leave=[model.get_output_embeddings()])
         return model
 
     @property

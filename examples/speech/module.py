@@ -1,9 +1,9 @@
-"""Fine-tune Whisper to write down what is said, all of its weights."""
+"""Fine-tune Whisper to write down what is said, all of its weights or adapters."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from torch import Tensor
@@ -11,6 +11,7 @@ from torchmetrics.text import WordErrorRate
 
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
+from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
 from ..common.text import IGNORED
 
@@ -21,6 +22,9 @@ class FineTuneSpeech(L.LightningModule):
     Args:
         name_or_path: A checkpoint directory or a name on the hub. None: a tiny Whisper that the recipe makes.
         dtype: Of the weights as they are read: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        train: "all": all weights. "adapters": low-rank ones of the attention, through peft.
+        rank: Of the adapters; what they add is doubled.
+        base_bits: Pack the frozen weights: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
         lr: The highest learning rate; after warming up it falls along a cosine until training ends.
         weight_decay: AdamW's, of matrices.
         warmup_steps: Steps until the learning rate is reached.
@@ -31,6 +35,9 @@ class FineTuneSpeech(L.LightningModule):
         self,
         name_or_path: str | None = None,
         dtype: str = "float32",
+        train: Literal["all", "adapters"] = "all",
+        rank: int = 8,
+        base_bits: Form | None = None,
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -40,6 +47,10 @@ class FineTuneSpeech(L.LightningModule):
         self.save_hyperparameters()
         self.name_or_path = name_or_path
         self.dtype_name = dtype
+        self.what = train
+        self.rank = rank
+        self.base_bits = base_bits
+        self.strict_loading = train == "all"  # of adapters, the base is read from its own checkpoint
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
@@ -68,6 +79,19 @@ class FineTuneSpeech(L.LightningModule):
                 f"data.language={language}, but the model of {self.checkpoint} has "
                 + ("one language: leave it out" if language else "several: name the texts' language")
             )
+        if self.what == "adapters":
+            self.add_adapters()
+        elif self.base_bits is not None:
+            raise BadInput(f"base_bits={self.base_bits} packs weights that are frozen: use train=adapters")
+
+    def add_adapters(self) -> None:
+        """Freeze the model, packed if that is wanted, and give its attention what is trained."""
+        from peft import LoraConfig, get_peft_model
+
+        if self.base_bits is not None:
+            quantize(self.model, self.base_bits, leave=[self.model.get_output_embeddings()])
+        config = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=["q_proj", "v_proj"])
+        self.model = get_peft_model(self.model, config).train()
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Of the tokens of what was said."""
@@ -90,8 +114,12 @@ class FineTuneSpeech(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return warmup_then_cosine(self, self.lr, self.weight_decay, self.warmup_steps)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.what == "adapters":
+            checkpoints.keep_trained(self, checkpoint)
+
     def export(self, folder: Path) -> None:
-        """Writes a directory that from_pretrained reads, with the tokenizer and what makes features of sound."""
+        """Writes what from_pretrained, or peft's, reads, with the tokenizer and what makes features of sound."""
         self.model.save_pretrained(folder)
         self.trainer.datamodule.tokenizer.save_pretrained(folder)
         self.trainer.datamodule.features.save_pretrained(folder)

@@ -896,9 +896,12 @@ def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monk
     assert torch.equal(mine, theirs) and not torch.equal(mine, logits(tiny_llm))
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=SLOW)])
+LIBRARY_OF = {8: "bitsandbytes", 4: "bitsandbytes", "int8": "torchao", "nf4": "torchao", "nvfp4": "torchao"}
+
+
+@pytest.mark.parametrize("bits", [8, "nf4", *(pytest.param(bits, marks=SLOW) for bits in (4, "int8", "nvfp4"))])
 def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(bits, tiny_llm):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip(LIBRARY_OF[bits])
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
     fit("lora_llm", base, moved)
     unpacked = Moved.stats["bytes_up"]
@@ -908,22 +911,56 @@ def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(
     parity.compare(left(plain), left(streamed))
 
 
-def test_without_bitsandbytes_a_packed_base_is_an_error_that_says_what_to_install(tiny_llm, monkeypatch):
+FROZEN = {"finetune_vlm": "connection", "diffusion": "adapters", "speech": "adapters"}
+
+
+@pytest.mark.parametrize("recipe", FROZEN)
+@pytest.mark.parametrize("bits", ["int8", pytest.param("nf4", marks=SLOW), pytest.param(4, marks=SLOW)])
+def test_other_recipes_train_beside_a_packed_base_as_plain_lightning_does(bits, recipe):
+    pytest.importorskip(LIBRARY_OF[bits])
+    given = [f"--model.train={FROZEN[recipe]}", "--trainer.callbacks+=test_recipes.Moved", "--model.lr=1e-3"]
+    fit(recipe, *given, folder="unpacked")
+    unpacked = Moved.stats["bytes_up"]
+    given.append(f"--model.base_bits={bits}")
+    streamed = fit(recipe, *given, folder="streamed")
+    assert Moved.stats["bytes_up"] < 0.75 * unpacked
+    parity.compare(left(fit(recipe, given[0], *given[2:], PLAIN, folder="plain")), left(streamed))
+
+
+@pytest.mark.parametrize("recipe", FROZEN)
+def test_a_packed_base_cannot_be_trained(recipe):
     from examples.common.errors import BadInput
-    from examples.lora_llm import quantized
+
+    with pytest.raises(BadInput, match=f"base_bits=int8 packs weights that are frozen: use train={FROZEN[recipe]}"):
+        fit(recipe, "--model.train=all", "--model.base_bits=int8")
+
+
+@pytest.mark.parametrize(("form", "name"), [(4, "bitsandbytes"), ("nf4", "torchao")])
+def test_without_its_library_a_packed_base_is_an_error_that_says_what_to_install(form, name, monkeypatch):
+    from examples.common import quantized
+    from examples.common.errors import BadInput
 
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"base_bits=4 needs bitsandbytes, which is not installed: pip install"):
-        quantized.quantize(torch.nn.Linear(2, 2), 4, leave=None)
+    with pytest.raises(BadInput, match=f"base_bits={form} needs {name}, which is not installed: pip install {name}"):
+        quantized.quantize(torch.nn.Linear(2, 2), form)
+
+
+def test_a_layer_that_a_form_does_not_fit_is_named():
+    pytest.importorskip("torchao")
+    from examples.common import quantized
+    from examples.common.errors import BadInput
+
+    with pytest.raises(BadInput, match=r"base_bits=nf4 cannot pack 0, of shape \(3, 3\)"):
+        quantized.quantize(torch.nn.Sequential(torch.nn.Linear(3, 3)), "nf4")
 
 
 def test_a_model_in_which_nothing_would_be_packed_is_refused(monkeypatch):
+    from examples.common import quantized
     from examples.common.errors import BadInput
-    from examples.lora_llm import quantized
 
-    monkeypatch.setattr(quantized, "library", lambda bits: None)
+    monkeypatch.setattr(quantized, "library", lambda form: None)
     with pytest.raises(BadInput, match=r"base_bits=4 packs nn.Linear, of which Sequential has none but its head"):
-        quantized.quantize(torch.nn.Sequential(head := torch.nn.Linear(2, 2)), 4, leave=head)
+        quantized.quantize(torch.nn.Sequential(head := torch.nn.Linear(2, 2)), 4, leave=[head])
 
 
 # ---- a student and its teacher
@@ -1540,9 +1577,9 @@ def test_answers_of_another_run_are_not_gone_on_from(tiny_llm):
     assert predict(*where, other, folder="killed") == predict(*where, other)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, "nf4", pytest.param("int8", marks=SLOW)])
 def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip(LIBRARY_OF[bits])
     arguments = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}", "--model.dtype=bfloat16"
     assert predict(*arguments, "--data.batch_size=4") == predict(
         *arguments, "--data.batch_size=4", PLAIN, folder="plain"
