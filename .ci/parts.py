@@ -51,7 +51,10 @@ PARTS = {
     "exact-settings": Part((f"{EXACTNESS}_in",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
-    "quantised": Part(("tests/contract/test_quantised_weights.py",), (*STEP, "tests/rigs/wrapped.py")),
+    "quantised": Part(
+        ("tests/contract/test_quantised_weights.py", "tests/contract/test_quantised_peft.py"),
+        (*STEP, "tests/rigs/wrapped.py"),
+    ),
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
     "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
     "plans": Part(

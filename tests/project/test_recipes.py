@@ -911,6 +911,20 @@ def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(
     parity.compare(left(plain), left(streamed))
 
 
+def test_the_command_that_a_plan_suggests_for_a_base_of_4_bits_runs(tiny_llm):
+    pytest.importorskip("bitsandbytes")
+    from sp_lightning.core import remedies
+
+    listed = remedies.host(half=False, wires=False, activations="keep", optimizer="AdamW")
+    (remedy,) = [remedy for remedy in listed if remedy.base_bits == 4]
+    write("my.jsonl", *({"text": "The owl sees the mouse."} for _ in range(40)))
+    filled = remedy.how.replace("MODEL", str(tiny_llm)).replace("TOKENS", "16").replace("ROWS", "2")
+    python, module, package, *arguments = filled.split()
+    assert (python, module, package) == ("python", "-m", "sp_lightning")
+    main([*arguments, "--trainer.max_steps=2", "--trainer.callbacks+=test_recipes.Moved", *QUIET])
+    assert Moved.stats["bytes_up"] > 0
+
+
 FROZEN = {"finetune_vlm": "connection", "diffusion": "adapters", "speech": "adapters"}
 
 

@@ -1,0 +1,133 @@
+"""peft's own adapters over a base of torchao's: they train, generate, merge and are saved as without streaming."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import wrapped
+from side_by_side import check, sgd
+
+import parity
+
+pytest.importorskip("peft")
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
+VOCABULARY = 64
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=3, **sizes)).eval()
+
+
+def adapted(base):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+def quantised(form):
+    def make():
+        base = llama().requires_grad_(False)
+        for name, module in list(base.named_modules()):
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                wrapped.quantise(module, form)
+        return adapted(base)
+
+    return make
+
+
+def loaded_by_transformers(place):
+    """peft learns of transformers how a merged weight is quantised again."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    torch.manual_seed(0)
+    llama().save_pretrained(place)
+    config = TorchAoConfig(quant_type=Int8WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
+    return lambda: adapted(AutoModelForCausalLM.from_pretrained(place, quantization_config=config, dtype=torch.float32))
+
+
+def tokens(device, number):
+    return torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number)).to(device)
+
+
+def trained(module, device, steps=2):
+    optimizer = sgd(module)
+    for step in range(steps):
+        ids = tokens(device, step)
+        loss = module(input_ids=ids, labels=ids).loss
+        loss.backward()
+        yield loss, [p.grad for p in module.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def generated(module, device):
+    module.eval()
+    return module.generate(input_ids=tokens(device, 9), max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+
+def trained_and_generated(module, device):
+    yield from trained(module, device)
+    yield generated(module, device)
+    with module.disable_adapter():
+        yield generated(module, device)
+
+
+@parity.product(form=wrapped.TRAINED, activations=["keep", "recompute"], window=[1, 2], device=parity.DEVICES)
+def test_adapters_of_peft_train_and_generate(device, form, activations, window):
+    check(quantised(form), trained_and_generated, device, activations=activations, window=window)
+
+
+def merged(module, device):
+    yield from trained(module, device)
+    module.merge_adapter()
+    yield generated(module, device), parts(module)
+    module.unmerge_adapter()
+    yield from trained(module, device)
+    yield generated(module, device), parts(module)
+
+
+def parts(module):
+    return [wrapped.parts(weight) for weight in wrapped.weights(module).values()]
+
+
+def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_path):
+    check(loaded_by_transformers(tmp_path), merged, device)
+
+
+def test_adapters_are_unloaded_while_the_base_streams(device, tmp_path):
+    def run(module, device):
+        yield from trained(module, device)
+        yield parts(module.merge_and_unload()), generated(module.base_model.model, device)
+
+    check(loaded_by_transformers(tmp_path), run, device)
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_a_merge_that_the_library_refuses_leaves_the_weights_as_they_are(device, form):
+    def run(module, device):
+        yield from trained(module, device)
+        with pytest.raises((ValueError, NotImplementedError)):
+            module.merge_adapter()
+        yield from trained(module, device)
+        yield parts(module)
+
+    check(quantised(form), run, device)
+
+
+def test_saved_adapters_are_those_of_the_plain_run(tmp_path):
+    from safetensors.torch import load_file
+
+    def run(module, device):
+        yield from trained(module, device)
+        module.save_pretrained(tmp_path)
+        yield load_file(tmp_path / "adapter_model.safetensors")
+        yield copy.deepcopy(module)(input_ids=tokens(device, 0)).logits  # a copy of the streamed module is plain
+
+    check(quantised("int8"), run, torch.device("cpu"))
