@@ -13,7 +13,7 @@ import torch
 import wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint
 from refusals import refusal
-from side_by_side import check, fit, inputs, squares, training
+from side_by_side import check, fit, inputs, observe, squares, training
 from torch import nn
 
 import models
@@ -509,6 +509,52 @@ def test_copies_and_files_of_a_streamed_module_are_plain(form):
         for weight, same in zip(wrapped.weights(other).values(), wrapped.weights(net).values(), strict=True):
             assert type(weight) is type(same) and isinstance(weight, nn.Parameter)
             assert all(part.untyped_storage().nbytes() == part.nbytes for part in wrapped.parts(weight))
+
+
+@pytest.mark.parametrize("form", ["coded", *wrapped.TRAINED[1:]])
+def test_whole_checkpoints_are_read_both_ways(form):
+    plain, streamed, other, (x,) = *(wrapped.adapted(form)() for _ in range(3)), inputs("cpu", 1)
+    torch.save(plain.state_dict(), "plain.pt")
+    with torch.no_grad():
+        expected = plain(x)
+        assert not torch.equal(streamed(x), expected)
+        with sp_lightning.stream(streamed, "cpu", window=1):
+            streamed(x)
+            streamed.load_state_dict(torch.load("plain.pt", weights_only=False))
+            assert torch.equal(streamed(x), expected)
+            torch.save(streamed.state_dict(), "streamed.pt")
+        other.load_state_dict(torch.load("streamed.pt", weights_only=form != "coded"))  # torchao's classes are known
+        assert torch.equal(other(x), expected)
+
+
+@pytest.mark.parametrize("form", ["int8", "nvfp4"])
+def test_whole_checkpoints_are_written_as_safetensors(form):
+    wrapped.quantise(nn.Linear(wrapped.WIDTH, wrapped.WIDTH), form)  # skips where it cannot be made
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
+    expected, said = flatten_tensor_state_dict(net.state_dict())
+    with sp_lightning.stream(net, "cpu", window=1), torch.no_grad():
+        net(x)
+        found, same = flatten_tensor_state_dict(net.state_dict())
+        assert same == said and found.keys() == expected.keys()
+        assert all(map(torch.equal, found.values(), expected.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_units_with_quantised_weights_are_compiled_by_inductor(form):
+    def compiled(module, device):
+        for block in module.blocks:
+            block.compile()
+        yield from trained_and_evaluated(module, device)
+
+    torch.compiler.reset()  # neither run finds what the other compiled
+    expected, _ = observe(wrapped.adapted(form), compiled, torch.device("cpu"), None)
+    torch.compiler.reset()
+    options = {"window": 1, "compile_units": True}
+    found, _ = observe(wrapped.adapted(form), trained_and_evaluated, torch.device("cpu"), options)
+    parity.compare(expected, found)
 
 
 def test_a_quantised_weight_that_two_modules_share(device):
