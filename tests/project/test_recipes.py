@@ -2684,3 +2684,53 @@ def test_what_a_loop_is_given_is_checked(name, arguments, message):
 
     with pytest.raises(BadInput, match=message):
         loop(name, "auto", *SMALL, *ROWS, *arguments, out="run")
+
+
+# ---- with Hugging Face's libraries
+
+SCRIPTS = {
+    "sft": ["--steps=3"],
+    "sft of adapters": ["--steps=3", "--lora=4", "--bf16"],
+    "dpo": ["--steps=3"],
+    "grpo": ["--steps=2", "--beta=0.1", "--tokens=4"],
+    "loop": ["--steps=3"],
+    "loop in bf16": ["--steps=3", "--bf16", "--accumulate=3"],
+    "diffusion_lora": ["--steps=3"],
+}
+SEEDED_ON_HOST = ("grpo",)  # its samples are from the device's generator: compared on the CPU alone
+
+
+def script_of(name, *arguments, out):
+    """Runs a script; gives what it wrote as the trained model."""
+    from accelerate.state import AcceleratorState, GradientState
+    from safetensors.torch import load_file
+
+    module = name.partition(" ")[0]
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    importlib.import_module(f"examples.hf.{module}").main([f"--out={out}", *SCRIPTS[name], *arguments])
+    gc.collect()
+    files = sorted(pathlib.Path(out, "model").glob("*.safetensors"))
+    return parity.Record([parity.Entry(path.name, *leaf) for path in files for leaf in parity.leaves(load_file(path))])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=[pytest.mark.simgpu, SLOW])])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("sft", "loop", "diffusion_lora") else SLOW) for name in SCRIPTS]
+)
+def test_a_script_gives_the_stock_runs_result(name, device, monkeypatch, capsys):
+    for package in ("accelerate", "trl", "peft", "diffusers", "torchvision"):
+        pytest.importorskip(package)
+    if device == "simgpu":
+        if name in SEEDED_ON_HOST:
+            pytest.skip("the device's generator draws the answers")
+        importlib.import_module("simgpu")
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "simgpu:0")
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
+    stock = script_of(name, "--stock", out="stock")
+    assert "device peak" not in capsys.readouterr().out or device == "simgpu"
+    streamed = script_of(name, "--window=1", out="streamed")
+    assert re.search(SUMMARY, said := capsys.readouterr().out) and "device peak" in said
+    parity.compare(stock, streamed)
+    assert stock.entries

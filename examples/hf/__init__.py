@@ -1,0 +1,1 @@
+"""Scripts with the Trainer, TRL, accelerate and diffusers, each with a line around it that streams its models."""
