@@ -8,7 +8,7 @@ import itertools
 import hf_runs
 import pytest
 import transformers
-from hf_runs import compare, llama, record, t5, train, with_adapters
+from hf_runs import allow_fp16, compare, llama, record, t5, train, with_adapters, with_adapters_on_4_bits
 
 import parity
 
@@ -23,9 +23,11 @@ SETTINGS = {
     "checkpointing": {"gradient_checkpointing": True},
     "bf16": {"bf16": True},
     "bf16 and evaluation in it": {"bf16": True, "bf16_full_eval": True},
+    "fp16": {"fp16": True, "gradient_accumulation_steps": 2},
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
     "adapters": {"make": with_adapters},
+    "adapters on a base of 4 bits": {"make": with_adapters_on_4_bits, "bf16": True},
     "noise": {"neftune_noise_alpha": 5.0},
     "tied": {"make": functools.partial(llama, tie_word_embeddings=True)},
     "smoothing": {"label_smoothing_factor": 0.1},
@@ -47,20 +49,26 @@ DAILY = {  # every other combination is slow
 }
 
 
-ON_CPU = ("8-bit optimizer state", "compiled")  # bitsandbytes, and the compiler, have no simulated device
+ON_CPU = (
+    "8-bit optimizer state",
+    "compiled",
+    "adapters on a base of 4 bits",
+)  # bitsandbytes, and the compiler, have no simulated device
 
 
 def combinations():
     for setting in SETTINGS:
         for window in WINDOWS:
-            for device in parity.DEVICES if setting not in ON_CPU else ["cpu"]:
+            for device in {"fp16": ["simgpu"]}.get(setting, parity.DEVICES if setting not in ON_CPU else ["cpu"]):
                 marks = [pytest.mark.simgpu] if device == "simgpu" else []
                 marks += [] if (setting, window, device) in DAILY else [pytest.mark.slow]
                 yield pytest.param(setting, window, device, marks=marks, id=f"{setting}-{window}-{device}")
 
 
 @pytest.mark.parametrize("setting, window, device", list(combinations()), indirect=["device"])
-def test_a_trainer_leaves_the_bits_of_the_stock_run(setting, window, device, tmp_path):
+def test_a_trainer_leaves_the_bits_of_the_stock_run(setting, window, device, tmp_path, monkeypatch):
+    if setting == "fp16":
+        allow_fp16(monkeypatch)
     compare(functools.partial(train, **SETTINGS[setting]), tmp_path, **WINDOWS[window])
 
 

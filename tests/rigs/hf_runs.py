@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +22,7 @@ from side_by_side import assert_plain
 import parity
 from sp_lightning.hf import streaming
 
-pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
+accelerate = pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
 transformers = pytest.importorskip("transformers", reason="these runs are transformers' Trainers")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -40,7 +43,7 @@ def rows(count: int = 16) -> list[dict[str, Any]]:
 
 def llama(**options: Any) -> Any:
     sizes = {**SIZES, "vocab_size": TOKENS, "max_position_embeddings": 64, "pad_token_id": 0}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
 
 
 def judge() -> Any:
@@ -58,6 +61,38 @@ def t5() -> Any:
 def with_adapters() -> Any:
     peft = pytest.importorskip("peft", reason="adapters are peft's")
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+
+
+def with_adapters_on_4_bits() -> Any:
+    """Adapters over linear layers that bitsandbytes packs as ``from_pretrained`` reads them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="it packs the weights")
+    peft = pytest.importorskip("peft", reason="adapters are peft's")
+    folder = pathlib.Path(tempfile.mkdtemp())
+    try:
+        llama(hidden_size=64, intermediate_size=64).save_pretrained(folder)
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        made = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    finally:
+        shutil.rmtree(folder)
+    assert isinstance(made.model.layers[0].mlp.up_proj, bitsandbytes.nn.Linear4bit)
+    made = peft.prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
+    return peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+def allow_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let accelerate compute in FP16, with a scaler of gradients, on any device: it knows a few by their names."""
+    make = accelerate.Accelerator.__init__
+
+    def made(self: Any, *args: Any, mixed_precision: Any = None, **kwargs: Any) -> None:
+        make(self, *args, mixed_precision="no", **kwargs)
+        assert mixed_precision == "fp16"
+        self.state._mixed_precision = "fp16"
+        self.native_amp = True
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**20)  # the first steps are skipped
+
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", functools.wraps(make)(made))
 
 
 def tokenizer() -> Any:
