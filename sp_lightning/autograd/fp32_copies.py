@@ -48,6 +48,7 @@ class _OldCopy:
     data: Tensor
     version: int  # when it was equal to the host's bytes
     data_exposed: list[bool]  # [True] once a view of it was made without gradients
+    host: tuple[int, ...]  # what the weight's host bytes were then (HostCopy.state)
 
 
 class FullPrecisionCopies:
@@ -110,15 +111,20 @@ class FullPrecisionCopies:
                 check_not_recorded(tensor, self._store.names[index])
                 self._write_back(index, data)
             tensor.data_exposed[0] = False
-            self.old_copies.append(_OldCopy(index, data, true_version(data), tensor.data_exposed))
+            self.old_copies.append(
+                _OldCopy(index, data, true_version(data), tensor.data_exposed, self._store.state(index))
+            )
 
     def collect_writes(self) -> None:
         """Write back what code wrote to views of copies of earlier visits (Rule 3)."""
         for copy in self.old_copies:
             exposed, version = copy.data_exposed[0], true_version(copy.data)
-            if (exposed or version != copy.version) and not self._equals_host(copy.index, copy.data):
+            written, copy.version, copy.data_exposed[0] = exposed or version != copy.version, version, False
+            if written and not self._equals_host(copy.index, copy.data):
+                if copy.host != self._store.state(copy.index):
+                    self._refuse_kept(copy)  # once; its other bytes are older than the weight's
                 self._write_back(copy.index, copy.data)
-            copy.version, copy.data_exposed[0] = version, False
+                copy.host = self._store.state(copy.index)
 
     def _write_back(self, index: int, data: Tensor) -> None:
         self._store.write_back(index, data)
@@ -142,11 +148,15 @@ class FullPrecisionCopies:
         self.collect_writes()
         for copy in self.old_copies:
             if shares_storage(copy.data) and not self._equals_host(copy.index, copy.data):
-                raise ExactnessError(
-                    f"a reference to {self._store.names[copy.index]} was kept after its unit's forward: {AS_IS}"
-                )
+                self._refuse_kept(copy)
         self.old_copies = [copy for copy in self.old_copies if shares_storage(copy.data)]
         return bool(self.old_copies)
 
+    def _refuse_kept(self, copy: _OldCopy) -> None:
+        raise ExactnessError(
+            f"a reference to {self._store.names[copy.index]} was kept after its unit's forward: {AS_IS}"
+        )
+
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
+        self._store.wait_step()
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))

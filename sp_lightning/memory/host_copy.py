@@ -336,6 +336,12 @@ class HostCopy:
         with without_dispatch():
             return self.params[index]._version
 
+    def state(self, index: int) -> tuple[int, ...]:
+        """Return what differs once an optimizer, or a write that version counters see, has changed a parameter."""
+        parameter = self.params[index]
+        of_bytes = self.version(index), true_data(parameter).data_ptr()
+        return (*of_bytes, self._epoch) if parameter.requires_grad else of_bytes
+
     # ---- writes
 
     def wrote(self, stepped: Collection[int] = ()) -> None:

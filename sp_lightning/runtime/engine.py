@@ -560,6 +560,12 @@ class Engine:
     def close(self) -> None:
         """Make the parameters plain again and free the device bytes that nothing else refers to."""
         try:
+            self.window.collect_writes()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
             self.reset()
             self.device.synchronize()
         finally:  # a failure on the device must not cost the host's weights

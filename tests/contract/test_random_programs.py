@@ -109,6 +109,41 @@ def test_a_view_that_is_kept_from_a_step_is_one_of_the_weight_after_the_fit(devi
     assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
+def test_a_write_after_the_last_step_to_a_frozen_weight_that_it_read_under_autocast(device):
+    program = programs.Program(
+        2556,
+        entry="lightning",
+        kinds=("Batched", "Frozen", "Scaled"),
+        precision="bf16-mixed",
+        acts=(
+            programs.Act(2, "forward", "module", "keep T", 6),
+            programs.Act(2, "epoch end", "module", "write to what was kept", 59),
+        ),
+        options=(("window", 1), ("units", ("Batched", "Frozen", "Scaled"))),
+    )
+    assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
+
+
+@pytest.mark.parametrize("step, moment", [(1, "before step"), (1, "batch end"), (2, "batch start"), (1, "epoch end")])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_write_to_what_a_step_before_read_under_autocast_is_an_error(step, moment, overlap, device):
+    acts = (
+        programs.Act(1, "forward", "module", "keep T", 6),
+        programs.Act(step, moment, "module", "write to what was kept", 59),
+    )
+    options = (("window", 1), ("units", ("Dense",)), ("optimizer_overlap", overlap))
+    program = programs.Program(
+        2556,
+        entry="lightning",
+        batches=2 if moment == "epoch end" else 3,
+        precision="bf16-mixed",
+        acts=acts,
+        options=options,
+    )
+    found = programs.outcome(program, programs.runs_on(device))
+    assert found.kind == "refused" and "was kept after its unit's forward" in found.what
+
+
 @pytest.mark.slow
 def test_an_optimizer_that_writes_to_storages_does_on_two_ranks_what_it_does_under_ddp():
     program = programs.Program(0, batches=2, optimizer="by storage")
