@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import sys
 
+import forks
 import lightning as L
 import pytest
 import torch
@@ -272,3 +274,26 @@ def test_the_recipes_for_a_disk_show_what_the_planner_prints():
     make_disk = script("make_disk")
     page = make_disk.PAGE.read_text()
     assert make_disk.written(page, make_disk.outputs(page)) == page  # else run: python docs/make_disk.py
+
+
+NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
+
+
+def cells_of(notebook):
+    """The code of its cells, in their order."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_holds_no_output(notebook):
+    assert not [cell for cell in cells_of(notebook) if cell["outputs"] or cell["execution_count"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook):
+    code = "\n\n".join("".join(cell["source"]) for cell in cells_of(notebook))
+    done = forks.run(code, env={**os.environ, "MPLBACKEND": "agg"})
+    assert done.returncode == 0, done.stderr
+    assert pathlib.Path("timeline", "trace.json").exists() and "streamed" in done.stdout
