@@ -114,7 +114,7 @@ class streaming:
         if is_failure and self.ranks is not None:
             assert error is not None
             for handle in self.handles:
-                handle.steps.fail(error)
+                handle.team.fail(error)
             self.ranks.fail(isinstance(error, PeerError))
         self.close()
 

@@ -543,7 +543,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        with handle.engine.exchanging(loss) if self._syncs_gradients else contextlib.nullcontext():
+        with handle.team.exchanging(loss) if self._syncs_gradients else contextlib.nullcontext():
             plugin.backward(loss, module, optimizer, *args, **kwargs)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)

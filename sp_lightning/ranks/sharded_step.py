@@ -24,7 +24,7 @@ import hashlib
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Owners:
         self, ranks: Ranks, board: Board, faces: Faces, clipping: Clipping, stores: Sequence[HostCopy]
     ) -> None:
         self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
-        self._stores = stores
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
         self._progress = Board(ranks, 1)  # how far each rank is in a step (Rule 4)
         self._steps = 0
@@ -70,6 +69,10 @@ class Owners:
     def cuts(optimizer: Optimizer) -> bool:
         """Whether ranks step ranges of this optimizer's parameters (Rules 1 and 3)."""
         return type(optimizer) in ELEMENTWISE
+
+    def stores_of(self, parameters: Iterable[Tensor]) -> set[HostCopy]:
+        """Find the units of which these parameters are."""
+        return {self._places[id(parameter)][0] for parameter in parameters if id(parameter) in self._places}
 
     def pieces(self, optimizer: Optimizer, gradients: Alike) -> tuple[list[Group], Any]:
         """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""

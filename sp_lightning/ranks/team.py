@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import UnsupportedError
+from ..compat.references import sharing_bytes
+from ..compat.tensors import graph_task
+from ..errors import PeerError, UnsupportedError
+from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.partition import Unit
-from ..memory.watched_parameters import true_data
+from ..memory.watched_parameters import quietly, true_data
+from ..optim import torn_step
 from ..optim.pieces import Group
+from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
@@ -24,67 +32,168 @@ from .shared_memory import SharedHome
 from .user_edits import Faces
 
 
-class Team:
+class Team(Alone):
     """All ranks of a machine, which stream one host copy of a model."""
 
-    def __init__(self, ranks: Ranks, device: Device, homes: Mapping[HostCopy, SharedHome], access: Access) -> None:
-        stores = list(homes)
-        self.ranks = ranks
-        # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
-        self.exchange = Exchange(ranks, device, stores)
-        self.faces = Faces(ranks, self.exchange.board, homes)
-        self.clipping = Clipping(ranks, self.exchange, stores, access)
-        self.owners = Owners(ranks, self.exchange.board, self.faces, self.clipping, stores)
-        self.faces.are_true()
+    ranks: Ranks
+    steps_beside = False
 
-    def exchange_gradients(self) -> None:
+    def __init__(self, ranks: Ranks, device: Device) -> None:
+        super().__init__(device)
+        self.ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+        self._made: list[SharedHome] = []  # for the units, in order
+        self._used: list[Tensor] = []  # parameters of the units before whose gradients are to be exchanged yet
+        self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
+
+    def check_alike(self, units: Sequence[Unit]) -> None:
+        lines = [_described(unit.name, name, parameter) for unit in units for name, parameter in unit.params]
+        board = Board(self.ranks, 0)
+        if not _unlike(board, "\n".join(lines), self.rank):
+            return
+        for line in lines[: min(board.exchange(len(lines)))]:
+            if others := _unlike(board, line, self.rank):
+                raise UnsupportedError(
+                    f"the ranks' models differ: rank {self.rank} has {line}, and rank {others[0]} has something else "
+                    "in its place; make the same model on every rank"
+                )
+        raise UnsupportedError(
+            f"the ranks' models differ: rank {self.rank} has {len(lines)} parameters, and another one has more or "
+            "less; make the same model on every rank"
+        )
+
+    def find_sharing(self, parameters: Sequence[Tensor], again: bool) -> Callable[[Tensor], bool]:
+        self._made = []
+        sharing = sharing_bytes(parameters)
+        return lambda parameter: self._device.is_host and id(parameter) in sharing
+
+    def slab(self, nbytes: int) -> SharedHome:
+        slab = self.ranks.share(nbytes)
+        slab.lock(self._device)
+        self._made.append(SharedHome(slab))
+        return self._made[-1]
+
+    def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
+        homes = dict(zip(stores, self._made, strict=True))
+        # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
+        self.exchange = gradients.exchange = Exchange(self.ranks, self._device, stores)
+        used, self._used = self._used, []
+        self.exchange.reached(used)
+        self.exchange.overlaps, self.exchange.is_own = overlaps, gradients.is_own
+        self.faces = Faces(self.ranks, self.exchange.board, homes)
+        self.clipping = Clipping(self.ranks, self.exchange, stores, access)
+        self.owners = Owners(self.ranks, self.exchange.board, self.faces, self.clipping, stores)
+        self.faces.are_true()
+        _teams.add(self)
+
+    def close(self) -> None:
+        _teams.discard(self)
+        self._used = self.exchange.used
+        self.clipping.close()
+        self.exchange.close()
+        self.owners.close()
+
+    def leave(self) -> None:
+        self.ranks.close()
+
+    # ---- one step
+
+    def note_forward(self, ended: bool) -> None:
+        self.exchange.note_forward(ended)
+
+    def backward_begins(self) -> None:
+        self.clipping.forget()
+        if self.exchanges:
+            self.exchange.begin(graph_task())
+
+    def backward_ends(self) -> None:
+        if not self.exchanges:
+            return
+        if self.exchange.has_any:
+            self._exchange_gradients()
+        else:  # `torch.autograd.grad` makes none
+            self.exchange.cancel()
+
+    @contextlib.contextmanager
+    def exchanging(self, loss: Tensor) -> Iterator[None]:
+        self.clipping.forget()
+        self.exchange.begin(None)
+        if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
+            hook = loss.register_hook(lambda _: self.exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
+            yield
+            hook.remove()
+        else:
+            yield
+        with quietly():
+            self._exchange_gradients()
+
+    def _exchange_gradients(self) -> None:
         """Exchange the gradients of the backward that ended, and settle what users wrote. Every rank comes here."""
         self.exchange.end_backward()
         self.faces.settle()
         self.exchange.finish()
 
-    def pieces(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
-        """Return the groups and the state with which this rank steps what it owns. Every rank comes here."""
-        return self.owners.pieces(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
+    def show_gradients(self) -> None:
+        self.clipping.show()
 
-    def exchange_if_any(self) -> None:
-        """Exchange the gradients of the backward that ended, if it made any: `torch.autograd.grad` makes none."""
-        if self.exchange.has_any:
-            self.exchange_gradients()
-        else:
-            self.exchange.cancel()
+    def settle(self) -> None:
+        self.faces.settle()
 
-    def close(self) -> None:
-        """Leave weights, gradients and state to their users."""
-        self.clipping.close()
-        self.exchange.close()
-        self.owners.close()
+    # ---- an optimizer's step
 
-
-def shared_home(ranks: Ranks, device: Device, made: list[SharedHome], nbytes: int) -> SharedHome:
-    """Make a slab that all ranks share, page-locked for this rank's device, and add it to those that were made."""
-    slab = ranks.share(nbytes)
-    slab.lock(device)
-    made.append(SharedHome(slab))
-    return made[-1]
-
-
-def check_alike(ranks: Ranks, units: Sequence[Unit]) -> None:
-    """Raise UnsupportedError unless all ranks have the same parameters in the same units, before these are shared."""
-    lines = [_described(unit.name, name, parameter) for unit in units for name, parameter in unit.params]
-    board = Board(ranks, 0)
-    if not _unlike(board, "\n".join(lines), ranks.rank):
-        return
-    for line in lines[: min(board.exchange(len(lines)))]:
-        if others := _unlike(board, line, ranks.rank):
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(team is not self and team.owners.stores_of(parameters) for team in _teams):
             raise UnsupportedError(
-                f"the ranks' models differ: rank {ranks.rank} has {line}, and rank {others[0]} has something else in "
-                "its place; make the same model on every rank"
+                "on several devices an optimizer cannot step modules that were set up one by one: set up a module that "
+                "has both (nn.ModuleList([first, second])), or make an optimizer for each"
             )
-    raise UnsupportedError(
-        f"the ranks' models differ: rank {ranks.rank} has {len(lines)} parameters, and another one has more or less; "
-        "make the same model on every rank"
-    )
+
+    def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
+        with self.tearing():
+            return self.owners.pieces(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        with self.tearing():
+            self.owners.end(optimizer)
+        self._ended = optimizer
+
+    @contextlib.contextmanager
+    def ending(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+        if not parameters:
+            yield
+            return
+        if self._ended is not optimizer:
+            for store in self.owners.stores_of(parameters):
+                store.wrote()  # by code that may have written where no version counter shows it
+            self.owners.end(optimizer)
+        self._ended = None
+        with self.faces.unchanged():  # hooks of the user's may have written since the step ended
+            yield
+
+    def adopt_state(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
+        self.owners.adopt(optimizer, group, parameter)
+
+    # ---- errors
+
+    @contextlib.contextmanager
+    def tearing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._mark_torn(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        self._mark_torn(error)
+        self.ranks.fail(isinstance(error, PeerError))
+
+    def _mark_torn(self, error: BaseException) -> None:
+        if (optimizer := self.owners.take_torn()) is not None:
+            torn_step.tear(optimizer, "some", error)
+
+
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()  # that have begun
 
 
 def _described(unit: str, name: str, parameter: torch.Tensor) -> str:

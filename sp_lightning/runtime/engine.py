@@ -39,26 +39,23 @@ from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..calls.lockstep import Lockstep, Turn
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
-from ..compat.references import shares_storage, sharing_bytes
-from ..compat.tensors import admits_hooks, graph_task, in_transform, storage_id
+from ..compat.tensors import admits_hooks, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
-from ..memory.host_copy import HostCopy, OwnSlab, Slab
+from ..memory.host_copy import HostCopy
 from ..memory.partition import Slot, Unit
 from ..memory.watched_parameters import name_of, quietly, true_device
 from ..memory.weights import device_dtype
 from ..optim.step_owner import StepOwner
 from ..options import Options
+from ..ranks.alone import Alone
 from .window import Window
 
 if TYPE_CHECKING:
     from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
-    from ..ranks.board import Ranks
-    from ..ranks.shared_memory import SharedHome
-    from ..ranks.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -79,23 +76,15 @@ class Engine:
         units: list[Unit],
         slots: dict[nn.Parameter, list[Slot]],
         device: Device,
+        team: Alone,
         options: Options,
         counters: Counters,
         compute_dtype: torch.dtype | None = None,  # on it, of weights that are FP32 on the host; None: FP32
-        ranks: Ranks | None = None,
         files: WeightFiles | None = None,
         again: bool = False,
     ) -> None:
-        slab: Callable[[int], Slab] = functools.partial(OwnSlab, device)
-        shared: list[SharedHome] = []
-        # On its way to a device a weight leaves what shares its bytes, in a plain run too; not what came to share them.
-        self.shares_bytes: Callable[[Tensor], bool] = shares_storage if device.is_host or again else _shares_none
-        if ranks is not None:
-            from ..ranks import team  # on one device nothing needs it
-
-            slab = functools.partial(team.shared_home, ranks, device, shared)
-            sharing = sharing_bytes([parameter for unit in units for _, parameter in unit.params])
-            self.shares_bytes = lambda parameter: device.is_host and id(parameter) in sharing
+        self.team = team
+        self.shares_bytes = team.find_sharing([parameter for unit in units for _, parameter in unit.params], again)
         self.access = Access()
         self.step_owner = StepOwner(counters, self.access)
         dtypes = functools.partial(device_dtype, compute_dtype)
@@ -104,21 +93,14 @@ class Engine:
         self.options = options
         self.counters = counters
         self.gradient_return = GradientReturn(device, self.counters)
-        self.team: Team | None = None  # of several devices
-        self.exchanges = False  # whether every backward that makes gradients exchanges them with the other ranks
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             for unit in units:
                 file = () if files is None else files.homes(unit, counters)
-                store = HostCopy(unit, device, counters, self, dtypes, slab, file)
+                store = HostCopy(unit, device, counters, self, dtypes, team.slab, file)
                 self.units.append(StreamedUnit(unit, store, self.gradients_ready, slots))
-            if ranks is not None:
-                homes = {unit.store: home for unit, home in zip(self.units, shared, strict=True)}
-                self.team = team.Team(ranks, device, homes, self.access)
-        if self.team is not None:
-            self.gradient_return.exchange = self.team.exchange
-            self.team.exchange.overlaps = options.optimizer_overlap
-            self.team.exchange.is_own = self.gradient_return.is_own
+            stores = [unit.store for unit in self.units]
+            team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap)
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
         offload = Offload(device, counters)
@@ -165,8 +147,7 @@ class Engine:
                 if self._open or self.backward_pass in self.access.gradients:
                     self.reset()  # what an interrupted step left
                 self.begin_pass(kind)
-                if self.team is not None:
-                    self.team.exchange.note_forward(ended=False)
+            self.team.note_forward(ended=False)
         self.phases.begin_step()
 
     def begin_pass(self, kind: Any) -> None:
@@ -181,8 +162,7 @@ class Engine:
             self.step_owner.finish()
             self.saved.offload.finish()
             self.window.collect_writes()
-            if self.team is not None:
-                self.team.exchange.note_forward(ended=torch.is_grad_enabled())
+            self.team.note_forward(ended=torch.is_grad_enabled())
             if torch.is_grad_enabled() and self.options.activations != "keep" and self._called is not None:
                 self._compare_calls(self._called)
 
@@ -370,8 +350,8 @@ class Engine:
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)
-        if self.team is not None and not self.phases.in_step:  # a unit that user code calls by itself
-            self.team.exchange.note_forward(ended=True)
+        if self.team.size > 1 and not self.phases.in_step:  # a unit that user code calls by itself
+            self.team.note_forward(ended=True)
 
     def _restore(self, unit: StreamedUnit) -> None:
         """Restore weights that the unit's forward wrote, before the forward is recomputed."""
@@ -445,30 +425,13 @@ class Engine:
         if not self.gradient_return.idle:
             with quietly():
                 self.gradient_return.finish()
-        if self.team is not None:
-            self.team.clipping.show()
+        self.team.show_gradients()
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
         if self.backward_pass in self.access.gradients and in_backward():
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, name_of(parameter))
-
-    @contextlib.contextmanager
-    def exchanging(self, loss: Tensor) -> Iterator[None]:
-        """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
-        assert self.team is not None
-        self.team.clipping.forget()
-        exchange = self.team.exchange
-        exchange.begin(None)
-        if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
-            hook = loss.register_hook(lambda _: exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
-            yield
-            hook.remove()
-        else:
-            yield
-        with quietly():
-            self.team.exchange_gradients()
 
     def check_changed(self) -> None:
         """Report the units whose gradients other code changed since they arrived (backward_pass.py, Rule 1)."""
@@ -485,10 +448,7 @@ class Engine:
         if self.phases.closed:
             raise _after_the_end(unit)
         self.backward_pass.begin(self._backward_done)
-        if self.team is not None:
-            self.team.clipping.forget()
-            if self.exchanges:
-                self.team.exchange.begin(graph_task())
+        self.team.backward_begins()
         self.gradient_return.taken.clear()
         self.gradient_return.marks.clear()
         self.step_owner.backward_begins(self.phases.in_scope)
@@ -506,8 +466,7 @@ class Engine:
             if self.step_owner.in_backward is None:  # a step in backward checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
-            if self.team is not None and self.exchanges:
-                self.team.exchange_if_any()
+            self.team.backward_ends()
             self.counters.listener.step_may_begin()
 
     # ---- an optimizer's step (step_owner.py)
@@ -573,15 +532,10 @@ class Engine:
             self.autocast_weights.close()
             self.window.tuner.end()
             self.step_owner.close()
-            if self.team is not None:
-                self.team.close()
+            self.team.close()
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
                 unit.forget()
-
-
-def _shares_none(_: Tensor) -> bool:
-    return False
 
 
 def _after_the_end(unit: StreamedUnit) -> UnsupportedError:

@@ -35,6 +35,7 @@ from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..optim import torn_step
 from ..options import Options, is_int
+from ..ranks.alone import Alone
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
@@ -106,11 +107,15 @@ class Handle:
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
         self._autocasts = autocasts  # whether code may run under autocast, as far as is known
-        self._ranks = ranks  # of several devices, each of which has a handle like this one
+        self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
+        if ranks is not None:
+            from ..ranks.team import Team  # on one device nothing needs it
+
+            self.team = Team(ranks, self.device)
         self._own_gradients = own_gradients  # whether each certainly has gradients of its own (unit_numbers.py, Rule 5)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
-        self._exchanges = exchanges or self._by_hand  # whether every backward does; not in `no_sync`
+        self.team.exchanges = exchanges or self._by_hand  # not in `no_sync`
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
@@ -140,7 +145,7 @@ class Handle:
     @property
     def rank(self) -> int:
         """The number of this process among those that stream the module, one for each device."""
-        return 0 if self._ranks is None else self._ranks.rank
+        return self.team.rank
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory.
@@ -213,7 +218,7 @@ class Handle:
         if self._by_hand and torch.is_grad_enabled() and not self.engine.phases.in_step:
             if self._syncs_buffers and self.has_buffers:  # not in an evaluation, which one rank may run alone
                 self.broadcast_buffers()
-            self._syncs_buffers = self.engine.exchanges
+            self._syncs_buffers = self.team.exchanges
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -230,7 +235,6 @@ class Handle:
         changed = known is None or known.has_changed(replaced) or (replaced and self.engine.any_reshaped)
         if changed or (known is not None and between_steps and known.runs_other_code()):
             log.info("superpipeline: the module's parameters or classes changed; its units are made anew")
-            used = [] if self.engine.team is None else self.engine.team.exchange.used
             self._fingerprint = None
             self._detach()
             try:
@@ -239,8 +243,6 @@ class Handle:
                 root = RootEntry(self.module, self)
                 self._entries = [root, CallEntry(root)]  # the next forward tries again, and is never plain
                 raise
-            if self.engine.team is not None:
-                self.engine.team.exchange.reached(used)  # the next exchange is of their gradients too
             self.steps.follow(self.engine, self._disk)
 
     @never_compiled
@@ -316,7 +318,7 @@ class Handle:
         a disk.
         """
         try:
-            with self.steps.tearing():  # an error of the optimizer's own code
+            with self.team.tearing():  # an error of the optimizer's own code
                 yield
         except DiskError as error:
             raise error.going_on_from(self.last_checkpoint) from error.__cause__
@@ -373,25 +375,15 @@ class Handle:
 
         The next backward outside exchanges what was accumulated.
         """
-        before, self.exchanges = self.exchanges, False
+        before, self.team.exchanges = self.team.exchanges, False
         try:
             yield
         finally:
-            self.exchanges = before
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether each backward exchanges gradients with the other ranks."""
-        return self._exchanges
-
-    @exchanges.setter
-    def exchanges(self, exchanges: bool) -> None:
-        self._exchanges = self.engine.exchanges = exchanges  # the former for an engine that is made anew, too
+            self.team.exchanges = before
 
     def settle(self) -> None:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
-        if self.engine.team is not None:
-            self.engine.team.faces.settle()
+        self.team.settle()
 
     def state_loaded(self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
         """Move a parameter's state that was loaded to where it lies: to the disk, or into what the ranks share.
@@ -400,8 +392,7 @@ class Handle:
         """
         if self._disk is not None:
             self._disk.adopt_one(optimizer, parameter)
-        if self.engine.team is not None:
-            self.engine.team.owners.adopt(optimizer, group, parameter)
+        self.team.adopt_state(optimizer, group, parameter)
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first one's buffers. Every rank comes here."""
@@ -427,8 +418,8 @@ class Handle:
             self.steps.close()
             if self._disk is not None:
                 self._disk.close()
-            if self._by_hand and self._ranks is not None:
-                self._ranks.close()
+            if self._by_hand:
+                self.team.leave()
             move_buffers(self.module, torch.device("cpu"))
 
     def __enter__(self) -> Handle:
@@ -437,9 +428,8 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._by_hand and self._ranks is not None and error is not None:
-            self.steps.fail(error)
-            self._ranks.fail(isinstance(error, PeerError))
+        if self._by_hand and error is not None:
+            self.team.fail(error)
         self.close()
 
     # ---- details
@@ -447,13 +437,10 @@ class Handle:
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         units = partition(self.module, self.options.units) if units is None else units
-        if self._ranks is not None:
-            from ..ranks.team import check_alike  # on one device nothing needs it
-
-            check_alike(self._ranks, units)
+        self.team.check_alike(units)
         choice = self._choose_files(units)
         self._check_memory(units, choice)
-        materialize(self.module, self._ranks is None or self._ranks.rank == 0)
+        materialize(self.module, self.team.rank == 0)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -472,15 +459,14 @@ class Handle:
                 units,
                 self._slots,
                 self.device,
+                self.team,
                 self.options,
                 self._counters,
                 self._compute_dtype,
-                self._ranks,
                 self.files,
                 again=again,
             )
             self.engine.window.only_inference = self._only_inference
-            self.engine.exchanges = self._exchanges
             self._entries.extend(self._module_entries())
             self._entries.extend(SubmoduleEntry(part, self, name) for name, part in self._modules_above_units())
             root = RootEntry(self.module, self)
@@ -523,10 +509,12 @@ class Handle:
             preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
         sizes = preflight.sizes(units, dtypes, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
-        if self._trains or self._ranks is not None:
+        if self._trains or self.team.size > 1:
             in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
             own_gradients, on_disk = self._own_gradients, 0 if choice is None else choice.placed.on_disk
-            preflight.check_host(units, dtypes, self._ranks, self._trains, own_gradients, in_files, adopted, on_disk)
+            preflight.check_host(
+                units, dtypes, self.team.ranks, self._trains, own_gradients, in_files, adopted, on_disk
+            )
 
     def _choose_files(self, units: list[Unit]) -> Choice | None:
         """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""

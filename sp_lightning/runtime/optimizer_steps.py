@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
 from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
-from ..errors import UnsupportedError
 from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
@@ -53,7 +52,6 @@ class OptimizerSteps:
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._closed = False
         self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
-        self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
         self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
         if self._maps_blocks:
             malloc.by_themselves()
@@ -94,7 +92,7 @@ class OptimizerSteps:
         self._counters.listener.step_may_begin()
         managed = self._managed_by(optimizer)
         if managed:
-            self._check_alone(optimizer)
+            self.engine.team.check_optimizer(optimizer)
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             grad_scaler.hand_over(optimizer)
         self.engine.begin_optimizer(optimizer)
@@ -105,18 +103,6 @@ class OptimizerSteps:
             return None
         around = functools.partial(self.engine.run_closure, closure)
         return (args, {**kwargs, "closure": around}) if "closure" in kwargs else ((args[0], around, *args[2:]), kwargs)
-
-    def _check_alone(self, optimizer: Optimizer) -> None:
-        """Raise an error if an optimizer steps two modules of which each is shared by several ranks."""
-        if self.engine.team is None:
-            return
-        every = (getattr(hook, "__self__", None) for hook in HOOKS_BEFORE_EVERY_STEP.values())
-        steps = [one for one in every if isinstance(one, OptimizerSteps) and one.engine.team is not None]
-        if any(one is not self and one.manages(optimizer) for one in steps):
-            raise UnsupportedError(
-                "on several devices an optimizer cannot step modules that were set up one by one: set up a module that "
-                "has both (nn.ModuleList([first, second])), or make an optimizer for each"
-            )
 
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
@@ -140,39 +126,13 @@ class OptimizerSteps:
         if not self._maps_blocks:
             malloc.as_ever()
         self._counters.listener.stepped()
-        team, managed = self.engine.team, self._managed_by(optimizer)
-        if team is None or not managed:
+        managed = self._managed_by(optimizer)
+        with self.engine.team.ending(optimizer, managed):
             self.engine.end_optimizer(optimizer, managed, self.engine.step_owner.ended(optimizer))
-            return
-        if self._ended is not optimizer:
-            self.engine.mark_stale(managed)  # by code that may have written where no version counter shows it
-            team.owners.end(optimizer)
-        self._ended = None
-        with team.faces.unchanged():  # hooks of the user's may have written since the step ended
-            self.engine.end_optimizer(optimizer, managed)
 
     def _end(self, optimizer: Optimizer) -> None:
-        """End a step that was cut, before hooks of the user's read what other ranks have stepped."""
         self.engine.step_owner.code_returned(optimizer)
-        if self.engine.team is not None:
-            with self.tearing():
-                self.engine.team.owners.end(optimizer)
-            self._ended = optimizer
-
-    @contextlib.contextmanager
-    def tearing(self) -> Iterator[None]:
-        """Mark a step that several ranks share, and that an error in this context leaves torn (torn_step.py)."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
-
-    def fail(self, error: BaseException) -> None:
-        """Mark a step that several ranks share if an error has left it torn."""
-        team = self.engine.team
-        if team is not None and (optimizer := team.owners.take_torn()) is not None:
-            torn_step.tear(optimizer, "some", error)
+        self.engine.team.step_ended(optimizer)
 
     def other_hooks(self, optimizer: Optimizer, after: bool = False) -> str | None:
         """Say that other hooks than the library's run before this optimizer steps, or after it; None if none do."""
@@ -198,7 +158,7 @@ class OptimizerSteps:
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
         """Return the shadow that steps this optimizer's units beside other work; None if it may not (Rule 3)."""
-        if self._closed or self.engine.team is not None:
+        if self._closed or not self.engine.team.steps_beside:
             return None
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
@@ -230,9 +190,9 @@ class OptimizerSteps:
     def _rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer steps itself, after its closure."""
         self._wait_for_copies()
-        if self.engine.team is not None:
-            with self.tearing():
-                return self.engine.team.pieces(optimizer)
+        return self.engine.team.rest(optimizer, self._own_rest)
+
+    def _own_rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
         owner = self.engine.step_owner
         if self.by_hand and self._options.optimizer_overlap and not owner.is_announced():  # Rule 4
             shadow = self._beside(optimizer)

@@ -185,7 +185,7 @@ def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[di
     regions, gradients = [], []
     waits_long = mock.patch.object(exchange, "SHORT_S", 30)
     with waits_long, sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
-        box = handle.engine.team.exchange.box
+        box = handle.team.exchange.box
         for step in range(3):
             net.zero_grad()
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(size * step + rank))
@@ -296,7 +296,7 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
                 optimizer.step()
             found[f"{step}"] = norm, seen
             if handle is not None:
-                ours = handle.engine.team.exchange
+                ours = handle.team.exchange
                 pages.append(sum(len(ours._sums[store].slab.private()) for store in ours.stores))
                 faces.add(ours._sums[ours.stores[0]].slab.face.data_ptr())
             if how == "holds" and held:

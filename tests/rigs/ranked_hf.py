@@ -235,7 +235,7 @@ def facts(device: str = "cpu", moves: bool = False) -> dict[str, Any]:
         run.prepare_model(judge, evaluation_mode=True)
         if moves:
             frozen.to(run.device)
-        teams = [(one.module, one.engine.team is not None) for one in stream.handles]
+        teams = [(one.module, one.team.size > 1) for one in stream.handles]
         again = nn.parallel.DistributedDataParallel(net)
         found = {
             "shared": [

@@ -197,7 +197,7 @@ def take(handle: Any, net: Net, schedule: Schedule, rank: int) -> None:
         with handle.no_sync() if number < last or idle else contextlib.nullcontext():
             loss = net(tokens(part), part)
             time.sleep(part.pause)
-            with handle.engine.exchanging(loss) if number == last and idle else contextlib.nullcontext():
+            with handle.team.exchanging(loss) if number == last and idle else contextlib.nullcontext():
                 loss.backward()
     if schedule.alone == rank:
         with torch.no_grad():

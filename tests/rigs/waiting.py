@@ -129,7 +129,7 @@ def slow_sums(net: nn.Module) -> Iterator[Counter[tuple[int, str]]]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
-        of_net = handle.engine.team.exchange
+        of_net = handle.team.exchange
         sums, counted = of_net._sum, Counter()
 
         def slowly(store: Any) -> Any:
@@ -188,7 +188,7 @@ def error_of_sums_that_fail() -> str:
     try:
         with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
             if rank == 0:
-                handle.engine.team.exchange._sum = fail
+                handle.team.exchange._sum = fail
             net(torch.ones(2, 8)).sum().backward()
     except (RuntimeError, PeerError) as error:
         return str(error)
@@ -229,7 +229,7 @@ def rooms(kept: int, in_backward: bool = True) -> list[tuple[int, int]]:
                 x = Collects.apply(x) if rank == 0 or in_backward else x
                 x = net[1:](x) if rank == 0 else x
                 x.sum().backward()
-                found.append((handle.engine.team.exchange._ahead, handle.engine.team.exchange._until))
+                found.append((handle.team.exchange._ahead, handle.team.exchange._until))
     return found
 
 
@@ -275,7 +275,7 @@ def weights_after_a_slow_step(foreach: bool = False) -> bool:
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     plain = copy.deepcopy(net)
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
-        clipping = handle.engine.team.clipping
+        clipping = handle.team.clipping
         multiply = clipping.multiply
         if rank == 1:
             clipping.multiply = lambda: (time.sleep(SLOW_S), multiply())[1]  # it follows the comparison before a step
@@ -304,7 +304,7 @@ def after_a_step_that_failed(where: str) -> str:
             if rank == 0 and where == "loop":
                 patch.setattr(importlib.import_module("torch.optim.sgd"), "sgd", fail)
             if rank == 0 and where == "settle":
-                owners, faces = handle.engine.team.owners, handle.engine.team.faces
+                owners, faces = handle.team.owners, handle.team.faces
 
                 def fail_at_the_end() -> None:
                     while owners._progress.read(1, 0) < 2:
