@@ -37,6 +37,7 @@ from ..memory.watched_parameters import (
     HostParameter,
     has_hooks,
     keep_from_hooks,
+    quietly,
     set_true_grad,
     true_dtype,
     true_grad,
@@ -189,7 +190,9 @@ class GradientReturn:
 
     def finish(self) -> None:
         """Wait until all taken gradients are in ``.grad`` (Rule 1), but for those of a step in backward."""
-        with self._lock:  # another thread that reads a gradient waits here as well
+        if not (self._under_way or self._accumulating):
+            return
+        with quietly(), self._lock:  # another thread that reads a gradient waits here as well
             self._accumulating = True
             try:
                 under_way, self._under_way = self._under_way, []
@@ -198,11 +201,6 @@ class GradientReturn:
                         transfer.land()
             finally:
                 self._accumulating = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether ``finish`` has nothing to wait for: no gradient is under way in any thread."""
-        return not self._under_way and not self._accumulating
 
     @property
     def host_nbytes(self) -> int:

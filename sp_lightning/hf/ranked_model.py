@@ -53,7 +53,7 @@ class RankedModel(DistributedDataParallel):
                     broadcast_buffers(self.module, None, self.device)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            handle.team.exchanges = self.require_backward_grad_sync
+            handle.exchanges = self.require_backward_grad_sync
         return self.module(*args, **kwargs)
 
     def handle_in(self, stream: Streams) -> Handle:
@@ -89,4 +89,4 @@ class _Reducer:
         self._model = model
 
     def prepare_for_backward(self, _: Any) -> None:
-        self._model.handle_in(self._model._stream).team.exchanges = True
+        self._model.handle_in(self._model._stream).exchanges = True

@@ -317,7 +317,7 @@ class RankedModule(nn.Module):
             strategy.broadcast_buffers(self.module)
         output = self.module(*args, **kwargs)
         handle = strategy.handle_of(self.module)
-        self._syncs_buffers = torch.is_grad_enabled() and (handle is None or handle.team.exchanges)
+        self._syncs_buffers = torch.is_grad_enabled() and (handle is None or handle.exchanges)
         return output
 
 

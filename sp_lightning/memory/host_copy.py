@@ -221,8 +221,7 @@ class HostCopy:
     def _settle_on_device(self) -> None:
         """Have the parameters lie in the device buffer, where they have their own types there."""
         if self.stale():
-            self.load()
-            self.on_device.wait_load()
+            self.refill()
         for index, parameter in enumerate(self.params):
             view = self.on_device.view(index)
             if view.dtype == true_dtype(parameter) and view.shape == parameter.shape:
@@ -461,6 +460,11 @@ class HostCopy:
             self._runs = self._cut()
         self.owner.access.fills[self] = self.on_device
         self.on_device.load(stamp, Sources(self._runs, self._loose(stamp), transport))
+
+    def refill(self) -> None:
+        """Fill the device buffer again in place, and order the caller's stream after that."""
+        self.load()
+        self.on_device.wait_load()
 
     def _note_data(self, addresses: list[int]) -> None:
         """Note where the parameters' data is, and leave what it replaced to what autograd saved of that (Rule 6)."""

@@ -422,9 +422,7 @@ class Engine:
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
         self.step_owner.finish()
-        if not self.gradient_return.idle:
-            with quietly():
-                self.gradient_return.finish()
+        self.gradient_return.finish()
         self.team.show_gradients()
 
     def check_gradient(self, parameter: Tensor) -> None:

@@ -115,7 +115,7 @@ class Handle:
         self._own_gradients = own_gradients  # whether each certainly has gradients of its own (unit_numbers.py, Rule 5)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
-        self.team.exchanges = exchanges or self._by_hand  # not in `no_sync`
+        self.exchanges = exchanges or self._by_hand  # not in `no_sync`
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
@@ -218,7 +218,7 @@ class Handle:
         if self._by_hand and torch.is_grad_enabled() and not self.engine.phases.in_step:
             if self._syncs_buffers and self.has_buffers:  # not in an evaluation, which one rank may run alone
                 self.broadcast_buffers()
-            self._syncs_buffers = self.team.exchanges
+            self._syncs_buffers = self.exchanges
         self.engine.open_scope(kind)
 
     @never_compiled
@@ -375,11 +375,20 @@ class Handle:
 
         The next backward outside exchanges what was accumulated.
         """
-        before, self.team.exchanges = self.team.exchanges, False
+        before, self.exchanges = self.exchanges, False
         try:
             yield
         finally:
-            self.team.exchanges = before
+            self.exchanges = before
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether each backward exchanges gradients with the other ranks."""
+        return self.team.exchanges
+
+    @exchanges.setter
+    def exchanges(self, exchanges: bool) -> None:
+        self.team.exchanges = exchanges
 
     def settle(self) -> None:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""

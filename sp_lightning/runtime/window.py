@@ -229,6 +229,5 @@ class Window:
         changes = unit.store.changes(unit.store.on_device.stamp)
         unit.stand_ins.collect_writes()
         unit.stand_ins.check_replaced(changes.replaced)
-        unit.store.load()
-        unit.store.on_device.wait_load()
+        unit.store.refill()
         unit.stand_ins.overwritten(changes.written)
