@@ -79,7 +79,8 @@ def test_steps_on_one_device_run_no_code_of_several():
     case = models.case("llama")
     trainer.fit(models.ZooModule(case), models.loader(case, 3))
     assert entered["runtime/engine.py"] and entered["lightning/strategy.py"]
-    assert not [path for path in entered if path.startswith("ranks/") or path == "lightning/several_devices.py"]
+    of_several = [path for path in entered if path.startswith("ranks/") or path == "lightning/several_devices.py"]
+    assert of_several == ["ranks/alone.py"]  # which is of one: what several ranks override
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
