@@ -29,6 +29,7 @@ from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, as_few_runs
 from ..memory.staging import Copies
 from ..memory.watched_parameters import true_grad
+from ..memory.weights import layout_with
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
@@ -88,7 +89,9 @@ class GradientSlab:
 
     def __init__(self, store: HostCopy, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
-        self._fields = store.gradient_fields()
+        fields = store.on_device.layout.fields
+        types = [store.cast_gradients.get(index, field.dtype) for index, field in enumerate(fields)]
+        self._fields = layout_with(fields, types).fields
         self._device = device
         self.narrow = store.narrow | store.cast_gradients.keys()
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]

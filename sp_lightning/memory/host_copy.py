@@ -174,7 +174,11 @@ class HostCopy:
         """
         self.wait_step()  # the optimizer thread converts into wire copies
         self.autocast = dict(autocast)
-        types = [autocast.get(i, self._usual_dtype(weight)) for i, weight in enumerate(self.weights)]
+        usual = [
+            weight.host.dtype if id(weight.parameter) in self.unit.parts else self._device_dtype(weight.host.dtype)
+            for weight in self.weights
+        ]  # a part of a whole travels as it is (partition.py, rule 10)
+        types = [autocast.get(index, dtype) for index, dtype in enumerate(usual)]
         self.on_device.lay_out(layout_with(self.host_layout.fields, types))
         for weight, field in zip(self.weights, self.on_device.layout.fields, strict=True):
             weight.field, weight.wire, weight.buffer, weight.saved = field, None, None, None
@@ -187,11 +191,6 @@ class HostCopy:
         for home in self.files:
             home.lay_out(self.weights, self.on_device)
         self.memory = object()  # counts the references of graphs (Rule 6)
-
-    def _usual_dtype(self, weight: Weight) -> torch.dtype:
-        """Return the type in which a weight travels outside of autocast: a part as it is (partition.py, rule 10)."""
-        dtype = weight.host.dtype
-        return dtype if id(weight.parameter) in self.unit.parts else self._device_dtype(dtype)
 
     def reshape(self, index: int, shape: torch.Size) -> None:
         """Give a weight another shape over the bytes that it has, on the host and on the device."""
@@ -237,13 +236,6 @@ class HostCopy:
         return sum(
             {id(weight.buffer): len(weight.buffer) for weight in self.weights if weight.buffer is not None}.values()
         )
-
-    def gradient_fields(self) -> tuple[Field, ...]:
-        """Return the parameters' fields with the types in which their gradients come down."""
-        fields = self.on_device.layout.fields
-        if not self.cast_gradients:
-            return fields
-        return layout_with(fields, [self.cast_gradients.get(i, field.dtype) for i, field in enumerate(fields)]).fields
 
     # ---- for graphs (Rule 6)
 
