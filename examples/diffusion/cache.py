@@ -15,13 +15,24 @@ import torch
 from ..common.checkpoints import dtype_of, read
 from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl, whole
-from .module import Index
 
 NAMES = {  # of what a pipeline's encode_prompt returns that its model is given
     "StableDiffusionPipeline": ("encoder_hidden_states", None),
     "StableDiffusion3Pipeline": ("encoder_hidden_states", None, "pooled_projections", None),
 }
 UNREAD = {"transformer", "unet", "safety_checker", "feature_extractor"}
+
+
+class Index:
+    """The parts of a pipeline, and its class."""
+
+    @staticmethod
+    def from_pretrained(path: str) -> dict[str, Any]:
+        from diffusers import DiffusionPipeline
+
+        index = DiffusionPipeline.load_config(path)
+        parts = {name: part for name, part in index.items() if isinstance(part, (list, tuple)) and all(part)}
+        return {**parts, "_class_name": index.get("_class_name")}
 
 
 def texts(pipeline: Any, text: str) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from ..common import checkpoints, tiny
 from ..common.errors import BadInput
 from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
+from .cache import Index
 
 PARTS = ("transformer", "unet")  # of a pipeline, which are trained
 
@@ -194,15 +195,3 @@ class FineTuneDiffusion(L.LightningModule):
             self.model.save_lora_adapter(folder)
         else:
             self.model.save_pretrained(folder)
-
-
-class Index:
-    """The parts of a pipeline, and its class."""
-
-    @staticmethod
-    def from_pretrained(path: str) -> dict[str, Any]:
-        from diffusers import DiffusionPipeline
-
-        index = DiffusionPipeline.load_config(path)
-        parts = {name: part for name, part in index.items() if isinstance(part, (list, tuple)) and all(part)}
-        return {**parts, "_class_name": index.get("_class_name")}

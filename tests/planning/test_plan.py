@@ -893,7 +893,7 @@ def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
         ({"device_memory": "much"}, "device_memory must be a size with its unit, .*, got 'much'"),
         ({"loss": "half"}, "loss must be 'full', 'chunked' or a function, got 'half'"),
         ({"module": "vit-h", "batch": 9, "loss": "chunked"}, "loss must be 'full': .*, got 'chunked'"),
-        ({"module": "llama9"}, "module must be a module, or one of llama3-8b, .* got 'llama9'"),
+        ({"module": "llama9"}, "module must be a module, or one of llama-1b, .* got 'llama9'"),
         ({"module": lambda: 3}, "module must be a module, or a function that makes one, got 3"),
         ({"module": lambda: nn.Dropout()}, "module must be a module with parameters, got 'Dropout'"),
         ({"master_weights": True}, "precision must be 'bf16-true' or '16-true' with master_weights=True"),
