@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import weakref
 from datetime import timedelta
@@ -34,12 +33,13 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from ..errors import MissingExtraError, PeerError, UnsupportedError
+from ..errors import PeerError, UnsupportedError
 from ..memory.watched_parameters import is_watched
 from ..options import Options
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
+from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
 from .report import Reports
 
@@ -83,13 +83,7 @@ class streaming:
                 "sp_lightning.hf streams already, and one context is open at a time: close() the other one, or leave "
                 "enable() out"
             )
-        try:
-            from ..compat import accelerate as names
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "accelerate":
-                raise
-            raise MissingExtraError(feature="sp_lightning.hf", package="accelerate", extra="hf") from error
-        names.check_names()
+        names = names_of_accelerate("sp_lightning.hf")
         self._names = names
         replacements = {
             names.PREPARE_MODEL: self._prepare_model,
@@ -103,8 +97,7 @@ class streaming:
             replacements[names.trainer_log()] = self._log
         _open.append(self)
         for patch, replacement in replacements.items():
-            patch.install(_method(patch.original, replacement))
-            self._undo.callback(patch.remove)
+            replace(self._undo, patch, function(patch.original, replacement))
         return self
 
     def __exit__(
@@ -283,13 +276,3 @@ def _is_model(module: nn.Module) -> bool:
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _method(original: Any, replacement: Any) -> Any:
-    """Make a function, as methods are of functions only, that other code can inspect as the original."""
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
-    return method

@@ -28,9 +28,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..errors import MissingExtraError, OptionError, UnsupportedError
+from ..errors import OptionError, UnsupportedError
 from ..memory.partition import partition
 from ..tracing.fake_tensors import unknown_numbers_are_one
+from .patched import function, names_of_accelerate, replace
 
 ROWS = 256  # of each data set (Rule 1)
 MIXED = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -119,11 +120,7 @@ class rehearsal:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> rehearsal:
-        try:
-            from ..compat import accelerate as names
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(feature="the plan of a script", package="accelerate", extra="hf") from error
-        names.check_names()
+        names = names_of_accelerate("the plan of a script")
         self._names = names
         replacements = {
             names.REGISTER_PARAMETER: self._register_parameter,
@@ -134,18 +131,14 @@ class rehearsal:
             names.PREPARE_OPTIMIZER: self._prepare_optimizer,
         }
         for patch, replacement in replacements.items():
-            self._replace(patch, _method(patch.original, replacement))
+            replace(self._undo, patch, function(patch.original, replacement))
         for patch, method in [*names.of_trainers().items(), *names.of_data_sets().items()]:
-            self._replace(patch, getattr(self, method)(patch))
+            replace(self._undo, patch, getattr(self, method)(patch))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         self._undo.close()
         return isinstance(error, _Reached) or (isinstance(error, SystemExit) and not error.code)
-
-    def _replace(self, patch: Any, replacement: Any) -> None:
-        patch.install(replacement)
-        self._undo.callback(patch.remove)
 
     # ---- weights (Rule 1)
 
@@ -381,11 +374,3 @@ def _maker(optimizer: Any) -> Callable[[Any], Any] | None:
 
     make.__name__ = type(optimizer).__name__
     return make
-
-
-def _method(original: Any, replacement: Any) -> Any:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
-
-    return method

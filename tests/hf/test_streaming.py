@@ -18,6 +18,7 @@ from torch import nn
 
 import sp_lightning.hf
 from sp_lightning.errors import MissingExtraError, OptionError, UnsupportedError
+from sp_lightning.hf.rehearsal import rehearsal
 from sp_lightning.memory.watched_parameters import is_watched
 
 accelerate = pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
@@ -299,10 +300,30 @@ new()
     assert unused == "[]" and used in ("['accelerate']", "['accelerate', 'transformers']")  # accelerate looks for it
 
 
-def test_without_accelerate_an_error_says_what_to_install(monkeypatch):
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Have accelerate, and what imports it, imported anew."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
-        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "sp_lightning.compat.accelerate", raising=False)
     monkeypatch.delattr("sp_lightning.compat.accelerate", raising=False)
-    with pytest.raises(MissingExtraError, match=r"needs accelerate, .* pip install 'sp-lightning\[hf\]'"):
-        sp_lightning.hf.enable()
+
+
+ENTRIES = {"sp_lightning.hf": sp_lightning.hf.streaming, "the plan of a script": rehearsal}
+
+
+@pytest.mark.parametrize("feature", ENTRIES)
+def test_without_accelerate_an_error_says_what_to_install(monkeypatch, unloaded, feature):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    expected = rf"{feature} needs accelerate, .* pip install 'sp-lightning\[hf\]'"
+    with pytest.raises(MissingExtraError, match=expected), ENTRIES[feature]():
+        pass
+
+
+@pytest.mark.parametrize("feature", ENTRIES)
+def test_an_accelerate_that_lacks_a_package_of_its_own_says_which(monkeypatch, unloaded, tmp_path, feature):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("import needed_by_accelerate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="needed_by_accelerate"), ENTRIES[feature]():
+        pass
