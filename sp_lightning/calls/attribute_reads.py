@@ -20,8 +20,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook, re
 
 from ..compat.modules import buffer_is_set, tree_map_only
 
-STORES = dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]
-EXTENDED_ARG = dis.opmap["EXTENDED_ARG"]
+STORES = "STORE_ATTR", "DELETE_ATTR"
 # Functions that set attributes whose names are strings.
 BY_NAME = {"register_buffer", "setattr", "delattr", "__dict__", "__setattr__"}
 Reader = Callable[[nn.Module, str], Any]  # returns what code gets in the stead of what is there, or None
@@ -197,11 +196,7 @@ def _look(value: Any, found: set[str], seen: set[Any]) -> None:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    found, high = set(), 0
-    for operation, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        if operation in STORES:
-            found.add(code.co_names[high | argument])
-        high = (high | argument) << 8 if operation == EXTENDED_ARG else 0
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in STORES}
     if not BY_NAME.isdisjoint(code.co_names):
         found.update(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
     return found
