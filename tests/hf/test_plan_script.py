@@ -164,9 +164,9 @@ def test_a_reference_streams_through_a_window_of_its_own(capsys):
     one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())
     assert found["parameters"] == 2 * one and found["trained"] == one and found["rows"] == 8
     assert "windows of other models, to which" in capsys.readouterr().out
-    units = partition(transformers.AutoModelForCausalLM.from_config(_config(), dtype=torch.bfloat16))
-    left = max(u.nbytes for u in units if not u.resident) + sum(u.nbytes for u in units if u.resident)
-    assert found["available"] == 12 * 2**30 - 2 * left  # its weights are FP32
+    units = partition(transformers.AutoModelForCausalLM.from_config(_config(), dtype=torch.float32))
+    taken = max(u.nbytes for u in units if not u.resident) + sum(u.nbytes for u in units if u.resident)
+    assert found["available"] == 12 * 2**30 - taken
 
 
 def test_a_loops_first_call_is_planned_and_models_that_ran_before_it(capsys):
