@@ -612,6 +612,7 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
         train_half(nets[0], optimizers[0], device, 3)
         assert all(masters_on_disk(handle, nets[0]))
         assert sum(unit.store.slab.truth.nbytes for unit in handle.engine.units) <= 512 * 4
+        handle.finish_step()
         before = handle.stats()
         train_half(nets[0], optimizers[0], device, 1)
         handle.finish_step()

@@ -99,6 +99,7 @@ def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(
         for _ in range(5):
             before = handle.stats()
             train(nets[0], optimizers[0], device)
+            handle.finish_step()
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
         assert on_disk(handle, nets[0]) == layers(nets[0])
