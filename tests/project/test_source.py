@@ -163,6 +163,64 @@ def test_a_second_class_of_a_name_is_noticed(tmp_path):
     assert classes_of_one_name(tmp_path) == ["B"]
 
 
+# ---- one way for all runs: few places ask whether there are other ranks, a disk or files
+
+ABSENT = {"team", "ranks", "group", "disk", "file", "files", "choice", "scratch", "host_budget", "uses_files", "spills"}
+MOST_FORKS = 86  # whoever leaves fewer lowers it: what may be absent has a null object, as `ranks/alone.py` is one
+
+
+def forks(root: pathlib.Path) -> list[str]:
+    """The places that test whether something of these names is there: for None, or for truth."""
+    found = {
+        (path.relative_to(root).as_posix(), leaf.lineno, leaf.col_offset, name)
+        for path in sorted((root / PACKAGE).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for leaf in operands(node)
+        if (name := name_of(leaf).strip("_")) in ABSENT
+    }
+    return [f"{path}:{line}: {name}" for path, line, _, name in sorted(found)]
+
+
+def operands(node: ast.AST) -> Iterator[ast.expr]:
+    """The operands that this node compares with None, or takes for true or false."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+        if isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None:
+            yield node.left
+    elif isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+        yield node.test
+    elif isinstance(node, ast.comprehension):
+        yield from node.ifs
+    elif isinstance(node, ast.BoolOp):
+        yield from node.values
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+
+
+def name_of(node: ast.expr) -> str:
+    """The last name of a chain of attributes."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_few_places_ask_whether_there_are_other_ranks_a_disk_or_files():
+    found = forks(ROOT)
+    assert len(found) <= MOST_FORKS, "\n".join([str(len(found)), *found])
+
+
+@pytest.mark.parametrize(
+    "line, names",
+    [
+        ("if a.disk is not None: pass", ["disk"]),
+        ("x = 1 if self._files is None and ranks else 2", ["files", "ranks"]),
+        ("y = [d for d in e if not d.disk]", ["disk"]),
+        ("assert team or other", ["team"]),
+        ("if disk is other or disk == 3 or f(ranks): pass", []),
+    ],
+)
+def test_a_fork_is_noticed(line, names, tmp_path):
+    write(tmp_path, {f"{PACKAGE}/a.py": line})
+    assert [found.split()[-1] for found in forks(tmp_path)] == names
+
+
 LISTED = ["errors.py", "memory/__init__.py", "memory/layout.py", "core.py", "__init__.py"]
 TREE = {
     "errors.py": "import torch",
