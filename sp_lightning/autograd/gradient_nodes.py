@@ -10,17 +10,22 @@
    that arrives there is the one that the cast's backward would convert to FP32. The gradients of several uses are
    summed in FP32, in the order in which they arrive. Gradients of casts that are made on the device are collected
    likewise (autocast_weights.py, Rule 6).
+5. autograd runs what is ready by the numbers that nodes had from their thread when they were made. In a graph of
+   gradients (create_graph) nodes of the caller's thread meet those of the device's, and the order of sums depends on
+   how far each thread has counted. So what has no counterpart in a plain run takes no number of either: the unit's
+   node is made on a thread of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat.tensors import graph_task, set_sequence_number
+from ..compat.tensors import graph_task, set_sequence_number, without_dispatch
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import true_grad_fn
@@ -51,8 +56,13 @@ def connect(store: HostCopy, receive: Receive, views: list[Tensor]) -> list[Tens
     """Make stand-ins of a unit's device views: those of trainable parameters lead to the host parameters."""
     if not any(parameter.requires_grad for parameter in store.params):
         return views
-    with torch.inference_mode(False), torch.enable_grad():
-        outputs = list(UnitNode.apply(views, receive, *store.params))
+
+    def apply() -> list[Tensor]:
+        with without_dispatch(), torch.inference_mode(False), torch.enable_grad():
+            return list(UnitNode.apply(views, receive, *store.params))
+
+    with ThreadPoolExecutor(1) as thread:  # Rule 5
+        outputs = thread.submit(apply).result()
     node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
     set_sequence_number(node, LEAF_PRIORITY)  # Rule 2
     return outputs

@@ -1,0 +1,51 @@
+"""What autograd counts on each thread, by which it orders graphs of gradients: as much as in a plain run."""
+
+import contextlib
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import models
+import parity
+import sp_lightning
+
+TRAITS = [case.name for case in models.traits() if "writes" not in case.tags]
+# They have no gradient of a gradient, or take it themselves.
+ONCE = ["checkpoint_reentrant", "side_state", "gradient_penalty"]
+
+
+def number():
+    """How many operations this thread has recorded."""
+    with torch.enable_grad():
+        return torch.ones(1, requires_grad=True).mul(1).grad_fn._sequence_nr()
+
+
+def recorded(case, device, options, mixed):
+    """What each step records on the calling thread, and on the thread of the loss, whose gradient has a graph."""
+    torch.manual_seed(0)
+    net = case.make()
+    here, there = [], []
+    with contextlib.nullcontext() if options is None else sp_lightning.stream(net, device, **options):
+        if options is None:
+            net.to(device)
+        for index in range(4):
+            batch = tree_map_only(torch.Tensor, lambda part: part.to(device), case.batch(index))
+            tensors = [part for part in tree_leaves(batch) if isinstance(part, torch.Tensor)]
+            inputs = [part.requires_grad_() for part in tensors if part.is_floating_point()]
+            here.append(number())
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=False):
+                loss = case.loss(net, batch).float()
+            loss.register_hook(lambda _: there.append(number()))
+            if inputs and case.name not in ONCE:
+                slopes = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+                loss = loss + sum(slope.square().sum() for slope in slopes if slope is not None)
+            loss.backward()
+            net.zero_grad()
+    return [torch.tensor(numbers).diff().tolist() for numbers in (here, there)]
+
+
+@parity.product(name=TRAITS, mixed=[False, True], activations=["keep", "offload"], device=parity.DEVICES)
+def test_a_step_records_as_many_operations_on_each_thread_as_a_plain_one(name, mixed, activations, device):
+    case = models.ZOO[name]
+    options = {"window": 1, "units": case.units, "activations": activations}
+    assert recorded(case, device, options, mixed) == recorded(case, device, None, mixed)
