@@ -366,14 +366,14 @@ class StandIns:
 
         In a plain run the value is on the device, often as a copy made by ``.to(p.device)``, which copies nothing here.
         So the value's memory becomes the parameter's only where the CPU computes, for an optimizer's own code, which
-        runs on the host, or if it is in a slab. Any other value is copied.
+        runs on the host, or if it is a weight's already. Any other value is copied.
         """
         host, index, on_device = true_data(parameter), self.store.index_of[id(parameter)], self.store.on_device
         self._show_saved_again(index, value)
         place = on_device.storage.data_ptr() + on_device.layout.fields[index].offset
         if value.data_ptr() == place and value.shape == host.shape:
             return host  # the value is the parameter's stand-in, as ``module.to()`` in a step assigns it
-        shared = self.store.device.is_host or self.owner.phases.optimizing or self.owner.in_slab(value)
+        shared = self.store.device.is_host or self.owner.phases.optimizing or self.owner.in_weights(value)
         return value if shared and not self.owner.on_device(value) else value.to("cpu", copy=True)
 
     def _show_saved_again(self, index: int, value: Tensor) -> None:

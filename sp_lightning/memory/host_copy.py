@@ -297,6 +297,11 @@ class HostCopy:
         is_there = weight.home is not None and data.data_ptr() == self._addresses_at_home[index]
         return is_there and (data.size(), data.stride()) == (weight.host.shape, weight.stride)
 
+    def refers_to(self, tensor: Tensor) -> bool:
+        """Whether any parameter's data lies in this tensor's storage."""
+        storage = tensor.untyped_storage()
+        return any(true_data(parameter).untyped_storage() is storage for parameter in self.params)
+
     @property
     def was_replaced(self) -> bool:
         """Whether the user's code replaced the data of any parameter, or laid it out in another way."""

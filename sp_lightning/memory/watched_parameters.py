@@ -134,6 +134,9 @@ class ParameterOwner(Protocol):
     def in_slab(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes are in the slab of a unit."""
 
+    def in_weights(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a weight."""
+
     def shares_bytes(self, parameter: Tensor) -> bool:
         """Whether a parameter that is about to be streamed has to stay where another tensor shares its bytes."""
 

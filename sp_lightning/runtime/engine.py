@@ -39,6 +39,7 @@ from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
 from ..calls.lockstep import Lockstep, Turn
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
+from ..compat.references import shares_storage
 from ..compat.tensors import admits_hooks, in_transform, storage_id
 from ..core.telemetry import Counters
 from ..errors import UnsupportedError
@@ -209,6 +210,11 @@ class Engine:
         """Whether a tensor's bytes lie where those of a unit do: in its slab, or in a file."""
         ranges = (range_ for unit in self.units for range_ in unit.store.ranges())
         return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in ranges)
+
+    def in_weights(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a weight: at its home, or where user code has put it since."""
+        stores = (unit.store for unit in self.units)
+        return self.in_slab(tensor) or (shares_storage(tensor) and any(store.refers_to(tensor) for store in stores))
 
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter, read: Read | None = None) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from side_by_side import blocks, check, fit, inputs, sgd, squares, training
+from torch import nn
 
 import models
 import parity
@@ -177,5 +178,40 @@ def test_a_kept_storage_of_the_optimizers_state_is_seen_as_in_the_plain_run(devi
             if kept is not None:
                 yield torch.empty(0, device=kept.device).set_(kept).cpu()
             kept = optimizer.state[net.head.bias]["momentum_buffer"].untyped_storage()
+
+    check(blocks, run, device)
+
+
+def replace(one, other):
+    one.data = one.data * 0.99
+    other.data = one.data
+
+
+def replace_twice(one, other):
+    replace(one, other)
+    one.data = other.data.view_as(other)
+
+
+def replace_all(one, other):
+    weights = [one, other]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(weights) * 0.99, weights)
+    other.data = one.data
+
+
+@pytest.mark.parametrize("share", [replace, replace_twice, replace_all])
+@pytest.mark.parametrize(
+    "names", [("blocks.1.norm.bias", "blocks.1.down.bias"), ("blocks.0.up.weight", "blocks.2.up.weight")]
+)
+@pytest.mark.parametrize("step", [0, 1])
+def test_weights_that_are_given_the_data_of_one_that_was_replaced_stay_aliases(share, names, step, device):
+    def run(net, device):
+        optimizer = sgd(net)
+        for index, x in enumerate(inputs(device)):
+            if index == step:
+                share(*map(net.get_parameter, names))
+            optimizer.zero_grad()
+            squares(net, x).backward()
+            optimizer.step()
+            yield net(x).detach()
 
     check(blocks, run, device)
