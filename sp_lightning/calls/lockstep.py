@@ -7,18 +7,22 @@
    several, to the first in the module, so that calls which are behind catch up. New calls begin before that. A unit
    that always stays on the device is not waited for.
 3. A pass of the window ends where they go on to a unit that they have been to in it.
-4. With the turn go a call's visits, its phases, what it set on modules (module_state.py), its random states (torch's
-   default generators, Python's, NumPy's) and torch's settings, which belong to the process: a call begins with the
-   caller's settings, and what it sets holds for it alone. It begins with a seed of its own, drawn in the order of the
-   calls: what it draws depends neither on the others nor on how many run at once. The caller's generator goes on by one
-   number if a call draws any, so that later calls draw others, and stays as it is if none does, as it would for calls
-   one after the other.
+4. With the turn go a call's visits, its phases, its random states (torch's default generators, Python's, NumPy's) and
+   torch's settings, which belong to the process: a call begins with the caller's settings, and what it sets holds for
+   it alone. It begins with a seed of its own, drawn in the order of the calls: what it draws depends neither on the
+   others nor on how many run at once. The caller's generator goes on by one number if a call draws any, so that later
+   calls draw others, and stays as it is if none does, as it would for calls one after the other.
 5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
    variables of the caller's.
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
 7. What a call raises ends that call alone. A call that has ended gives the turn to the caller, which takes the result,
    begins the next call, and may run any code that enters no unit. If the caller is interrupted, or wants no more, no
    call begins any more, and the others end where they wait.
+8. Calls find the same modules, and have to find them as the calls before leave them. So a call that changes what
+   modules keep (module_state.py) runs alone, from before its beginning to its end: the first call runs alone until it
+   comes back to a unit from another one, or ends. If it has changed nothing by then, the others begin. If it has, they
+   begin when it has ended, and the next one runs as the first did. In later calls of `lockstep` all begin at once,
+   until one changes something. Found while other calls are under way, a change is an error.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import logging
 import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,14 +45,16 @@ from ..autograd.stand_ins import StreamedUnit
 from ..compat.kernels import set_settings, settings
 from ..compat.references import python_numbers
 from ..compat.tensors import dispatch_mode_count, function_mode_count
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
-from .module_state import CallState, ModuleState
+from .module_state import ModuleState
 
 BEGIN = -1  # in place of the index of a unit: the call has not begun
 SEEDS = 2**63 - 1
 MERSENNE_TWISTER = 2500  # bytes: 624 numbers, and the place in them
+
+log = logging.getLogger(__name__)
 
 
 class _Interrupted(BaseException):
@@ -88,8 +95,9 @@ class Call:
         self.unit = BEGIN  # the index of the unit that it waits for
         self.turn = turn  # while it waits
         self.state = state  # likewise, what Rule 4 names
-        self.on_modules: CallState | None = None  # from its first turn on
         self.visited: set[int] | None = None  # the units that its turn visited; None: any
+        self.came_to: set[int] = set()  # units, while it runs alone (Rule 8)
+        self.changes = False  # what modules keep
         self.goes_on = threading.Semaphore(0)
         self.thread: int | None = None
         self.draws = False  # random numbers
@@ -101,7 +109,13 @@ class Lockstep:
     """Calls that run in turns, ``at_once`` of them; made within the scope that they run in."""
 
     def __init__(
-        self, engine: Visits, module: nn.Module, calls: Iterable[Callable[[], Any]], at_once: int, tracks: bool
+        self,
+        engine: Visits,
+        module: nn.Module,
+        calls: Iterable[Callable[[], Any]],
+        at_once: int,
+        tracks: bool,
+        changes_nothing: bool,
     ) -> None:
         if function_mode_count() or dispatch_mode_count():
             raise UnsupportedError(
@@ -124,33 +138,47 @@ class Lockstep:
         self._interrupted = False
         self._ended: Call | None = None
         self._callers_turn = threading.Semaphore(0)
+        self._callers = engine.new_turn()  # where the caller is
         units = {unit.index: [top for _, top in unit.unit.modules] for unit in engine.units if not unit.unit.resident}
-        self._modules = ModuleState(module, units, tracks)
+        self._modules = ModuleState(module, units, tracks) if at_once > 1 else None
+        self.together = changes_nothing or at_once == 1  # whether more than the first call may have the turn (Rule 8)
+        self._changed = False  # whether a call did what Rule 8 forbids together
+        self._failure: ExactnessError | None = None
 
     def next_ended(self) -> Call | None:
         """Run calls until one of them ends, and return it; None if all have ended."""
-        while len(self._live) < self._at_once and not self._interrupted:
-            following = next(self._to_begin, None)  # code of the caller's
-            if following is None:
-                break
-            self._begin(*following)
-        if not self._live:
-            return None
-        self._modules.adopt()
-        before = self._state()
-        own = self._give_turn(self._next())
-        try:
-            self._wait()
-        finally:
-            self._engine.change_turn(own)
-            self._set_state(before)
-        if self._ended is not None and self._ended.draws and not self._draws:
+        ended: Call | None = None
+        while ended is None:
+            while len(self._live) < (self._at_once if self.together else 1) and not self._interrupted:
+                following = next(self._to_begin, None)  # code of the caller's
+                if following is None:
+                    break
+                self._begin(*following)
+            if not self._live:
+                return None
+            ended = self._run_calls()
+        if ended.draws and not self._draws:
             self._draws = True
             draw_seed()
-        failure, self._modules.failure = self._modules.failure, None
+        failure, self._failure = self._failure, None
         if failure is not None and not self._interrupted:
             self._interrupted = True
             raise failure
+        return ended
+
+    def _run_calls(self) -> Call | None:
+        """Run calls until one of them ends, and return it, or None where others may begin."""
+        if self._modules is not None:
+            self._modules.adopt()
+        before = self._state()
+        self._give_turn(self._next())
+        try:
+            self._wait()
+        finally:
+            ran = self._engine.change_turn(self._callers)
+            if self._running is not None:
+                self._running.turn, self._running = ran, None
+            self._set_state(before)
         return self._ended
 
     def stop(self) -> None:
@@ -160,7 +188,8 @@ class Lockstep:
             while self.next_ended() is not None:
                 pass
         finally:
-            self._modules.close()
+            if self._modules is not None:
+                self._modules.close()
 
     def _wait(self) -> None:
         """Wait until the turn is the caller's again."""
@@ -189,19 +218,16 @@ class Lockstep:
         states = call.state[1]
         try:
             if not self._interrupted:
-                self._set_state(call.state)
-                call.on_modules = self._modules.begin(call.number)
-                self._modules.enter(call.on_modules)
-                with self._surroundings():
-                    call.result = call.function()
+                self._go_on(call)
+                try:
+                    with self._surroundings():
+                        call.result = call.function()
+                finally:
+                    call.draws = self._random.have_left(states)
+                    self._look(call, None, tensors=True)
         except BaseException as error:
             call.error = error
-        call.draws = self._random.have_left(states)
-        if call.on_modules is not None:
-            with quietly():
-                self._engine.window.collect_writes()
-            self._modules.leave(call.on_modules, None)
-            self._modules.end(call.on_modules)
+        self.together = self.together or not call.changes
         self._random.forget()
         self._live.remove(call)
         self._ended, self._running = call, None
@@ -226,17 +252,20 @@ class Lockstep:
                 "enable_grad(), or run the call by itself"
             )
         if not unit.unit.resident:
+            comes_back = unit.index != call.unit and unit.index in call.came_to
             call.unit = unit.index
+            if not self.together and not call.changes:
+                call.came_to.add(unit.index)
+                self._look(call, None, tensors=comes_back)
+                if comes_back and not call.changes:
+                    self.together = True
+                    self._pause(call, None)
             following = self._next()
             if following is not call:
-                assert call.on_modules is not None
-                call.state = self._state()
-                self._modules.leave(call.on_modules, call.visited)
-                call.turn = self._give_turn(following)
-                call.goes_on.acquire()
-                self._set_state(call.state)
-                self._modules.enter(call.on_modules)
-                call.visited = {visit.index for visit in call.turn.visits if not visit.unit.resident}
+                self._look(call, call.visited)
+                following = self._next()
+            if following is not call:
+                self._pause(call, following)
             if call.visited is not None:
                 call.visited.add(unit.index)
         if self._interrupted:
@@ -244,18 +273,68 @@ class Lockstep:
 
     def wrote(self, weight: str) -> None:
         """Note that the running call wrote a weight."""
-        self._modules.wrote(weight)
+        if self._modules is not None:
+            self._note_change(weight)
 
-    def _give_turn(self, call: Call) -> Turn:
-        """Let this call run; return where the one is that ran until now."""
-        self._running = call
+    def _pause(self, call: Call, following: Call | None) -> None:
+        """Let another call run, or the caller, until it is this call's turn again."""
+        call.state = self._state()
+        if following is None:
+            self._ended = None
+            self._callers_turn.release()
+        else:
+            self._give_turn(following)
+        call.goes_on.acquire()
+        self._go_on(call)
+        call.visited = {visit.index for visit in call.turn.visits if not visit.unit.resident}
+
+    def _go_on(self, call: Call) -> None:
+        """Begin a turn of a call, on its thread."""
+        self._set_state(call.state)
+        if self._modules is not None:
+            self._modules.begin_turn()
+
+    def _give_turn(self, call: Call) -> None:
+        """Let this call run in the stead of the running one, or of the caller."""
         ran = self._engine.change_turn(call.turn)
+        if self._running is None:
+            self._callers = ran
+        else:
+            self._running.turn = ran
+        self._running = call
         call.goes_on.release()
-        return ran
+
+    # ---- what calls change (Rule 8)
+
+    def _look(self, call: Call, units: Collection[int] | None, tensors: bool = False) -> None:
+        """Look whether the running call changed what modules keep."""
+        if self._modules is None:
+            return
+        if tensors:
+            with quietly():
+                self._engine.window.collect_writes()
+        changed = self._modules.changed(units, tensors)
+        if changed:
+            self._note_change(changed)
+
+    def _note_change(self, what: str) -> None:
+        running = self._running
+        if any(other is not running and other.thread is not None for other in self._live):
+            self._failure = self._failure or ExactnessError(
+                f"{what} was changed by a call in lockstep, and others under way may have found it as it was before, "
+                "or after: one after the other they could compute something else. Run one at a time (at_once=1); or, "
+                "if the first call makes what the others read, run one before"
+            )
+        elif running is not None:
+            if not self._changed:
+                log.info("superpipeline: a call changed %s: calls that change modules run one after the other", what)
+            self._changed = running.changes = True
+            self.together = False
 
     def _next(self) -> Call:
         """Return the call that runs next, where all of them wait (Rule 2)."""
-        wanted = Counter(call.unit for call in self._live)
+        live = self._live if self.together else self._live[:1]
+        wanted = Counter(call.unit for call in live)
         if wanted[BEGIN]:
             unit = BEGIN
         elif wanted[self._here]:
@@ -267,7 +346,7 @@ class Lockstep:
                 with quietly():
                     self._engine.begin_pass("lockstep")
             self._passed.add(unit)
-        return next(call for call in self._live if call.unit == unit)
+        return next(call for call in live if call.unit == unit)
 
     # ---- what belongs to the process (Rule 4)
 

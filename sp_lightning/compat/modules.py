@@ -53,17 +53,8 @@ CALL = "_call_impl"
 # and not replaced: a function in its place would hide what others wrapped around it.
 ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
 
-# The code of torch's that asks for an attribute before it sets it. Without it a buffer that a forward sets anew would
-# seem to be read before.
-SETS_BUFFERS = {nn.Module.register_buffer.__code__, nn.Module.__setattr__.__code__}
-
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
-
-
-def buffer_is_set() -> bool:
-    """Whether the caller of the calling function is code of torch's that sets a buffer."""
-    return sys._getframe(2).f_code in SETS_BUFFERS
 
 
 def hooks_registered() -> int:

@@ -117,6 +117,7 @@ class Handle:
         self._by_hand = group is not None
         self.exchanges = exchanges or self._by_hand  # not in `no_sync`
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
+        self._calls_change_nothing = False  # that was seen of calls in lockstep (lockstep.py, Rule 8)
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
@@ -289,7 +290,7 @@ class Handle:
             self.open_scope("lockstep")
             try:
                 tracks = not self.options.compile_units  # compiled code reads attributes where nobody is asked
-                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks)
+                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks, self._calls_change_nothing)
             finally:
                 self.close_scope()
         self.engine.turns = lockstep
@@ -298,6 +299,8 @@ class Handle:
                 yield call
         finally:
             self._next_ended(lockstep.stop)
+            if at_once > 1:
+                self._calls_change_nothing = lockstep.together
             self.engine.turns = None
 
     def _next_ended(self, run: Callable[[], Call | None]) -> Call | None:
@@ -733,9 +736,8 @@ def lockstep(
 
     A call is a function without arguments that calls the module, once or often, and makes no gradients. It runs in a
     thread of its own, of which one runs at a time, and has the bits of the call alone: it has settings of torch's and
-    random states of its own, and may end early, take other paths than the others, or raise. What it sets on modules
-    holds for it alone until the calls before it have ended. One that reads there what an earlier one changes under way
-    is an error.
+    random states of its own, and may end early, take other paths than the others, or raise. Calls that change what
+    modules keep run one after the other; one that first does so while others are under way is an error.
 
     Args:
         module: The module that ``sp_lightning.stream``, a Trainer's or Fabric's strategy or ``sp_lightning.hf``

@@ -268,6 +268,11 @@ def a_deferred_step() -> None:
         assert handle.stats()["pending_step"] == "deferred"
 
 
+def calls_in_lockstep() -> None:
+    with sp_lightning.stream(blocks(), HOST, window=1) as handle:
+        handle.lockstep([functools.partial(handle.module, next(inputs(HOST)))] * 3)
+
+
 RUNS: dict[str, Callable[[], None]] = {
     "a loop": a_loop,
     "a deferred step": a_deferred_step,
@@ -283,11 +288,13 @@ RUNS: dict[str, Callable[[], None]] = {
     "a fit under autocast": functools.partial(a_fit, "bf16-mixed"),
     "a failing fit": functools.partial(a_fit, fails_at=1),
     "a plan": a_plan,
+    "calls in lockstep": calls_in_lockstep,
 }
 
 
 def test_after_every_kind_of_run_nothing_is_left_patched(installed):
-    # What torch and Lightning patch in themselves, once: at a first compilation, optimizer and fit.
+    # What torch and Lightning patch in themselves, once: when they look for a generator, compile, step and fit.
+    assert not isinstance(None, torch.Generator)
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
     sgd(blocks())
     a_fit(streams=False)

@@ -121,8 +121,9 @@ def test_batches_at_once_share_the_trips_of_the_weights():
         run.predict(Once(), loaders(1))
         return run.strategy.handle.stats()["fetches"]
 
-    alone, together = fetched(None), fetched(6)
-    assert 0 < together < alone / 3
+    alone, together = fetched(None), fetched(5)
+    assert alone > 4  # six passes
+    assert together == pytest.approx(alone / 3, abs=1)  # two: the first batch shows that steps change nothing
 
 
 class Draws(Predicts):
