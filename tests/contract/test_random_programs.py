@@ -21,6 +21,7 @@ from sp_lightning.memory.host_copy import HostCopy
 from sp_lightning.runtime.engine import Engine
 
 OFTEN, ALL, SHEET = 12, 600, 20  # programs in the default run, in the slow one, and in each of its tests
+ALONE = 60  # programs in processes of their own
 RANKED = 40  # programs of two ranks
 TELL_NOTHING = 2  # of a sheet: the plain run raises, or is not the same twice
 
@@ -63,6 +64,23 @@ def test_a_random_program_does_what_it_does_plainly(number, device):
 @pytest.mark.parametrize("first", range(0, ALL, SHEET))
 def test_random_programs_do_what_they_do_plainly(first, device):
     assert outcomes(range(first, first + SHEET), programs.runs_on(device))["equal"] >= SHEET - TELL_NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(ALL, ALL + ALONE, SHEET))
+def test_random_programs_do_in_processes_of_their_own_what_they_do_plainly(first, device):
+    numbers = [number for number in range(first, first + SHEET) if not recomputes_under_a_graph(programs.draw(number))]
+    assert outcomes(numbers, programs.alone_on(device))["equal"] >= len(numbers) - TELL_NOTHING
+
+
+def recomputes_under_a_graph(program):
+    """Whether sums may come in another order on a device (docs/exactness.md)."""
+    return program.loss == "of an input's gradient" and "recompute" in program.activations
+
+
+@pytest.mark.parametrize("number", [3483])
+def test_graphs_of_gradients_are_summed_in_order_from_a_processs_first_step_on(number, device):
+    assert outcomes([number], programs.alone_on(device)) == {"equal": 1}
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """Whole programs of users, each made from a number: `draw` makes one, `outcome` compares its runs, `shrink` cuts it.
 
-    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks] [--shrink]
+    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks] [--alone] [--shrink]
 
-prints a program as readable steps and runs it. `--shrink` takes away what it does and what it sets for as long as the
-runs still differ, and prints the smallest that is left.
+prints a program as readable steps and runs it, with `--alone` both runs in processes of their own: what torch does the
+first time, and what it has counted until then, are as in a user's process. `--shrink` takes away what the program does
+and what it sets for as long as the runs still differ, and prints the smallest that is left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import forks
 import torch
+from lightning import seed_everything
 from program_edits import CALLS, EDITS, FAULTS, GRAPH, HOOKED, MOMENTS, NEW, STRUCTURE
 from program_entries import HOOKS, run
 from program_nets import KINDS, USES_TWICE
@@ -259,6 +262,36 @@ def runs_on(device: torch.device) -> Runs:
     return lambda program, streams: run(on(device, program), device, streams)
 
 
+def alone_on(device: torch.device) -> Runs:
+    """Return what runs a program in a process that has run nothing before."""
+
+    def runs(program: Program, streams: bool) -> parity.Record:
+        with tempfile.TemporaryDirectory() as folder:
+            asked, told = os.path.join(folder, "asked"), os.path.join(folder, "told")
+            torch.save((program, streams, device.type), asked)
+            done = forks.run("import programs, sys; programs.answer(*sys.argv[1:])", asked, told, modules=("programs",))
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            found = torch.load(told, weights_only=False)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return runs
+
+
+def answer(asked: str, told: str) -> None:
+    """Run the program in this file, and write what it left, or its error, into that one."""
+    program, streams, kind = torch.load(asked, weights_only=False)
+    device = prepare(kind)
+    seed_everything(0, verbose=False)
+    try:
+        found: parity.Record | Exception = runs_on(device)(program, streams)
+    except Exception as error:
+        found = type(error)(*error.args)
+    torch.save(found, told)
+
+
 def on(device: torch.device, program: Program) -> Program:
     """Return what of a program can run on this device: the other Lightning knows no simulated one."""
     if device.type != "cpu" and program.entry == "pytorch_lightning":
@@ -362,10 +395,11 @@ def main() -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
     parser.add_argument("--ranks", action="store_true", help="a program of two ranks, compared with DDP")
+    parser.add_argument("--alone", action="store_true", help="each run in a process of its own")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
     device = prepare(given.device)
-    program, runs = draw(given.number, given.ranks), runs_on(device)
+    program, runs = draw(given.number, given.ranks), (alone_on if given.alone else runs_on)(device)
     if given.ranks:
         import program_ranks  # which imports this file
 
@@ -398,5 +432,6 @@ def prepare(kind: str) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.modules["programs"] = sys.modules["__main__"]  # one module, whichever way it is reached
-    sys.exit(main())
+    import programs  # one module, whichever way it is reached
+
+    sys.exit(programs.main())
